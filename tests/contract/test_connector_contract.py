@@ -59,7 +59,7 @@ def test_the_suite_finds_a_mistake(mistake: str, case: str) -> None:
         assert mistake in {"fails_with_the_store", "requires_the_store"}, "it failed for another reason"
 
 
-def test_an_engine_that_hangs_or_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_or_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = EngineSetting(None)
     hangs = EngineProcess(TestMockEngine.engine, setting)
     os.kill(hangs.pid, signal.SIGSTOP)
@@ -80,6 +80,6 @@ def test_a_suite_without_an_engine_says_what_is_missing() -> None:
         ConnectorContract().open_engine(EngineSetting(None))
 
 
-def test_a_daemon_that_cannot_start_is_told_of_with_its_log() -> None:
+def test_a_daemon_that_cannot_start_is_reported_with_its_log() -> None:
     with pytest.raises(AssertionError, match="no_such_setting"), DaemonProcess("no_such_setting=1"):
         raise RuntimeError("it started")

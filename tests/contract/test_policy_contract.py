@@ -1,4 +1,4 @@
-"""What every eviction policy must do, whatever its order. See kvstored.store.policies.base for the obligations."""
+"""What every eviction policy must do, for any victim order. See kvstored.store.policies.base for the obligations."""
 
 import pytest
 
@@ -170,7 +170,7 @@ def test_a_minimum_protects_from_others_and_not_from_its_owner(name: str) -> Non
     assert policy.next_victim(1, tenant=1) == -1
 
 
-def test_classes_are_told_apart_and_counted(name: str) -> None:
+def test_classes_are_distinguished_and_counted(name: str) -> None:
     shelf = Shelf()
     policy = create(name, shelf.residency, HOST)
     old = shelf.chain(*range(100, 140))

@@ -233,10 +233,10 @@ def test_mistakes_are_raised_and_an_absent_daemon_is_a_miss(daemon: RunningDaemo
                 await session.lookup()
             with pytest.raises(RuntimeError, match="from the function"):
                 await session.put(tokens_of(131, 1), payloads=[_fails])
-        async with await aio.connect(tmp_path, fingerprint=MODEL) as nobody:
-            assert nobody.state == "degraded"
-            assert (await nobody.lookup(tokens_of(1, 1))).reason == "no_daemon"
-            assert len(await nobody.get(tokens_of(1, 1))) == 0
+        async with await aio.connect(tmp_path, fingerprint=MODEL) as without_daemon:
+            assert without_daemon.state == "degraded"
+            assert (await without_daemon.lookup(tokens_of(1, 1))).reason == "no_daemon"
+            assert len(await without_daemon.get(tokens_of(1, 1))) == 0
 
     asyncio.run(mistakes())
 

@@ -1,4 +1,4 @@
-"""Damaged copies in a running daemon: never served, told once, put aside, replaced; what hangs on them comes back."""
+"""Damaged copies in a running daemon: never served, reported once, quarantined, replaced; their children return."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_a_damaged_block_is_a_miss_with_its_reason_and_the_next_put_replaces_it(
     spoil(daemon, 1, 4, depth=2)
     with daemon.connect() as session:
         assert session.lookup(tokens_of(1, 4)).reason == "corrupt"
-    code, told = kvctl(daemon, "explain", "--recent", "1")
-    assert (code, told["misses"][0]["cause"], told["misses"][0]["found_blocks"]) == (0, "corrupt", 2)
-    code, told = kvctl(daemon, "explain", told["misses"][0]["key"])
-    assert [block["cause"] for block in told["blocks"] if block["state"] == "missing"] == ["corrupt"]
+    code, output = kvctl(daemon, "explain", "--recent", "1")
+    assert (code, output["misses"][0]["cause"], output["misses"][0]["found_blocks"]) == (0, "corrupt", 2)
+    code, output = kvctl(daemon, "explain", output["misses"][0]["key"])
+    assert [block["cause"] for block in output["blocks"] if block["state"] == "missing"] == ["corrupt"]
     with daemon.connect() as session:
         receipt = session.put(tokens_of(1, 4), payloads=payloads_of(1, 4, MODEL), wait="settled")
     assert receipt.statuses == ["present", "present", "stored", "present"], "the rest was only cut off"
@@ -131,10 +131,10 @@ def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     assert slot.reason == "the payload's checksum does not hold" and slot.tenant.startswith("uid-")
     assert not slot.stored_again and slot.fingerprint.startswith("test model:")
     store(daemon, 1, 4)
-    code, told = kvctl(daemon, "quarantine", "list")
-    assert code == 0 and told["limit"] == 16
-    assert (told["slots"][0]["key"], told["slots"][0]["stored_again"]) == (slot.key, True)
-    assert told["slots"][0]["location"].endswith(f".slab:{slot.offset}")
+    code, output = kvctl(daemon, "quarantine", "list")
+    assert code == 0 and output["limit"] == 16
+    assert (output["slots"][0]["key"], output["slots"][0]["stored_again"]) == (slot.key, True)
+    assert output["slots"][0]["location"].endswith(f".slab:{slot.offset}")
     assert daemon.tiers()["nvme"].used_by["quarantine"] == slot.bytes
     usage = daemon.state_dir / "usage.npz"
     assert eventually(lambda: usage.exists() and slot.reason.encode() in usage.read_bytes())
@@ -142,8 +142,8 @@ def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     daemon.restart()
     (again,) = quarantined(daemon)
     assert (again.key, again.reason) == (slot.key, slot.reason), "it survives a crash"
-    code, told = kvctl(daemon, "quarantine", "release", "77:4096")
-    assert code == 1 and told["error"].startswith("release quarantine: 77:4096 is not in quarantine")
+    code, output = kvctl(daemon, "quarantine", "release", "77:4096")
+    assert code == 1 and output["error"].startswith("release quarantine: 77:4096 is not in quarantine")
     assert len(quarantined(daemon)) == 1
     assert kvctl(daemon, "quarantine", "release", f"{slot.slab}:{slot.offset}")[1]["released"] == 1
     assert quarantined(daemon) == [] and daemon.tiers()["nvme"].used_by["quarantine"] == 0
@@ -167,7 +167,7 @@ def test_quarantine_is_bounded() -> None:
 
 
 def test_only_an_operator_sees_quarantine(daemon: RunningDaemon) -> None:
-    """Keys and places are told on the admin socket alone; bytes lie in files that only the daemon's user may read."""
+    """Only the admin socket gives keys and places; the bytes are in files that only the daemon's user may read."""
     spoil(daemon, 1, 2, depth=0)
     assert (daemon.socket_dir / "admin.sock").stat().st_mode & 0o777 == 0o600
     for path in (daemon.nvme_dir, *daemon.nvme_dir.rglob("*.slab")):
@@ -179,24 +179,24 @@ def kvstored(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_directory_is_looked_into_beside_its_daemon_and_mended_without_it(daemon: RunningDaemon) -> None:
+def test_a_directory_is_inspected_while_its_daemon_runs_and_repaired_when_it_does_not(daemon: RunningDaemon) -> None:
     spoil(daemon, 1, 4, depth=2)
     store(daemon, 2, 1)
     key = quarantined(daemon)[0].key
     place = str(daemon.nvme_dir)
-    code, told, _ = kvstored("inspect", place, "key", key)
-    assert code == 0 and f"in use by process {daemon.pid}" in told and "quarantined" in told
+    code, output, _ = kvstored("inspect", place, "key", key)
+    assert code == 0 and f"in use by process {daemon.pid}" in output and "quarantined" in output
     child = next(block for block in daemon.ask("Blocks", pb.BlocksRequest()).blocks if block.depth == 3)
-    code, told, _ = kvstored("inspect", place, "block", child.key, "--json")
-    assert (code, json.loads(told)["parent"], json.loads(told)["parent_stored"]) == (0, key, False)
+    code, output, _ = kvstored("inspect", place, "block", child.key, "--json")
+    assert (code, json.loads(output)["parent"], json.loads(output)["parent_stored"]) == (0, key, False)
     for arguments in (("check", place), ("check", place, "--repair")):
         code, _, said = kvstored(*arguments)
         assert code == 1 and f"in use by process {daemon.pid}" in said
     assert flip_on_disk(daemon, depth=1) == 1
     daemon.kill9()
     assert kvstored("check", place, "--payloads")[0] == 3
-    code, told, _ = kvstored("check", place, "--payloads", "--repair")
-    assert code == 0 and "did quarantine the slot" in told
+    code, output, _ = kvstored("check", place, "--payloads", "--repair")
+    assert code == 0 and "did quarantine the slot" in output
     assert kvstored("check", place, "--payloads")[:2] == (0, "no damage found\n")
     daemon.restart()
     assert len(quarantined(daemon)) == 2

@@ -168,7 +168,7 @@ def tiny_disk() -> Iterator[Path]:
 @pytest.mark.slow  # ten seconds; a disk that only says so is in the quick ones
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
 def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
-    """Somebody else's file takes the room that the configuration promised us."""
+    """Another user's file takes the room that the configuration promised us."""
     (tiny_disk / "somebody-else").write_bytes(bytes(3 << 20))
     with running_daemon(f"nvme.path={tiny_disk}/nvme", "nvme.capacity=7MiB", "nvme.slab=2MiB") as daemon:
         assert set(put(daemon, 1)) == {"durable"}

@@ -33,7 +33,7 @@ def check(daemon: RunningDaemon, name: str, service: str = "") -> int:
 
 
 @pytest.mark.parametrize("name", SOCKETS)
-def test_a_drain_is_told_and_its_undoing(name: str) -> None:
+def test_a_drain_and_its_end_are_reported(name: str) -> None:
     with running_daemon("nvme.enabled=false") as daemon, health_of(daemon, name) as stub:
         for service in ("", "kvstore.v1.KVStore", "kvstore.v1.KVStoreUnary", "kvstore.v1.Admin"):
             assert check(daemon, name, service) == SERVING
@@ -50,7 +50,7 @@ def test_a_drain_is_told_and_its_undoing(name: str) -> None:
         watch.cancel()
 
 
-def test_a_stop_is_told_before_the_sockets_close() -> None:
+def test_a_stop_is_reported_before_the_sockets_close() -> None:
     with running_daemon("nvme.enabled=false") as daemon, health_of(daemon, "unary") as stub:
         watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == SERVING

@@ -1,4 +1,4 @@
-"""Reserve and Store on the wire: blocks written where they lie are served, and nothing that was not stored ever is."""
+"""Reserve and Store on the wire: blocks written in place are served, and nothing that was not stored ever is."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_blocks_written_in_place_are_served_to_others(daemon: RunningDaemon, cli
         assert holds(lease, payloads_of(1, 3, MODEL))
 
 
-def test_what_is_reserved_is_found_by_nobody(daemon: RunningDaemon, client: InPlace) -> None:
+def test_a_reserved_block_is_found_by_no_lookup(daemon: RunningDaemon, client: InPlace) -> None:
     client.write(client.reserve(2), 2)
     with daemon.connect(MODEL) as session:
         assert session.lookup(tokens_of(2, 2)).reason == "never_stored"

@@ -19,7 +19,7 @@ from tests.reference.raw_client import RawClient, as_user, connect_seqpacket
 from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
 
 MODEL = model()
-NOBODY = 65534
+OTHER_UID = 65534
 ASK = hs.ClientPacket(lookup_index=hs.LookupIndexRequest())
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -51,9 +51,9 @@ def test_a_block_is_in_the_index_when_its_put_is_answered_and_gone_with_it(
     assert has_index(session)
     assert session.probe(tokens).tiers == ("absent",) * 3
     session.put(tokens, payloads=payloads_of(1, 3, MODEL), wait="settled")
-    told = session.probe(tokens_of(1, 4))
-    assert (told.blocks, told.tokens, told.tiers) == (3, 192, ("host", "host", "host", "absent"))
-    assert (told.reason, session.probe(tokens).reason) == ("absent", "")
+    answer = session.probe(tokens_of(1, 4))
+    assert (answer.blocks, answer.tokens, answer.tiers) == (3, 192, ("host", "host", "host", "absent"))
+    assert (answer.reason, session.probe(tokens).reason) == ("absent", "")
     daemon.drop("host")
     assert session.probe(tokens).tiers == ("nvme",) * 3
     with session.get(tokens) as lease:
@@ -95,7 +95,7 @@ def test_contains_is_sure_by_the_index_and_asks_where_it_is_not(daemon: RunningD
     assert session.contains(tokens_of(3, 4)) == session.contains(keys=session.keys(tokens_of(3, 4))) == 2
     assert session.contains(tokens_of(4, 1)) == 0
     assert session.contains([]) == 0
-    assert session.statistics().lookups == asked <= 1, "nobody was asked again"
+    assert session.statistics().lookups == asked <= 1, "the daemon got no further lookup"
 
 
 def test_contains_asks_where_there_is_no_index() -> None:
@@ -109,9 +109,9 @@ def test_an_overflowing_index_is_unsure_and_contains_is_not() -> None:
     with running_daemon("index.slots=6") as daemon, daemon.connect() as session:
         assert has_index(session)
         session.put(tokens_of(5, 12), payloads=payloads_of(5, 12, MODEL))
-        told = session.probe(tokens_of(5, 12))
-        assert told.tiers.count("host") == 6 and told.tiers.count("unknown") == 6
-        assert told.reason == "unknown"
+        answer = session.probe(tokens_of(5, 12))
+        assert answer.tiers.count("host") == 6 and answer.tiers.count("unknown") == 6
+        assert answer.reason == "unknown"
         assert session.probe(tokens_of(99, 1)).reason == "unknown", "it may be one of those that found no room"
         assert session.contains(tokens_of(5, 14)) == 12
 
@@ -145,7 +145,7 @@ def test_its_memory_is_within_what_is_set_aside(daemon: RunningDaemon, session: 
         os.close(descriptor)
 
 
-def test_nobody_but_the_daemon_writes_it(daemon: RunningDaemon) -> None:
+def test_only_the_daemon_writes_it(daemon: RunningDaemon) -> None:
     """Not even its own user or root, who could reopen an arena: the index is sealed against future writers."""
     with RawClient(daemon.socket_dir, MODEL) as client:
         reply, descriptor = client.shake(ASK)
@@ -172,7 +172,7 @@ def test_nobody_but_the_daemon_writes_it(daemon: RunningDaemon) -> None:
         os.close(descriptor)
 
 
-def test_it_says_closed_when_nobody_follows_it_any_more(daemon: RunningDaemon) -> None:
+def test_it_says_closed_when_no_client_follows_it_any_more(daemon: RunningDaemon) -> None:
     with RawClient(daemon.socket_dir, MODEL) as client:
         _, descriptor = client.shake(ASK)
         memory = memory_of(descriptor)
@@ -201,7 +201,7 @@ def test_asking_before_hello_or_twice(daemon: RunningDaemon, greeted: bool) -> N
 
 @needs_root
 def test_another_tenant_gets_its_own_index_and_nothing_of_ours() -> None:
-    group = grp.getgrgid(NOBODY).gr_name
+    group = grp.getgrgid(OTHER_UID).gr_name
     with running_daemon(f"daemon.socket_group={group}") as daemon:
         daemon.directory.chmod(0o755)
         with RawClient(daemon.socket_dir, MODEL) as ours, daemon.connect() as session:
@@ -227,7 +227,7 @@ def test_another_tenant_gets_its_own_index_and_nothing_of_ours() -> None:
                         pass
                 return layout.tenant, LIVE.unpack_from(raw, LIVE_OFFSET)[1], routes
 
-            tenant, keys, routes = as_user(NOBODY, attack)
+            tenant, keys, routes = as_user(OTHER_UID, attack)
             assert tenant != mine.tenant
             assert keys == 0, "three blocks are stored, none of them theirs"
             assert routes == []

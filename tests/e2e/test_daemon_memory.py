@@ -1,4 +1,4 @@
-"""Shared memory against its readers: nobody writes an arena, nobody maps another tenant's, nobody resizes staging."""
+"""Shared memory against its readers: no client writes an arena, maps another tenant's, or resizes staging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reference.raw_client import RawClient, as_user
 from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
 
 MODEL = model()
-NOBODY, SOMEBODY = 65534, 54321
+OTHER_UID, OUTSIDER_UID = 65534, 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
 
@@ -26,7 +26,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[RunningDaemon]:
     """Its socket directory lets one more group in, as an operator would set it."""
     settings = ["nvme.enabled=false", f"host.sealed={str(request.param == 'sealed').lower()}"]
     if os.geteuid() == 0:
-        settings.append(f"daemon.socket_group={grp.getgrgid(NOBODY).gr_name}")
+        settings.append(f"daemon.socket_group={grp.getgrgid(OTHER_UID).gr_name}")
     with running_daemon(*settings) as running:
         running.directory.chmod(0o755)
         with running.connect() as session:
@@ -90,7 +90,7 @@ def test_another_user_cannot_write_what_it_reads(daemon: RunningDaemon) -> None:
                 assert arena[held.offsets[0] : held.offsets[0] + 4] == b"KVB1"
             return write_routes(descriptor)
 
-        assert as_user(SOMEBODY, attack) == []
+        assert as_user(OUTSIDER_UID, attack) == []
         os.close(descriptor)
 
 
@@ -127,8 +127,8 @@ def test_another_tenant_gets_neither_keys_nor_arenas(daemon: RunningDaemon) -> N
                 refusals.append(reply.refused.kind)
             return theirs.welcome.tenant, list(theirs.welcome.roots), refusals
 
-        tenant, roots, refusals = as_user(NOBODY, attack)
-        assert tenant == f"uid-{NOBODY}"
+        tenant, roots, refusals = as_user(OTHER_UID, attack)
+        assert tenant == f"uid-{OTHER_UID}"
         assert roots and root not in roots, "two tenants never compute the same keys"
         assert refusals == [pb.ERROR_KIND_NOT_FOUND] * 3, "not theirs and not there sound alike"
 
@@ -136,7 +136,7 @@ def test_another_tenant_gets_neither_keys_nor_arenas(daemon: RunningDaemon) -> N
 @needs_root
 def test_a_user_outside_the_group_reaches_no_socket(daemon: RunningDaemon) -> None:
     with pytest.raises(PermissionError):
-        as_user(SOMEBODY, lambda: RawClient(daemon.socket_dir, MODEL).welcome.tenant)
+        as_user(OUTSIDER_UID, lambda: RawClient(daemon.socket_dir, MODEL).welcome.tenant)
 
 
 def test_staging_cannot_be_resized_or_sealed_against_us(daemon: RunningDaemon) -> None:

@@ -92,8 +92,8 @@ def test_a_stream_that_is_left_is_written_with_what_was_there(tmp_path: Path) ->
 
 def test_a_hint_is_written_as_it_was_given(recording: Path) -> None:
     hints = [line for line in recorded(recording) if line.get("op") == "hint"]
-    told = [{name: line[name] for name in ("f", "w", "s", "a", "d") if name in line} for line in hints]
-    assert told == [{"f": 9, "w": 0.25, "a": 40}, {"f": 9, "s": NextStep.NEXT_STEP_TOOL_CALL, "d": 1500}]
+    written = [{name: line[name] for name in ("f", "w", "s", "a", "d") if name in line} for line in hints]
+    assert written == [{"f": 9, "w": 0.25, "a": 40}, {"f": 9, "s": NextStep.NEXT_STEP_TOOL_CALL, "d": 1500}]
     assert all("k" not in line for line in hints), "their chains were written before"
     trace = read_trace(recording, "kvstored", ReadOptions(), lambda done, total: None)
     chains = [trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist() for at in range(trace.requests)]

@@ -86,7 +86,7 @@ def test_a_prefix_ends_where_the_tokens_part(daemon: RunningDaemon) -> None:
         assert session.lookup(tokens[: 64 * 2 + 63]).blocks == 2, "a partial tail is not a block"
 
 
-def test_a_block_is_stored_once_whoever_puts_it(daemon: RunningDaemon) -> None:
+def test_a_block_that_two_clients_put_is_stored_once(daemon: RunningDaemon) -> None:
     tokens, payloads = tokens_of(5, 8), payloads_of(5, 8, MODEL)
     before = daemon.status().counters
     with daemon.connect() as first, daemon.connect() as second:
@@ -133,7 +133,7 @@ def test_dropped_from_dram_it_comes_from_nvme_and_prefetch_moves_it_ahead(daemon
         assert daemon.status().counters["prefetched_blocks"] >= 16
 
 
-def test_without_promotion_a_get_leases_what_is_mapped_and_tells_of_the_rest(daemon: RunningDaemon) -> None:
+def test_without_promotion_a_get_leases_what_is_mapped_and_reports_the_rest(daemon: RunningDaemon) -> None:
     tokens, payloads = tokens_of(12, 8), payloads_of(12, 8, MODEL)
     with daemon.connect() as session:
         assert session.get(tokens, promote=False).reason == "never_stored"
@@ -160,7 +160,7 @@ def test_waking_the_daemon_waits_for_nothing_and_leaves_nothing_behind(daemon: R
     with daemon.connect() as session:
         before = daemon.status().counters
         with daemon.frozen():
-            session.wake()  # nobody answers, and it returns
+            session.wake()  # the daemon does not answer, and the call returns
         assert session.ping(20.0) is not None
         assert session.state == "connected"
         assert daemon.status().counters["acquires"] == before["acquires"]

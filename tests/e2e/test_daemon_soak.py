@@ -1,4 +1,4 @@
-"""Many clients doing everything at once, against a dictionary: what a get returns is what somebody put there."""
+"""Many clients doing everything at once, against a dictionary: what a get returns is what some client put there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BLOCKS = 12
 
 
 class Worker(threading.Thread):
-    """One client. The model is the function payloads_of: whatever is found must be its value."""
+    """One client. The model is the function payloads_of: each block that is found must have its value."""
 
     def __init__(self, daemon: RunningDaemon, seed: int, stop: threading.Event) -> None:
         super().__init__(daemon=True)

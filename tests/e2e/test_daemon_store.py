@@ -1,4 +1,4 @@
-"""Lend and Store on the wire: places are checked, duplicates told apart from what is wanted, a loan can be renewed."""
+"""Lend and Store on the wire: places are checked, duplicates are reported and not wanted, a loan can be renewed."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_what_is_believed_present_is_confirmed_or_wanted(client: RawClient) -> N
     assert client.store(keys, [0, 0, 0, 0]) == [PRESENT, WANTED, WANTED, WANTED]
 
 
-@pytest.mark.parametrize("lie", ["other tokens", "too few", "too many"])
-def test_tokens_that_do_not_hash_to_the_key_are_not_stored(client: RawClient, daemon: RunningDaemon, lie: str) -> None:
-    conversation = 40 + len(lie)
+@pytest.mark.parametrize("bad", ["other tokens", "too few", "too many"])
+def test_tokens_that_do_not_hash_to_the_key_are_not_stored(client: RawClient, daemon: RunningDaemon, bad: str) -> None:
+    conversation = 40 + len(bad)
     tokens, payloads = tokens_of(conversation, 1), payloads_of(conversation, 1, MODEL)
     client.lend()
-    client.stage(1, {"other tokens": tokens + 1, "too few": tokens[:-1], "too many": np.arange(960)}[lie], payloads[0])
+    client.stage(1, {"other tokens": tokens + 1, "too few": tokens[:-1], "too many": np.arange(960)}[bad], payloads[0])
     assert client.store(client.keys(tokens), [1]) == [MISMATCH]
     with daemon.connect(MODEL) as session:
         assert session.lookup(tokens).reason == "never_stored"

@@ -370,7 +370,7 @@ def test_the_socket_is_for_the_daemons_own_user(daemon: RunningDaemon) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_nobody_else_connects(daemon: RunningDaemon) -> None:
+def test_other_users_cannot_connect(daemon: RunningDaemon) -> None:
 
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")

@@ -1,4 +1,4 @@
-"""Bad input on the wire: each is answered in words, costs nobody else anything, and leaves nothing behind."""
+"""Bad input on the wire: each is answered with an error text, affects no other client, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Loaded:
     def engine(self, blocks: int = 512, session: MemorySession | None = None, **settings: Any) -> BatchEngine:
         executor = self.executor(blocks)
         costs = CostModel()
-        costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore and swap whatever can be
+        costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore and swap all that can be
         engine = BatchEngine(
             executor,
             executor.pool,

@@ -35,7 +35,7 @@ def _fingerprint(tenant: str) -> Fingerprint:
 def _engine(sessions: dict[str, Session], blocks: int = 256) -> BatchEngine:
     compute = TwinCompute(twin_pool(blocks), on_step=StepClock().step)
     costs = _Stubborn()
-    costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore whatever is there
+    costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore all that is stored
     return BatchEngine(
         compute,
         compute.pool,

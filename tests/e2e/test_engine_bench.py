@@ -38,15 +38,15 @@ def test_a_quick_look_at_an_engine(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         "32",
     ]
     code = main(["bench", "--model", str(tiny), *load, "--out", str(out), "--trace", str(trace), "--json", "--quiet"])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    output = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0
-    assert [(case["load"], case["block_tokens"]) for case in told["cases"]] == [
+    assert [(case["load"], case["block_tokens"]) for case in output["cases"]] == [
         ("chat", 16),
         ("chat", 32),
         ("shared-90", 16),
         ("shared-90", 32),
     ]
-    for case in told["cases"]:
+    for case in output["cases"]:
         assert case["requests"] == 4 and case["failed"] == 0
         assert case["generated_tokens"] == 4 * 16
         assert case["evaluated_ratio"] == pytest.approx(1.0)
@@ -70,8 +70,8 @@ def test_a_quick_look_at_an_engine(tiny: Path, tmp_path: Path, capsys: pytest.Ca
 )
 def test_a_mistake_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert said in output and output.count("\n") == 1
 
 
 def test_a_prompt_longer_than_the_model_allows(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,14 +90,18 @@ def test_beside_llama_cpps_own_server(tiny: Path, capsys: pytest.CaptureFixture[
         pytest.skip("no xllamacpp: pip install 'kvstored[engine]'")
     load = ["--quick", "--prompt-tokens", "48", "--threads", "1"]
     code = main(["bench", "--model", str(tiny), "--against", "llama-server", *load, "--json"])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    output = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0
-    assert told["same_ggml_build"] is True
-    assert told["baseline_cpu_features"]
-    assert [row["concurrency"] for row in told["rows"]] == [1, 4] == [row["concurrency"] for row in told["decode_rows"]]
-    for row in told["rows"]:
+    assert output["same_ggml_build"] is True
+    assert output["baseline_cpu_features"]
+    assert (
+        [row["concurrency"] for row in output["rows"]]
+        == [1, 4]
+        == [row["concurrency"] for row in output["decode_rows"]]
+    )
+    for row in output["rows"]:
         for name in ("throughput_ratio_default", "throughput_ratio_best", "ttft_ratio_best", "tpot_ratio_best"):
             assert row[name] > 0
         assert row["throughput_ratio_best"] == pytest.approx(row["throughput_ours"] / row["throughput_best"])
-    for row in told["decode_rows"]:
+    for row in output["decode_rows"]:
         assert row["throughput_ratio_best"] == pytest.approx(row["throughput_ours"] / row["throughput_best"])

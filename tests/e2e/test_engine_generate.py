@@ -49,7 +49,7 @@ class Bench:
             Executor(self.model, pool, threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
         )
         costs = CostModel()
-        costs.compute.restore(1, [1.0, 1.0, 0.0])  # computing looks slow: restore whatever is there
+        costs.compute.restore(1, [1.0, 1.0, 0.0])  # computing looks slow: restore all that is stored
         generator = Generator(
             tokenizer=self.tokenizer,
             pool=pool,

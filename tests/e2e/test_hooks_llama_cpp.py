@@ -85,26 +85,26 @@ def test_completions_with_and_without_the_cache_are_the_same(daemon: DaemonProce
         cache.close()
 
 
-def test_the_daemon_is_told_how_long_the_answer_was(
+def test_the_daemon_receives_the_length_of_the_answer(
     daemon: DaemonProcess, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = opened(model)
     cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
     llm.set_cache(cache)
-    told: list[tuple[int, int]] = []
+    hinted: list[tuple[int, int]] = []
     hint = cache.session.hint
 
     def heard(tokens: Any, *, answer_tokens: int) -> int:
-        told.append((hint(tokens, answer_tokens=answer_tokens), answer_tokens))
-        return told[-1][0]
+        hinted.append((hint(tokens, answer_tokens=answer_tokens), answer_tokens))
+        return hinted[-1][0]
 
     monkeypatch.setattr(cache.session, "hint", heard)
     prompt = [token + 7 for token in PROMPT]
     answer(llm, prompt)
-    assert [blocks for blocks, _ in told] == [(len(prompt) + told[0][1]) // BLOCK]
-    assert 7 <= told[0][1] <= 8, "its last token need not be computed"
+    assert [blocks for blocks, _ in hinted] == [(len(prompt) + hinted[0][1]) // BLOCK]
+    assert 7 <= hinted[0][1] <= 8, "its last token need not be computed"
     cache[prompt[:200]] = llm.save_state()  # of no prompt that was asked for
-    assert len(told) == 1
+    assert len(hinted) == 1
     cache.close()
 
 
@@ -121,7 +121,7 @@ def test_what_the_model_holds_itself_is_not_fetched(daemon: DaemonProcess, model
 
 
 def test_a_state_that_llama_cpp_refuses_is_a_miss(daemon: DaemonProcess, model: Path) -> None:
-    """What lies in the store under our keys is never trusted to be loadable: a refusal leaves an empty model."""
+    """The hook never trusts a stored state to be loadable: a refusal leaves an empty model."""
     llm, other = opened(model), opened(model)
     cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
     writer = KVStoreLlamaCache(other, daemon.socket_dir, deadline_s=5.0)

@@ -83,7 +83,7 @@ def test_pages_come_back_at_other_places_of_another_servers_pool(daemon: DaemonP
     assert torch.equal(restored.view(torch.int16), pool.pages[:16].view(torch.int16)), "bit for bit"
 
 
-def test_a_gap_ends_the_prefix_and_what_lies_behind_it_can_still_be_had(daemon: DaemonProcess) -> None:
+def test_a_gap_ends_the_prefix_and_pages_behind_it_can_still_be_read(daemon: DaemonProcess) -> None:
     keys = hashes(2, 8)
     storage = backend(daemon, pool_of(3))
     assert storage.batch_set_v1(keys[:3], indices(0, 1, 2)) == [True] * 3
@@ -206,6 +206,6 @@ def test_without_a_daemon_everything_is_a_miss() -> None:
     assert storage.batch_exists(keys) == 0
 
 
-def test_a_server_without_a_models_name_is_told_what_to_do(daemon: DaemonProcess) -> None:
+def test_the_error_for_a_server_without_a_models_name_says_what_to_do(daemon: DaemonProcess) -> None:
     with pytest.raises(ValueError, match="weights_digest"):
         backend(daemon, pool_of(15), model_name=None)

@@ -155,7 +155,7 @@ def test_a_stored_part_is_restored_and_the_rest_stored(session: Session, model: 
 
 
 def test_blocks_on_nvme_are_promoted(daemon: RunningDaemon, session: Session) -> None:
-    ids, model = prompt(160, seed=6), tiny_model()  # of a new model nobody knows yet what computing takes
+    ids, model = prompt(160, seed=6), tiny_model()  # the time to compute with a new model is not known yet
     expected = stored(session, model, ids)
     daemon.ask("Flush", _flush_request())
     daemon.drop("host")

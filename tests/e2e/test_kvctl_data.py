@@ -168,7 +168,7 @@ def test_an_object_whose_tail_is_gone_is_a_miss_and_can_be_put_again(kvctl: Kvct
 
 
 def test_blocks_of_two_puts_are_never_served_as_one(kvctl: Kvctl, tmp_path: Path) -> None:
-    """Somebody else's tail under our head: the checksum over the whole says so."""
+    """Another put's tail under our head: the checksum over the whole object fails."""
     some_bytes(tmp_path / "in", 250_000)
     kvctl(["put", "--name", "mixed", "--block-size", "64KiB", str(tmp_path / "in")])
     with kvctl.daemon.connect(OBJECTS) as session:
@@ -366,7 +366,7 @@ def _blocks_request() -> Any:
 
 
 @pytest.fixture
-def as_nobody(kvctl: Kvctl) -> Run:
+def as_other_user(kvctl: Kvctl) -> Run:
     """kvctl as another user, who has no operator's rights."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
@@ -382,49 +382,49 @@ def as_nobody(kvctl: Kvctl) -> Run:
     return run
 
 
-def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_nobody: Run, tmp_path: Path) -> None:
+def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_other_user: Run, tmp_path: Path) -> None:
     """What one user puts no other finds, not even root; and it takes no operator's rights."""
     source = Path(tempfile.gettempdir()) / f"{tmp_path.name}-{os.getpid()}"
     source.write_bytes(b"nobody's")
     try:
         source.chmod(0o644)
-        assert as_nobody("put", "--name", "mine", str(source)).returncode == OK
+        assert as_other_user("put", "--name", "mine", str(source)).returncode == OK
     finally:
         source.unlink()
-    assert as_nobody("get", "--name", "mine").stdout == b"nobody's"
+    assert as_other_user("get", "--name", "mine").stdout == b"nobody's"
     assert kvctl.json(["get", "--name", "mine", str(tmp_path / "out")], exit_code=MISS)["reason"] == "never_stored"
     kvctl("delete --name mine", exit_code=MISS)
-    assert as_nobody("delete", "--name", "mine").returncode == OK
+    assert as_other_user("delete", "--name", "mine").returncode == OK
 
 
-def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_nobody: Run, tmp_path: Path) -> None:
+def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_other_user: Run, tmp_path: Path) -> None:
     """Without an operator's rights: of his own tenant, and nothing of another's."""
     (tmp_path / "secret").write_bytes(b"root's")
     kvctl(["put", "--name", "root's", str(tmp_path / "secret")])
     with kvctl.daemon.connect(MODEL) as session:
         assert session.put(tokens_of(1, 2), payloads=payloads_of(1, 2, MODEL)).stored_blocks == 2
         assert session.lookup(tokens_of(7, 2)).blocks == 0
-    assert as_nobody("put", "--name", "mine", "/etc/hostname").returncode == OK
-    assert as_nobody("get", "--name", "not there").returncode == MISS
-    mine = json.loads(as_nobody("--json", "explain", "--name", "mine").stdout)
+    assert as_other_user("put", "--name", "mine", "/etc/hostname").returncode == OK
+    assert as_other_user("get", "--name", "not there").returncode == MISS
+    mine = json.loads(as_other_user("--json", "explain", "--name", "mine").stdout)
     assert mine["usable_blocks"] == 1 and mine["blocks"][0]["tenant"] == "uid-65534"
     assert mine["blocks"][0]["block"]["location"] == "" and mine["blocks"][0]["copies"][0]["location"] == ""
     key = mine["blocks"][0]["key"]
-    assert b"is stored" in as_nobody("explain", key[:12]).stdout
-    recent = json.loads(as_nobody("--json", "explain", "--recent", "50").stdout)["misses"]
+    assert b"is stored" in as_other_user("explain", key[:12]).stdout
+    recent = json.loads(as_other_user("--json", "explain", "--recent", "50").stdout)["misses"]
     assert {miss["tenant"] for miss in recent} == {"uid-65534"} and recent[0]["cause"] == "never_stored"
     theirs = kvctl.json("blocks --tenant uid-0")["blocks"][0]["key"]
-    assert json.loads(as_nobody("--json", "explain", theirs).stdout)["cause"] == "never_stored"
-    assert b"no block begins with" in as_nobody("explain", theirs[:12]).stderr
-    assert b"each needs 32 digits" in as_nobody("explain", key[:12], key[:13]).stderr
-    refused = as_nobody("explain", "--recent", "--tenant", "uid-0")
+    assert json.loads(as_other_user("--json", "explain", theirs).stdout)["cause"] == "never_stored"
+    assert b"no block begins with" in as_other_user("explain", theirs[:12]).stderr
+    assert b"each needs 32 digits" in as_other_user("explain", key[:12], key[:13]).stderr
+    refused = as_other_user("explain", "--recent", "--tenant", "uid-0")
     assert (refused.returncode, b"its own tenant, uid-65534, only" in refused.stderr) == (FAILED, True)
     digest = MODEL.digest().hex()
-    assert b"knows no fingerprint" in as_nobody("explain", "--tokens", "0-127", "--fingerprint", digest).stderr
+    assert b"knows no fingerprint" in as_other_user("explain", "--tokens", "0-127", "--fingerprint", digest).stderr
     kvctl("explain --tokens 0-127 --fingerprint " + digest)
 
 
-def test_other_bytes_under_a_names_key_are_told_and_can_be_replaced(kvctl: Kvctl, tmp_path: Path) -> None:
+def test_other_bytes_under_a_names_key_are_reported_and_can_be_replaced(kvctl: Kvctl, tmp_path: Path) -> None:
     data = some_bytes(tmp_path / "in", 5000)
     with kvctl.daemon.connect(OBJECTS) as session:
         assert session.put(object_tokens("junk", 1), payloads=[b"no head at all" * 10]).stored_blocks == 1

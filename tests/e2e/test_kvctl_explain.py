@@ -59,7 +59,7 @@ def explained(kvctl: Kvctl, directory: Path, conversation: int, blocks: int) -> 
     return kvctl.json(["explain", *prefix(directory, conversation, blocks)])
 
 
-def test_stored_blocks_are_told_with_place_age_use_and_cost(kvctl: Kvctl, tmp_path: Path) -> None:
+def test_stored_blocks_are_explained_with_place_age_use_and_cost(kvctl: Kvctl, tmp_path: Path) -> None:
     put(kvctl.daemon, 1, 3)
     said = explained(kvctl, tmp_path, 1, 3)
     assert (said["usable_blocks"], said["cause"], said["elsewhere"]) == (3, "", [])
@@ -98,7 +98,7 @@ def test_leases_and_children_are_counted(kvctl: Kvctl, tmp_path: Path) -> None:
         assert [(block["block"]["leases"], block["block"]["children"]) for block in blocks] == [(1, 1), (1, 0)]
 
 
-def test_a_key_is_told_with_the_blocks_before_it(kvctl: Kvctl) -> None:
+def test_a_key_is_explained_with_the_blocks_before_it(kvctl: Kvctl) -> None:
     put(kvctl.daemon, 1, 3)
     listed = kvctl.daemon.ask("Blocks", pb.BlocksRequest()).blocks
     keys = [block.key for block in sorted(listed, key=lambda block: block.depth)]
@@ -241,7 +241,7 @@ def test_a_named_object_is_explained_by_its_name(kvctl: Kvctl, tmp_path: Path) -
     assert kvctl.json("explain --name nothing")["cause"] in ("never_stored", "other_fingerprint")
 
 
-def test_recent_misses_are_told_newest_first_and_by_tenant(kvctl: Kvctl) -> None:
+def test_recent_misses_are_listed_newest_first_and_by_tenant(kvctl: Kvctl) -> None:
     assert "nothing was missed" in kvctl("explain --recent").out
     put(kvctl.daemon, 1, 2)
     with kvctl.daemon.connect(MODEL, client_name="an engine") as session:

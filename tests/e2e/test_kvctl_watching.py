@@ -29,7 +29,7 @@ MODEL = model()
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    """With something behind it: 6 blocks stored, 6 served, 4 missed because nobody ever stored them."""
+    """With something behind it: 6 blocks stored, 6 served, 4 missed because no client ever stored them."""
     with running_daemon() as running:
         with running.connect() as session:
             session.put(tokens_of(1, 6), payloads=payloads_of(1, 6, MODEL), wait="settled")
@@ -84,7 +84,7 @@ def test_the_history_is_asked_by_resolution_and_age(daemon: RunningDaemon) -> No
     assert "keeps: 1, 60" in str(caught.value)
 
 
-def test_the_settings_in_use_are_told_when_asked(daemon: RunningDaemon) -> None:
+def test_the_settings_in_use_are_returned_on_request(daemon: RunningDaemon) -> None:
     settings = history(daemon, settings=True).settings
     assert settings["host.capacity_bytes"] == str(32 << 20)
     assert settings["nvme.path"] == str(daemon.nvme_dir)
@@ -291,7 +291,7 @@ def test_a_report_goes_to_standard_output_alone(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_as_json_and_to_where_nobody_may_write(
+def test_a_report_as_json_and_to_a_path_that_cannot_be_written(
     daemon: RunningDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.html"

@@ -1,6 +1,6 @@
 """Probes beside writers and eviction: what a probe says may be old, and never leads to a wrong byte.
 
-Readers probe chains, read what they were told is there, and compare every byte with what its name says it must be. A
+Readers probe chains, read the blocks that the probe named, and compare every byte with what its name says it must be. A
 block under a lease cannot leave, so there the index is held to the truth: it must not call such a block absent.
 """
 
@@ -37,7 +37,7 @@ class Counts:
 
 
 class Reader(threading.Thread):
-    """One client that probes, reads and compares, until it is told to stop."""
+    """One client that probes, reads and compares, until the test stops it."""
 
     def __init__(
         self, daemon: RunningDaemon, seed: int, stop: threading.Event, truth: list[npt.NDArray[np.uint8]]
@@ -54,8 +54,8 @@ class Reader(threading.Thread):
         try:
             with self._daemon.connect(MODEL, staging_bytes=0) as session:
                 chains = [session.keys(tokens_of(name, BLOCKS)) for name in range(CONVERSATIONS)]
-                told = [lambda keys=keys: session.probe(keys=keys).tiers for keys in chains]
-                assert eventually(lambda: any(set(tiers()) != {"unknown"} for tiers in told)), "no index came"
+                probed = [lambda keys=keys: session.probe(keys=keys).tiers for keys in chains]
+                assert eventually(lambda: any(set(tiers()) != {"unknown"} for tiers in probed)), "no index came"
                 while not self._stop_wanted.is_set():
                     name = self._rng.randrange(CONVERSATIONS)
                     keys = chains[name]
@@ -67,11 +67,11 @@ class Reader(threading.Thread):
     def _step(self, session: Session, name: int, keys: BlockKeys) -> None:
         said = 0
         for _ in range(PROBES_A_GET):
-            told = session.probe(keys=keys)
-            said = told.blocks
+            probed = session.probe(keys=keys)
+            said = probed.blocks
             self.counts.answers += len(keys)
-            self.counts.unknown += told.tiers.count("unknown")
-            self.counts.present += told.blocks
+            self.counts.unknown += probed.tiers.count("unknown")
+            self.counts.present += probed.blocks
         if not said:
             return
         with session.get(keys=keys[:said], promote=self._rng.random() < 0.2) as lease:
@@ -134,10 +134,10 @@ def compare_with_lookup(daemon: RunningDaemon) -> None:
         sure = 0
         for name in range(CONVERSATIONS):
             tokens = tokens_of(name, BLOCKS)
-            told, found = session.probe(tokens).tiers, session.lookup(tokens).tiers
-            assert len(told) == len(found) == BLOCKS
-            assert [(a, b) for a, b in zip(told, found, strict=True) if a not in (b, "unknown")] == []
-            sure += sum(tier != "unknown" for tier in told)
+            probed, found = session.probe(tokens).tiers, session.lookup(tokens).tiers
+            assert len(probed) == len(found) == BLOCKS
+            assert [(a, b) for a, b in zip(probed, found, strict=True) if a not in (b, "unknown")] == []
+            sure += sum(tier != "unknown" for tier in probed)
         assert sure > 0
 
 

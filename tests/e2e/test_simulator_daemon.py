@@ -30,7 +30,7 @@ SMALL_DRAM = ("host.capacity=4MiB", "host.staging=1MiB", "host.arena=1MiB")
 
 
 def some_requests() -> list[list[int]]:
-    """Sessions that go on, and between them prompts that nobody asks for again."""
+    """Sessions that go on, and between them prompts that are never requested again."""
     made: list[list[int]] = []
     for number, chain in enumerate(sessions(3, 180, prompts=2, live=30)):
         made.append(chain[:12])
@@ -54,7 +54,7 @@ class Lived:
 
 
 def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
-    """An engine's requests: get what is there, put what is not, tell how long the answer was."""
+    """An engine's requests: get what is there, put what is not, send the length of the answer."""
     chance = random.Random(5)
     held: list[int] = []
     with daemon.connect() as session:
@@ -69,7 +69,7 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
                 session.put(tokens, payloads=payloads, wait="settled")
                 daemon.settle()
             daemon.clock.advance(ns=1000 * chance.randrange(1, 10**6))
-            if chance.random() < 0.7:  # an engine tells of some of its answers, and of what it thinks will follow
+            if chance.random() < 0.7:  # an engine sends hints on some answers and on what it expects next
                 goes_on = chance.choice((None, 0.2, 0.9))
                 session.hint(tokens, answer_tokens=chance.randrange(1, 900), will_continue=goes_on)
             if chance.random() < 0.2:  # another one waits, which goes on from there or begins alike
@@ -133,8 +133,8 @@ def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: i
     simulated = replay_recorded(trace, config, block)
     assert hits_of(trace, simulated.hits) == recorded_hits(path)
     assert lived.counters["promoted_bytes"] > 0 and lived.counters["evicted_blocks"] > 50
-    for told in ("stored_blocks", "written_back_bytes", "evicted_blocks"):
-        assert simulated.counters[told] == pytest.approx(lived.counters[told], rel=0.02), told
+    for counter in ("stored_blocks", "written_back_bytes", "evicted_blocks"):
+        assert simulated.counters[counter] == pytest.approx(lived.counters[counter], rel=0.02), counter
     moved, lived_moved = (
         sum(counters[name] for name in ("written_back_bytes", "promoted_bytes"))
         for counters in (simulated.counters, lived.counters)

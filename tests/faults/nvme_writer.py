@@ -26,7 +26,7 @@ def open_tier(directory: str) -> NvmeTier:
 
 
 class Writer:
-    """Puts numbered blocks and tells what became of them."""
+    """Puts numbered blocks and reports what became of them."""
 
     def __init__(self, tier: NvmeTier) -> None:
         self.tier = tier

@@ -1,4 +1,4 @@
-"""`check` names every damage done to a directory, `--repair` mends it, and nothing wrong is served afterwards."""
+"""`check` names every damage done to a directory, `--repair` repairs it, and nothing wrong is served afterwards."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def served(directory: Path) -> set[int]:
 ALL = set(NUMBERS) - {20} | set(LARGE_NUMBERS)
 
 
-def mended(directory: Path) -> set[int]:
+def repaired(directory: Path) -> set[int]:
     """Repair, and hold it to its promises: a second check is clean but for what it named, a second repair idle."""
     report = repair_directory(directory, verify_payloads=True)
     left = check_directory(directory, verify_payloads=True)
@@ -208,19 +208,19 @@ KEEPS_ALL = {
 
 
 @pytest.mark.parametrize("spoil", DAMAGES, ids=lambda spoil: spoil.__name__)
-def test_each_damage_is_named_and_mended(directory: Path, spoil: Callable[[Path], None]) -> None:
+def test_each_damage_is_named_and_repaired(directory: Path, spoil: Callable[[Path], None]) -> None:
     spoil(directory)
     found = check_directory(directory, verify_payloads=True)
     assert {finding.kind for finding in found} >= DAMAGES[spoil], found
     before = served_before_repair(directory)
-    after = mended(directory)
+    after = repaired(directory)
     assert after >= before, "a block that verifies is never given up"
     if spoil in KEEPS_ALL:
         assert after == ALL
 
 
 def served_before_repair(directory: Path) -> set[int]:
-    """What a daemon would serve of the directory as it is: on a copy, since opening mends."""
+    """What a daemon would serve of the directory as it is: on a copy, since an open repairs."""
     with tempfile.TemporaryDirectory() as copy:
         return served(Path(shutil.copytree(directory, Path(copy) / "d")))
 
@@ -266,13 +266,13 @@ def inflict(directory: Path, kind: str, where: int, amount: int) -> None:
 
 @settings(max_examples=examples(40))
 @given(wounds())
-def test_any_damage_is_mended(filled: Path, inflicted: list[tuple[str, int, int]]) -> None:
+def test_any_damage_is_repaired(filled: Path, inflicted: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory(prefix="kvr-") as temporary:
         directory = Path(shutil.copytree(filled, Path(temporary) / "d"))
         for wound in inflicted:
             inflict(directory, *wound)
         before = served_before_repair(directory)
-        assert mended(directory) >= before
+        assert repaired(directory) >= before
 
 
 def test_a_dry_run_changes_nothing_and_says_what_a_run_does(directory: Path) -> None:
@@ -314,14 +314,14 @@ def test_the_command_says_what_it_did(directory: Path, capsys: pytest.CaptureFix
     assert main(["check", str(directory), "--payloads", "--repair", "--dry-run"]) == EXIT_DAMAGE
     assert "would quarantine the slot" in capsys.readouterr().out
     assert main(["check", str(directory), "--payloads", "--repair"]) == EXIT_OK
-    told = capsys.readouterr().out
-    assert "did quarantine the slot" in told and "kept for inspection" in told and told.endswith("repaired\n")
+    output = capsys.readouterr().out
+    assert "did quarantine the slot" in output and "kept for inspection" in output and output.endswith("repaired\n")
     assert main(["check", str(directory), "--payloads", "--repair", "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["done"] == []
     lose_both_superblocks(directory)
     assert main(["check", str(directory), "--repair"]) == EXIT_DAMAGE
-    told = capsys.readouterr().out
-    assert "put the file aside" in told and "left: damage" in told and "delete it by hand" in told
+    output = capsys.readouterr().out
+    assert "put the file aside" in output and "left: damage" in output and "delete it by hand" in output
 
 
 def test_mistakes_are_one_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_bytes_under_an_expired_lease_do_not_change_until_it_is_released(daemon:
 
 
 def test_limbo_is_bounded(daemon: RunningDaemon) -> None:
-    """Over the bound, blocks with late readers are not evicted: others go, and nobody's bytes change."""
+    """Over the bound, blocks with late readers are not evicted: others go, and no reader's bytes change."""
     put(daemon, 5, 16)
     expected = payloads_of(5, 16, MODEL)
     with daemon.connect(MODEL) as session:
@@ -152,7 +152,7 @@ def test_limbo_is_bounded(daemon: RunningDaemon) -> None:
 def test_a_renewed_lease_keeps_its_block(daemon: RunningDaemon) -> None:
     put(daemon, 6, 2)
     with daemon.connect(MODEL) as session:
-        assert any(_is_kept_by_renewing(daemon, session) for _ in range(20)), "the machine is too slow to tell"
+        assert any(_is_kept_by_renewing(daemon, session) for _ in range(20)), "the machine is too slow to decide it"
 
 
 def _is_kept_by_renewing(daemon: RunningDaemon, session: kvstore_client.Session) -> bool:

@@ -145,7 +145,7 @@ def test_what_was_stored_without_durability_is_there_once_a_put_that_asked_for_i
     daemon.restart()
     with daemon.connect(MODEL) as session:
         must_be_sound(session, {1}, {1, 2})
-        assert session.lookup(tokens_of(2, BLOCKS)).blocks == 0, "nobody asked for more"
+        assert session.lookup(tokens_of(2, BLOCKS)).blocks == 0, "no put asked for durability"
         receipt = session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL), durability="none")
         assert receipt.statuses == ["present"] * BLOCKS and receipt.durability == ["durable"] * BLOCKS
 

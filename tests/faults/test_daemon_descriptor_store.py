@@ -49,7 +49,7 @@ def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: Service
     for conversation in range(20):
         put(daemon, conversation)
     assert eventually(lambda: "ledger" in manager.names() and len(manager.names()) >= 3)
-    assert holder_pid(daemon.state_dir) == 0, "systemd keeps it, nobody else has to"
+    assert holder_pid(daemon.state_dir) == 0, "systemd keeps the descriptors, no holder runs"
     for life in range(2):
         stored = manager.names()
         manager.kill9()

@@ -94,7 +94,7 @@ def test_check_refuses_a_directory_in_use(running: RunningDaemon) -> None:
     assert result.returncode == 1 and str(running.pid) in result.stderr and "Traceback" not in result.stderr
 
 
-def test_what_lies_in_a_sockets_place_is_not_removed(place: Path) -> None:
+def test_a_file_in_a_sockets_place_is_not_removed(place: Path) -> None:
     daemon = RunningDaemon(place)
     daemon.socket_dir.mkdir()
     (daemon.socket_dir / "admin.sock").write_text("my notes")

@@ -1,4 +1,4 @@
-"""A Store in the middle of which somebody dies: whole blocks or none, and every byte of staging comes back."""
+"""A client or the daemon dies in the middle of a Store: whole blocks or none, and every byte of staging comes back."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_daemon_killed_in_the_middle_of_a_store(hit: int) -> None:
             assert holds(lease, payloads_of(1, BLOCKS, MODEL))
 
 
-def test_a_put_that_nobody_waits_for_any_more_never_mixes_with_the_next_one() -> None:
+def test_an_abandoned_put_never_mixes_with_the_next_one() -> None:
     """The loan holds one put. While the daemon copies the first, whose client gave up, the second has to wait."""
     settings = ("nvme.enabled=false", "host.copy_threads=1", "limits.staging_per_client=1MiB")
     with running_daemon(*settings, failpoints="host.before-copy=delay:0.05") as daemon:
@@ -132,7 +132,7 @@ def test_a_put_that_nobody_waits_for_any_more_never_mixes_with_the_next_one() ->
                 with session.get(tokens_of(conversation, blocks)) as lease:
                     assert holds(lease, payloads_of(conversation, len(lease), MODEL))
             with session.get(tokens_of(1, blocks)) as lease:
-                assert len(lease) == blocks, "what was sent is stored, though nobody waited"
+                assert len(lease) == blocks, "what was sent is stored, though no caller waited"
 
 
 def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:

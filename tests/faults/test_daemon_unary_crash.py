@@ -1,4 +1,4 @@
-"""What a unary call was told holds after kill -9: durable is there, deleted is gone. And callers that hang up."""
+"""The answers of unary calls hold after kill -9: durable is there, deleted is gone. And callers that hang up."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_caller_that_hangs_up_leaves_nothing(method: str) -> None:
                     call = begin(request)
                     call.cancel()
                     call.result()
-            else:  # at whatever point it is, or after its end
+            else:  # at any point of the call, or after its end
                 call = begin(request)
                 call.cancel()
                 with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):

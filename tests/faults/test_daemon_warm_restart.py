@@ -216,7 +216,7 @@ def test_slots_are_held_until_their_former_client_has_ended() -> None:
 
 
 def test_a_deleted_block_does_not_come_back_from_limbo() -> None:
-    """Its bytes lie in a slot that a reader holds, under a header; it is gone all the same."""
+    """Its bytes are in a slot that a reader holds, under a header; it is gone all the same."""
     with running_daemon(*WARM, "limits.lease_ttl_ms=100") as daemon, daemon.connect(MODEL) as session:
         put(session, 1)
         lease = session.get(tokens_of(1, BLOCKS))
@@ -326,7 +326,7 @@ def test_a_holder_does_not_outlive_its_directory_or_its_patience() -> None:
     with running_daemon(*WARM, "host.warm_linger_s=0") as daemon:
         second = holder_pid(daemon.state_dir)
         daemon.kill9()
-        assert eventually(lambda: not Path(f"/proc/{second}").exists()), "nobody came"
+        assert eventually(lambda: not Path(f"/proc/{second}").exists()), "no daemon came"
         daemon.restart()
         assert daemon.status().blocks == 0
 

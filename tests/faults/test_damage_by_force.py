@@ -1,4 +1,4 @@
-"""Blocks that are taken by force, because they are damaged, while somebody holds on to them: a lease, a write."""
+"""Blocks that are taken by force, because they are damaged, while a lease or a write holds them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_lease_lapses_though_one_of_its_blocks_was_taken(small: SmallSto
     small.residency.pin(again)
     assert small.store.leases.expire(small.clock.monotonic_ns() + 1) == 1
     assert small.residency.pin_count(other) == 0
-    assert small.residency.pin_count(again) == 1, "somebody else's pin"
+    assert small.residency.pin_count(again) == 1, "the pin of another holder"
     small.residency.unpin(again)
     small.residency.remove(again, Cause.DROPPED, 1)
 
@@ -57,7 +57,7 @@ async def test_a_bad_dram_copy_that_waits_to_be_written_stays_until_it_is_found_
     small.store.damage.found(HOST, small.find(1), "flipped")
     assert small.residency.has(small.find(1), HOST), "write-back reads it in a moment"
     assert await small.writeback.flush(FAR_S) == 0
-    assert await asyncio.wait_for(settled, FAR_S) is True, "whoever waits is answered"
+    assert await asyncio.wait_for(settled, FAR_S) is True, "each waiting request is answered"
     assert check(small.residency) == []
 
 
@@ -104,7 +104,7 @@ async def test_a_block_that_is_taken_while_room_is_made_for_it_is_not_written(
     assert small.residency.pin_count(row) == 0 and check(small.residency) == []
 
 
-def test_a_mistake_of_one_part_ends_no_other_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_one_part_ends_no_other_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ticked: list[str] = []
     leases = LeaseTable(lambda tokens: 1 / 0, lambda slot: None)  # type: ignore[arg-type,return-value]
     for _ in range(3):

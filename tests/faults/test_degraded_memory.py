@@ -21,7 +21,7 @@ MIN_FREE = 64 * MIB
 
 
 def sizer(small: SmallStore, free: list[int]) -> HostSizer:
-    """Told that `free[0]` bytes are left."""
+    """It sees `free[0]` bytes of free memory."""
     return HostSizer(
         small.store.host,
         small.store.rooms[HOST],
@@ -88,7 +88,7 @@ def test_it_grows_again_in_steps_after_a_calm_time(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_staging_and_one_arena_are_kept_whatever_happens(tmp_path: Path) -> None:
+def test_staging_and_one_arena_are_always_kept(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path) as small:
             small.store.host.charge(MIB, "staging")

@@ -106,7 +106,7 @@ async def test_a_probe_brings_writes_back_without_a_restart(small: SmallStore) -
 
 @over_a_store()
 async def test_half_open_the_first_failure_sheds_it_again(small: SmallStore) -> None:
-    small.disk.plan(Fault("write", "fail"))  # probes lie: they go well
+    small.disk.plan(Fault("write", "fail"))  # probes mislead: they succeed
     for number in range(1, 1 + ERRORS_IN_A_ROW):
         await small.is_durable(number)
     assert small.breaker.mode is Mode.READ_ONLY
@@ -139,7 +139,7 @@ async def test_a_disk_that_is_gone_is_left_out_of_lookups(small: SmallStore) -> 
     assert not promoter.prefetch(rows[0])
     failures = small.store.counters["read_failures"]
     assert not await small.fetch(1)
-    assert small.store.counters["read_failures"] == failures, "nobody is sent there"
+    assert small.store.counters["read_failures"] == failures, "no read is sent there"
     assert not await small.is_durable(100), "puts are volatile"
     assert promoter.reachable([small.find(100)]) == [small.find(100)], "DRAM goes on"
     assert all(row >= 0 for row in rows), "nothing is forgotten: the disk may come back"
@@ -191,7 +191,7 @@ async def test_a_hanging_read_raises_estimates_then_sheds_the_tier(small: SmallS
 
 
 @over_a_store()
-async def test_nobody_waits_for_many_times_the_estimate(small: SmallStore) -> None:
+async def test_no_request_waits_for_many_times_the_estimate(small: SmallStore) -> None:
     await stored_on_nvme_alone(small, 2)
     rows = [small.find(1), small.find(2)]
     promoter = small.store.promoter
@@ -276,8 +276,8 @@ async def test_each_transition_is_said_once(small: SmallStore) -> None:
     handler.emit = records.append  # type: ignore[method-assign]
     logger = logging.getLogger("kvstored.store.degraded.modes")
     logger.addHandler(handler)
-    told: list[str] = []
-    small.store.modes.on_change.append(told.append)
+    changed: list[str] = []
+    small.store.modes.on_change.append(changed.append)
     small.disk.plan(Fault("write", "fail", errno=errno.EROFS), Fault("probe", "fail"))
     for number in range(1, 5):
         await small.is_durable(number)
@@ -286,7 +286,7 @@ async def test_each_transition_is_said_once(small: SmallStore) -> None:
     await small.pass_time(100)
     logger.removeHandler(handler)
     assert [record.levelname for record in records] == ["ERROR", "WARNING"]
-    assert told == ["nvme", "nvme"]
+    assert changed == ["nvme", "nvme"]
     assert small.store.counters["degraded_transitions"] == small.store.counters["degraded_recoveries"] == 1
 
 
@@ -355,7 +355,7 @@ async def test_a_chain_goes_to_nvme_whole(small: SmallStore) -> None:
 
 @over_a_store()
 async def test_a_medium_that_only_probes_can_write_is_tried_ever_more_rarely(small: SmallStore) -> None:
-    small.disk.plan(Fault("write", "fail"))  # probes lie: they go well
+    small.disk.plan(Fault("write", "fail"))  # probes mislead: they succeed
     for number in range(1, 301):
         await small.is_durable(number)
         await small.pass_time(1)
@@ -383,7 +383,7 @@ async def test_half_open_a_read_says_nothing_of_writes(small: SmallStore) -> Non
 
 
 @over_a_store()
-async def test_syncs_that_nobody_writes_for_count_too(small: SmallStore) -> None:
+async def test_syncs_without_a_write_count_too(small: SmallStore) -> None:
     small.disk.plan(Fault("sync", "fail"), Fault("probe", "fail"))
     for _ in range(SYNC_ERRORS_IN_A_ROW):
         assert not await asyncio.wait_for(small.writeback.sync(), FAR_S)

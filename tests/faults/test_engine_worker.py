@@ -180,7 +180,7 @@ def test_a_step_that_kills_every_worker_names_its_sequence(setting: _Setting, mo
     assert setting.executor.forward(good).shape[0] == 2
 
 
-def test_a_wrong_step_is_the_callers_mistake_and_kills_nobody(setting: _Setting) -> None:
+def test_a_wrong_step_is_the_callers_mistake_and_kills_no_worker(setting: _Setting) -> None:
     with pytest.raises(ValueError, match="block ids"):
         setting.executor.forward([SequenceSlice(_prompt(3), 0, np.array([_BLOCKS], np.int32))])
     with pytest.raises(ValueError, match="token ids"):

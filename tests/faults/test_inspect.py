@@ -1,4 +1,4 @@
-"""`kvstored inspect` shows slots, blocks and keys as they lie there; it changes nothing and shows no tokens."""
+"""`kvstored inspect` shows slots, blocks and keys as they are stored; it changes nothing and shows no tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 
 def test_a_block_is_shown_with_its_neighbours(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = shown(capsys, directory, "block", key(2))
-    assert (told["key"], told["parent"], told["parent_stored"]) == (key(2), key(1), True)
-    assert told["children"] == [], "3 was freed"
-    (slot,) = told["slots"]
+    output = shown(capsys, directory, "block", key(2))
+    assert (output["key"], output["parent"], output["parent_stored"]) == (key(2), key(1), True)
+    assert output["children"] == [], "3 was freed"
+    (slot,) = output["slots"]
     header, _ = block(2, PAYLOAD_BYTES, tokens=17)
     assert (slot["slab"], slot["slot"], slot["state"]) == (1, 1, "live")
     superblock = read_superblock((directory / "slabs" / "00000001.slab").read_bytes()[:SUPERBLOCK_BYTES])
@@ -65,7 +65,7 @@ def test_a_damaged_block_is_shown_as_one(directory: Path, capsys: pytest.Capture
     assert slot["verified"] == "FAILED: the payload's checksum does not hold"
 
 
-def test_a_slot_is_shown_whatever_its_state(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slot_is_shown_in_every_state(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (live,) = shown(capsys, directory, "slot", "1:0")["slots"]
     assert (live["state"], live["key"]) == ("live", key(1))
     (free,) = shown(capsys, directory, "slot", "1:2")["slots"]
@@ -78,20 +78,20 @@ def test_a_slot_is_shown_whatever_its_state(directory: Path, capsys: pytest.Capt
 
 
 def test_a_key_is_followed_through_records_and_old_bytes(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = shown(capsys, directory, "key", key(5))
-    assert (told["stored"], [slot["state"] for slot in told["slots"]]) == (False, ["quarantined"])
+    output = shown(capsys, directory, "key", key(5))
+    assert (output["stored"], [slot["state"] for slot in output["slots"]]) == (False, ["quarantined"])
     assert shown(capsys, directory, "key", key(3))["slots"] == []
     (old,) = shown(capsys, directory, "key", key(3), "--every-slot")["slots"]
     assert old["state"].startswith("old bytes")
-    told = shown(capsys, directory, "key", key(6))
-    assert told["stored"] and (told["slots"][0]["slab"], told["slots"][0]["slot"]) == (1, 5)
+    output = shown(capsys, directory, "key", key(6))
+    assert output["stored"] and (output["slots"][0]["slab"], output["slots"][0]["slot"]) == (1, 5)
 
 
 def test_a_directory_in_use_is_read_beside_its_daemon(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(NvmeTier.open(directory, CAPACITY_BYTES, io_threads=1)) as tier:
-        told = shown(capsys, directory, "block", key(2))
-        assert f"in use by process {os.getpid()}" in told["state"] and "torn" in told["state"]
-        assert told["slots"][0]["verified"] == "header and payload hold"
+        output = shown(capsys, directory, "block", key(2))
+        assert f"in use by process {os.getpid()}" in output["state"] and "torn" in output["state"]
+        assert output["slots"][0]["verified"] == "header and payload hold"
         (quarantined,) = shown(capsys, directory, "slot", "1:4")["slots"]
         assert quarantined["reason"] == "ask the daemon: kvctl quarantine list"
         assert put(tier, *block(9, PAYLOAD_BYTES))
@@ -102,9 +102,9 @@ def test_nothing_is_changed_and_no_token_shown(directory: Path, capsys: pytest.C
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"}
     for name in (("block", key(2)), ("slot", "1:0"), ("key", key(5))):
         assert main(["inspect", str(directory), *name]) == EXIT_OK
-        told = capsys.readouterr().out
-        assert "tokens" in told and "17" in told
-        assert "[" not in told and "2, 3, 4" not in told  # token ids of block 2 are 2, 3, 4, ...
+        output = capsys.readouterr().out
+        assert "tokens" in output and "17" in output
+        assert "[" not in output and "2, 3, 4" not in output  # token ids of block 2 are 2, 3, 4, ...
     assert {path: path.read_bytes() for path in before} == before
 
 

@@ -1,4 +1,4 @@
-"""A key-addressed tier below NVMe that is slow, forgets, damages and refuses: nothing wrong is served, nobody waits."""
+"""A key-addressed tier below NVMe that delays, loses, damages or refuses: nothing wrong is served, no request waits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_leaves_nvme_comes_back_from_below(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_the_store_loses_or_damages_a_get_is_whole_or_shorter(tmp_path: Path, seed: int) -> None:
+def test_a_get_is_whole_or_shorter_when_the_store_loses_or_damages_objects(tmp_path: Path, seed: int) -> None:
     async def scenario(driven: DrivenStore) -> None:
         await store_chains(driven, range(CHAINS))
         lengths = [(await driven.get(keys_of(chain, BLOCKS))) for chain in range(CHAINS)]
@@ -132,7 +132,7 @@ def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path)
     run(tmp_path / "second", second, store)
 
 
-def test_what_is_deleted_is_found_by_nobody(tmp_path: Path) -> None:
+def test_a_deleted_block_is_found_by_no_lookup(tmp_path: Path) -> None:
     store = LossyStore(latency_s=0.002)
 
     async def scenario(driven: DrivenStore) -> None:

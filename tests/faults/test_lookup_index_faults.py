@@ -1,4 +1,4 @@
-"""The lookup index when its writer is stopped, killed or replaced, and when it lies."""
+"""The lookup index when its writer is stopped, killed or replaced, and when its answers are wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_daemon_that_is_killed_leaves_nothing_to_believe_in(daemon: RunningDae
 
 
 def test_a_connection_that_ended_is_seen_before_anybody_says_so(daemon: RunningDaemon, session: Session) -> None:
-    """The reader thread may be late to tell: the probe looks at the handshake connection itself."""
+    """The reader thread may notice it late: the probe looks at the handshake connection itself."""
     connection = session._connection.current()
     assert connection is not None
     daemon.kill9()
@@ -66,7 +66,7 @@ def test_a_stopped_daemon_answers_by_its_index_alone(daemon: RunningDaemon, sess
         assert session.contains(TOKENS) == 4
         assert session.contains(tokens_of(2, 3)) == 0
         assert session.probe(TOKENS).tiers == ("host",) * 4
-        assert session.statistics().grpc_message_bytes == asked, "nobody was asked"
+        assert session.statistics().grpc_message_bytes == asked, "the daemon got no request"
 
 
 def test_a_first_probe_of_a_stopped_daemon_gives_up_and_hears_the_late_answer(daemon: RunningDaemon) -> None:
@@ -78,8 +78,8 @@ def test_a_first_probe_of_a_stopped_daemon_gives_up_and_hears_the_late_answer(da
         assert eventually(lambda: fresh.probe(TOKENS).reason == "absent")
 
 
-class LyingIndex(LookupIndex):
-    """Whatever it is asked for is in DRAM; or, turned round, nowhere."""
+class WrongIndex(LookupIndex):
+    """It answers that each key is in DRAM; or, with the other code, that no key is stored."""
 
     def __init__(self, code: int) -> None:
         super().__init__(memoryview(b""), IndexLayout(1, 0, bytes(16)))
@@ -89,18 +89,18 @@ class LyingIndex(LookupIndex):
         return [self.code] * len(keys)
 
 
-def test_an_index_that_lies_costs_misses_and_never_a_wrong_byte(daemon: RunningDaemon, session: Session) -> None:
+def test_wrong_answers_of_an_index_cost_misses_and_never_a_wrong_byte(daemon: RunningDaemon, session: Session) -> None:
     connection = session._connection.current()
     assert connection is not None
-    connection.index._index = LyingIndex(pb.TIER_CODE_HOST)
+    connection.index._index = WrongIndex(pb.TIER_CODE_HOST)
     expected = {1: payloads_of(1, 4, MODEL), 2: []}
     for conversation, payloads in expected.items():
         tokens = tokens_of(conversation, 6)
-        told = session.probe(tokens)
-        assert told.blocks == 6
-        with session.get(tokens, max_blocks=told.blocks) as lease:
+        probed = session.probe(tokens)
+        assert probed.blocks == 6
+        with session.get(tokens, max_blocks=probed.blocks) as lease:
             assert holds(lease, payloads)
-    connection.index._index = LyingIndex(pb.TIER_CODE_ABSENT)
+    connection.index._index = WrongIndex(pb.TIER_CODE_ABSENT)
     assert session.probe(TOKENS).blocks == 0
     with session.get(TOKENS) as lease:
         assert holds(lease, expected[1]), "get never looks at the index"

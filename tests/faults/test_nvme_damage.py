@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_a_slot_costs_that_block_alone(directory: Path, where: 
 
 
 def test_swapped_slots_are_not_served(directory: Path) -> None:
-    """Both images are whole and carry sound checksums; only key and generation tell."""
+    """Both images are whole and carry sound checksums; only key and generation differ."""
     first, second = slot_offset(directory, 0), slot_offset(directory, 1)
     raw = bytearray(slab_path(directory).read_bytes())
     length = second - first
@@ -120,7 +120,7 @@ def test_a_stale_image_of_the_same_key_is_not_served(directory: Path) -> None:
         assert served(tier, recovered(tier)) == set(NUMBERS) - {1}
 
 
-def test_a_former_image_of_a_block_that_lies_elsewhere_now_is_not_served(directory: Path) -> None:
+def test_a_former_image_of_a_block_that_was_stored_again_is_not_served(directory: Path) -> None:
     """Stored again, with other bytes, in the same use of another slot; then a write of the former slot goes astray."""
     with opened(directory) as tier:
         former = recovered(tier)[1]

@@ -103,7 +103,7 @@ def test_a_block_that_came_meanwhile_is_not_written_over(tmp_path: Path, medium:
 
 
 def test_a_slab_that_got_another_geometry_is_left_alone(tmp_path: Path, medium: Medium) -> None:
-    """A free record of the old geometry, written again after a failed sync, would lie across records of the new one."""
+    """A free record of the old geometry, written again after a failed sync, would overlap records of the new one."""
     slab_bytes = 128 << 10
     tier = NvmeTier.open(tmp_path, FILES_BYTES + slab_bytes + 8192, slab_bytes=slab_bytes, io_threads=1)
     with closing(tier):

@@ -144,7 +144,7 @@ def test_a_failed_sync_says_so_and_the_next_one_makes_up_for_it(tmp_path: Path, 
         assert [slot for slot, _ in tier.recover()] == [slot]
 
 
-def test_no_direct_io_works_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_without_direct_io_works_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
     def without_direct(path: str, flags: int, *rest: int) -> int:

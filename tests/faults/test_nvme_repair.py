@@ -85,6 +85,6 @@ def test_a_lock_of_another_file_system_with_our_inode_is_not_ours(
         return locks if name == "/proc/locks" else real(name)
 
     monkeypatch.setattr(inspect_module, "Path", path_of)
-    for told, pid in ((f"{major + 1:02x}:{minor:02x}", 0), (f"{major:02x}:{minor:02x}", 4711)):
-        locks.write_text(f"1: FLOCK  ADVISORY  WRITE 4711 {told}:{status.st_ino} 0 EOF\n")
+    for device, pid in ((f"{major + 1:02x}:{minor:02x}", 0), (f"{major:02x}:{minor:02x}", 4711)):
+        locks.write_text(f"1: FLOCK  ADVISORY  WRITE 4711 {device}:{status.st_ino} 0 EOF\n")
         assert Inspector(directory).holder_pid == pid

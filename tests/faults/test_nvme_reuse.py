@@ -27,7 +27,7 @@ SLAB_BYTES = 3 * 4096 + SLOTS * SLOT_BYTES
 
 
 class WatchedMedium(Medium):
-    """Tells which slots were overwritten while a record on the medium named a block in them; counts syncs."""
+    """Records which slots were overwritten while a record on the medium named a block in them; counts syncs."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__(patch)
@@ -165,7 +165,7 @@ def test_a_sync_that_fails_keeps_the_slot_from_being_overwritten(tmp_path: Path,
 
 
 def test_a_sync_that_failed_beside_a_commit_fails_the_commit(tmp_path: Path, medium: WatchedMedium) -> None:
-    """The kernel tells of a failure once: who hears of it is not the only one whose bytes are lost."""
+    """The kernel reports a failure once: the sync that gets the error is not the only one whose bytes are lost."""
     tier, slots = full_tier(tmp_path)
     with closing(tier):
         slab = tier._space.slabs[1]

@@ -1,4 +1,4 @@
-"""Single sectors that the medium cannot read: they cost what lies in them, never the directory."""
+"""Single sectors that the medium cannot read: they cost what is stored in them, never the directory."""
 
 from __future__ import annotations
 
@@ -110,15 +110,15 @@ def test_a_slab_of_which_no_superblock_can_be_read_is_not_put_aside(directory: P
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])  # full, half full, never used and the last
-@pytest.mark.parametrize("mended_by", ["start", "repair"])
+@pytest.mark.parametrize("repaired_by", ["start", "repair"])
 def test_records_that_cannot_be_read_cost_their_blocks_alone(
-    directory: Path, bad: BadPages, page: int, mended_by: str
+    directory: Path, bad: BadPages, page: int, repaired_by: str
 ) -> None:
     superblock = find_superblock(directory / "slabs" / "00000001.slab")
     assert not isinstance(superblock, str) and superblock.slots % RECORDS_A_PAGE, "the last page is not full"
     bad.pages = {SUPERBLOCK_BYTES // PAGE_BYTES + page}
     lost = set(range(page * RECORDS_A_PAGE + 1, (page + 1) * RECORDS_A_PAGE + 1))
-    if mended_by == "repair":
+    if repaired_by == "repair":
         assert repair_directory(directory).left == []
     with closing(open_tier(directory)) as tier:
         assert recovered(tier) == set(NUMBERS) - lost

@@ -1,4 +1,4 @@
-"""Power loss of a whole daemon: what clients were told is durable comes back through the daemon's own recovery."""
+"""Power loss of a whole daemon: blocks reported durable come back through the daemon's own recovery."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_worker_that_dies_is_started_again_but_not_for_ever(daemon: RunningDae
         assert eventually(lambda pid=pid: daemon.status().scrub.pid != pid), life  # type: ignore[misc]
     assert eventually(lambda: daemon.status().scrub.state == "failed")
     assert any("off until a restart" in warning for warning in daemon.status().warnings)
-    store(daemon, 1, 2)  # and nobody else minds
+    store(daemon, 1, 2)  # and stores go on
 
 
 def test_it_can_be_turned_off() -> None:
@@ -130,7 +130,7 @@ def test_it_can_be_turned_off() -> None:
 
 
 def test_no_false_alarm_beside_a_tier_that_writes(tmp_path: Path) -> None:
-    """Slots are freed, taken again and written all the while; whatever the reader sees of it, it suspects nothing."""
+    """Slots are freed, taken again and written all the while; whichever state the reader sees, it reports no damage."""
     stop = threading.Event()
     visits = 0
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=2)) as tier:

@@ -65,11 +65,11 @@ def test_a_scrubber_that_cannot_be_killed_is_not_waited_for_for_ever(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
     settings = Settings(str(tmp_path), str(tmp_path / "scrub.json"), 1 << 20, 1.0)
-    nobody: Any = None
+    unused: Any = None
     clock: Any = SimpleNamespace(monotonic_ns=lambda: 0)
 
     async def run() -> None:
-        made = Scrubber(settings, nobody, nobody, nobody, nobody, clock, nobody, start_s=0)
+        made = Scrubber(settings, unused, unused, unused, unused, clock, unused, start_s=0)
         task = asyncio.create_task(made.run())
         while not made.report.pid:
             await asyncio.sleep(0)

@@ -56,12 +56,12 @@ def processes_below(place: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            told = path.read_bytes()
+            arguments = path.read_bytes()
             output = os.fsencode(os.readlink(path.parent / "fd" / "1"))
         except OSError:
             continue
-        if os.fsencode(place) + b"/" in told + b"\0" + output and int(path.parent.name) != os.getpid():
-            found.append(told.replace(b"\0", b" ").decode(errors="replace"))
+        if os.fsencode(place) + b"/" in arguments + b"\0" + output and int(path.parent.name) != os.getpid():
+            found.append(arguments.replace(b"\0", b" ").decode(errors="replace"))
     return found
 
 
@@ -89,28 +89,28 @@ def test_an_interrupted_run_leaves_nothing_behind(place: Path, number: signal.Si
     """Killed outright it cannot remove its files; the next run does that."""
     arguments = command(place, "--seed", "5", "--seconds", "60", "--only", "kills")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert eventually(lambda: any("kill_client" in told for told in processes_below(place)), 60.0)
+        assert eventually(lambda: any("kill_client" in line for line in processes_below(place)), 60.0)
         child.send_signal(number)
-        told, errors = child.communicate(timeout=60)
-    clients = [told for told in processes_below(place) if "torture.py" not in told]
+        output, errors = child.communicate(timeout=60)
+    clients = [line for line in processes_below(place) if "torture.py" not in line]
     assert eventually(lambda: processes_below(place) == [], 20.0), clients
     if number == signal.SIGKILL:
         assert any(path.name.startswith("kvtorture-") for path in place.iterdir())
         run(place, "--seconds", "2", "--only", "corruption")
     else:
         assert child.returncode == 130 and "Traceback" not in errors, errors
-        assert json.loads(told.splitlines()[-1])["interrupted"] is True
+        assert json.loads(output.splitlines()[-1])["interrupted"] is True
     assert [path.name for path in place.iterdir()] == ["ledger"]
 
 
-def test_an_interrupted_run_tells_what_it_had_found(place: Path) -> None:
+def test_an_interrupted_run_reports_what_it_had_found(place: Path) -> None:
     arguments = command(place, "--seed", "5", "--seconds", "120", "--only", "corruption")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
         assert any("corruptions" in line for line in child.stderr)
         child.send_signal(signal.SIGINT)
-        told, _ = child.communicate(timeout=60)
-    assert json.loads(told.splitlines()[-1])["corruptions"] > 0
+        output, _ = child.communicate(timeout=60)
+    assert json.loads(output.splitlines()[-1])["corruptions"] > 0
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_whole_memory() -> None:
     table.close()
 
 
-def test_what_this_code_cannot_read_is_told() -> None:
+def test_a_layout_that_this_code_cannot_read_is_reported() -> None:
     good = IndexLayout(4, SEED, TENANT).pack().ljust(HEADER_BYTES + 4 * BUCKET_BYTES, b"\0")
     for damaged, why in (
         (b"KVI2" + good[4:], "magic"),
@@ -75,8 +75,8 @@ def test_what_this_code_cannot_read_is_told() -> None:
         (good[:-1], "cut short"),
         (good[:100], "cut short"),
     ):
-        told = read_layout(damaged)
-        assert isinstance(told, str) and why in told
+        result = read_layout(damaged)
+        assert isinstance(result, str) and why in result
     odd = IndexLayout(3, SEED, TENANT).pack().ljust(1 << 16, b"\0")
     assert isinstance(read_layout(odd), str)
 

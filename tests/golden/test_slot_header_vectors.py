@@ -36,7 +36,7 @@ def test_the_bytes_of_a_header() -> None:
     assert hashlib.sha256(packed).hexdigest() == SHA256
 
 
-def test_fields_lie_where_the_document_says() -> None:
+def test_fields_are_at_the_offsets_of_the_document() -> None:
     packed = HEADER.pack()
     assert packed[:4] == b"KVB1"
     assert packed[8:24] == HEADER.key

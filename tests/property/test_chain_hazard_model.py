@@ -1,4 +1,4 @@
-"""The chain policy with its own order in force from the first request on: it must still reach whatever may leave."""
+"""The chain policy with its own order in force from the first request on: it must reach each block that may leave."""
 
 from __future__ import annotations
 

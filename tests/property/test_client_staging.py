@@ -36,7 +36,7 @@ class Daemon:
 
 
 class LoanMachine(RuleBasedStateMachine):
-    """`open` are requests that were not answered or given up; `silent` those that nobody waits for any more."""
+    """`open` are requests that were not answered or given up; `silent` those that no caller waits for any more."""
 
     open_uses = Bundle("open_uses")
     silent_uses = Bundle("silent_uses")
@@ -67,7 +67,7 @@ class LoanMachine(RuleBasedStateMachine):
 
     @rule(use=consumes(open_uses), again=st.booleans(), target=open_uses)
     def answer(self, use: Use, again: bool) -> Any:
-        """Answered; with `again` some of its blocks go into another request, where they lie."""
+        """Answered; with `again` some of its blocks go into another request, in place."""
         following = multiple()
         kept: list[Extent] = []
         if again:

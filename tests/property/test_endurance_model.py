@@ -1,4 +1,4 @@
-"""Whatever is written, killed, restarted and waited for: no more is spent than one day's worth and what was earned."""
+"""For any writes, kills, restarts and waits, the writes never exceed one day's budget plus what was earned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Budget(RuleBasedStateMachine):
         self.boot = 0
         self.begun_ns = self.now_ns
         self.spent_bytes = 0
-        self.lost_ns = 0  # time by the wall clock that we let it lie about
+        self.lost_ns = 0  # time by which the wall clock may be wrong
         self.saved: SavedBudget | None = None
         self.allotting: SavedBudget | None = None
         self.budget = BurstBudget(rate, None, self.moment())

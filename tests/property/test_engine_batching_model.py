@@ -1,4 +1,4 @@
-"""Whatever is asked of the engine in whatever order, each answer is what its request alone would have got."""
+"""For any requests in any order, each answer is what its request alone would have got."""
 
 from __future__ import annotations
 

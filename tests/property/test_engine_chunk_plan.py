@@ -1,4 +1,4 @@
-"""chunk_plan: covers the prompt, and the tail is the same step whatever was restored."""
+"""chunk_plan: covers the prompt, and the tail is the same step for any number of restored blocks."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Whatever happens to a GGUF file's header, the reader answers with a file or with GGUFError."""
+"""For any damage to a GGUF file's header, the reader returns a file or raises GGUFError."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ def test_a_quantile_is_within_the_error_of_the_sample_of_its_rank(values: list[f
 
 
 @given(DURATIONS, st.floats(1e9, 1e300))
-def test_no_value_is_too_long_to_be_told(values: list[float], longest: float) -> None:
+def test_no_value_is_too_long_to_be_reported(values: list[float], longest: float) -> None:
     histogram = Histogram([*values, longest])
     assert histogram.quantile(1.0) == histogram.greatest == longest
     assert histogram.as_json()["max"] == longest

@@ -31,7 +31,7 @@ _GARBAGE = 0xFF  # NaN in each float type, and a NaN scale of a quantised block
 
 @dataclass(frozen=True)
 class _Sequence:
-    """`queries` at the end of a context whose stored K and V, uint8 [tokens, row bytes], lie in blocks of `table`."""
+    """`queries` at the end of a context whose stored K and V, uint8 [tokens, row bytes], are in blocks of `table`."""
 
     queries: FloatArray
     keys: Bytes

@@ -100,7 +100,7 @@ def test_wrong_copies_are_refused_before_memory_is_touched() -> None:
 def test_moved_blocks_are_where_they_were_sent_and_no_other_changes(kernels: str, data: st.DataObject) -> None:
     planes_count, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 24))
     block_bytes, threads = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 3))
-    spare = data.draw(st.integers(0, 64))  # planes need not lie end to end
+    spare = data.draw(st.integers(0, 64))  # planes need not be contiguous
     random = np.random.default_rng(data.draw(st.integers(0, 9)))
     memory = random.integers(0, 256, (planes_count, blocks * block_bytes + spare), np.uint8)
     planes = np.lib.stride_tricks.as_strided(

@@ -1,4 +1,4 @@
-"""Joining by scores is the definition's, whatever the vocabulary: ties, spaces inside tokens, missing characters."""
+"""Joining by scores matches the definition for any vocabulary: ties, spaces inside tokens, missing characters."""
 
 import itertools
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ changes = st.lists(change, max_size=120) | st.lists(change, min_size=30, max_siz
 
 @settings(max_examples=examples(150), deadline=None)
 @given(buckets=st.sampled_from([1, 2, 8]), seed=st.integers(0, 2**64 - 1), steps=changes)
-def test_what_is_told_is_so_and_what_is_there_is_never_called_absent(
+def test_answers_are_true_and_a_stored_key_is_never_called_absent(
     buckets: int, seed: int, steps: list[tuple[int, int]]
 ) -> None:
     table = table_of(buckets, seed)
@@ -37,13 +37,13 @@ def test_what_is_told_is_so_and_what_is_there_is_never_called_absent(
         else:
             table.remove(key_of(number))
             model.pop(number, None)
-        told = reader.codes(ALL)
-        assert all(told[n] in (model.get(n, ABSENT), UNKNOWN) for n in range(KEYS))
+        answers = reader.codes(ALL)
+        assert all(answers[n] in (model.get(n, ABSENT), UNKNOWN) for n in range(KEYS))
         slots = buckets * SLOTS_A_BUCKET
-        assert table.keys == sum(code not in (ABSENT, UNKNOWN) for code in told) <= min(len(model), slots)
+        assert table.keys == sum(code not in (ABSENT, UNKNOWN) for code in answers) <= min(len(model), slots)
         if buckets == 1:  # then a bucket is full before any key is turned away, and refilled when a slot is free
             assert table.keys == min(len(model), slots)
-            assert (UNKNOWN in told) is (len(model) > slots)
+            assert (UNKNOWN in answers) is (len(model) > slots)
     for number in list(model):
         table.remove(key_of(number))
     assert set(reader.codes(ALL)) == {ABSENT}
@@ -69,13 +69,13 @@ def test_a_torn_read_is_unknown_or_one_of_the_two_states(
     for word in new_words:
         place = slice(HEADER_BYTES + 8 * word, HEADER_BYTES + 8 * word + 8)
         torn[place] = image[place]
-    told = index_over(torn, table).codes(ALL)
-    assert told in (old, new, [UNKNOWN] * KEYS)
+    answers = index_over(torn, table).codes(ALL)
+    assert answers in (old, new, [UNKNOWN] * KEYS)
     table.close()
 
 
 class IndexFollowsResidency(ResidencyAgainstModel):
-    """Two tenants' tables of one bucket each, so that they overflow, told of everything that residency does."""
+    """Two tenants' tables of one bucket each, so that they overflow; residency notifies them of every change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,13 +98,13 @@ class IndexFollowsResidency(ResidencyAgainstModel):
                 mask = 0 if row < 0 else self.residency.tier_mask(row)
                 readable += row >= 0
                 expected = (ABSENT, HOST, NVME, HOST)[mask]
-                told = _told(reader, key(number))
-                assert told in (expected, UNKNOWN)
-                assert told != UNKNOWN or self.residency.tenant_blocks(tenant) > SLOTS_A_BUCKET
+                code = _code_of(reader, key(number))
+                assert code in (expected, UNKNOWN)
+                assert code != UNKNOWN or self.residency.tenant_blocks(tenant) > SLOTS_A_BUCKET
             assert table.keys == min(readable, SLOTS_A_BUCKET)
 
 
-def _told(reader: object, block_key: bytes) -> int:
+def _code_of(reader: object, block_key: bytes) -> int:
     from kvstore_client.lookup_index import LookupIndex
     from kvstore_proto.identity import BlockKeys
 

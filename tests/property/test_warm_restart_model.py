@@ -70,7 +70,7 @@ class Block:
 
 @dataclass
 class World:
-    """What is there whatever daemon lives: kept descriptors, clients with their views, and what they were told."""
+    """What outlives each daemon: kept descriptors, clients with their views, and the answers they received."""
 
     state_dir: Path
     kept: dict[str, int] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class Life:
             self._remove(leaves[chosen.integers(len(leaves))], Cause.EVICTED)
 
     def delete(self, chosen: np.random.Generator) -> None:
-        """A block, whoever reads it."""
+        """A block, even one that clients read."""
         blocks = [b for b in self.world.blocks.values() if not self.residency.rows.links[self.row(b)]]
         if blocks:
             self._remove(blocks[chosen.integers(len(blocks))], Cause.INVALIDATED)

@@ -27,7 +27,7 @@ Key = tuple[str, int]
 
 @dataclass
 class Outcome:
-    """What was told of each answer, by request and index."""
+    """The events of each answer, by request and index."""
 
     tokens: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
     text: dict[Key, str] = field(default_factory=lambda: defaultdict(str))

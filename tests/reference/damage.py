@@ -1,6 +1,6 @@
 """Damage to a running or stopped daemon's blocks, done from outside: on its slab files and in its arenas.
 
-Finds blocks by their headers, as somebody would who knows only the formats. Never goes through the daemon.
+Finds blocks by their headers, as a program would that knows only the formats. Never goes through the daemon.
 """
 
 from __future__ import annotations

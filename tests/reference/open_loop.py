@@ -44,7 +44,7 @@ def mixed_load(count: int, seed: int = 1, long_share: float = 0.1) -> list[Arriv
 
 
 def run_load(arrivals: Sequence[Arrival], rate: float, **settings: Any) -> dict[str, float]:
-    """Latencies by request, with `rate` requests a second. The answers end by themselves: nobody knows when."""
+    """Latencies by request, with `rate` requests a second. The engine cannot know when an answer will end."""
     clock = StepClock(fixed_s=0.005, row_s=0.001)
     compute = _TimedCompute(twin_pool(2048), on_step=clock.step)
     costs = CostModel()

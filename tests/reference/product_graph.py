@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ProductGraph:
-    """One product in a ggml context with memory. The matrix lies as the model's weights do: q4_0 repacked by ggml, q8_0
-    interleaved, which only our operations can multiply.
+    """One product in a ggml context with memory. The matrix has the layout of the model's weights: q4_0 is repacked by
+    ggml; q8_0 is interleaved, and only our operations can multiply it.
     """
 
     def __init__(self, rows: FloatArray, matrix: Bytes, matrix_type: int) -> None:

@@ -64,7 +64,7 @@ class RawClient:
             f"unix:{self.socket_dir}/data.sock", options=(("grpc.use_local_subchannel_pool", 1),)
         )
         stub: Any = kvstore_pb2_grpc.KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
-        self._outbox = queue.SimpleQueue()  # of this stream alone: the end of one before may still lie in the old
+        self._outbox = queue.SimpleQueue()  # of this stream alone: the end of one before may still be in the old
         metadata = (("kvstored-session-bin", self.welcome.session_token if token is None else token),)
         self._stream = stub.Session(iter(self._outbox.get, None), metadata=metadata, timeout=TIMEOUT_S)
 

@@ -1,7 +1,7 @@
 """The real daemon for tests: `kvstored serve` as a child process, small, in a directory of the test's own.
 
 Owns the child: start, SIGKILL, SIGSTOP, restart on the same directories, and an orderly stop after which the NVMe
-directory must pass `kvstored check`. Readiness comes over the sd_notify socket, so nobody polls or sleeps.
+directory must pass `kvstored check`. Readiness comes over the sd_notify socket, so no test polls or sleeps.
 Never does: stand in for any part of the daemon.
 """
 
@@ -228,7 +228,7 @@ def connected_as(daemon: RunningDaemon, uid: int, fingerprint: Fingerprint) -> I
 
 @contextmanager
 def ended_with(daemon: RunningDaemon) -> Iterator[None]:
-    """However a test ends, its daemon ends with it; and whatever a test that passed did to it, it left no damage."""
+    """However a test ends, its daemon ends with it. After a test that passed, the directory has no damage."""
     passed = False
     try:
         yield

@@ -188,7 +188,7 @@ class SmallStore:
 async def small_store(
     directory: Path, *settings: str, clock: ManualClock | None = None, keyed: Sequence[KeyedTier] = ()
 ) -> AsyncIterator[SmallStore]:
-    """Closed in the end, whatever the test left hanging."""
+    """Closed in the end, also when the test left tasks hanging."""
     made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed)
     try:
         yield made

@@ -1,6 +1,6 @@
 """A model without weights that needs its K/V like a real one: what the engine's scheduling is checked against.
 
-Each token's K/V row is a number made of the token, its position and *all rows before it, as they lie in the pool*; the
+Each token's K/V row is a number made of the token, its position and *all rows before it, as they are in the pool*; the
 logits are made of the sum of all rows. So a wrong table, a lost, stale or overwritten block, or a row that was never
 computed, changes every later token of the answer, while `answer_alone` says without any pool what it should have been.
 """

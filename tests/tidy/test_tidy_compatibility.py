@@ -70,8 +70,8 @@ def _use(python: Path, socket_dir: Path) -> dict[str, object]:
 
 
 def test_another_environments_client_uses_our_daemon(python: Path, daemon: RunningDaemon) -> None:
-    told = _use(python, daemon.socket_dir)
-    assert int(str(told["messages"])) > 40
+    report = _use(python, daemon.socket_dir)
+    assert int(str(report["messages"])) > 40
 
 
 def test_our_client_uses_another_environments_daemon(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_the_unit_does_what_the_daemon_counts_on() -> None:
     assert settings["LimitCORE"] == "0"
     assert settings["RestartPreventExitStatus"] == "2 4", "a mistake is not tried again"
     assert settings["ExecReload"].endswith("kvctl reload")
-    assert "PrivateUsers" not in settings, "callers are told apart by their uid"
+    assert "PrivateUsers" not in settings, "the daemon distinguishes callers by their uid"
 
 
 def test_users_and_groups_of_the_configuration_are_made() -> None:

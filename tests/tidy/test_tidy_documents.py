@@ -193,7 +193,7 @@ def test_makefile_targets_are_described() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
     assert phony == set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
-    told = {
+    mentioned = {
         target for path in documents() for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", path.read_text(), re.M)
     }
-    assert told - phony == set()
+    assert mentioned - phony == set()

@@ -42,7 +42,7 @@ def all_python() -> Iterator[Path]:
 
 
 def all_source() -> Iterator[Path]:
-    """Every hand-written source file, in whatever language."""
+    """Every hand-written source file, in any language."""
     for directory in (*PACKAGES.values(), *OTHER_CODE, ROOT / "proto", ROOT / "deploy"):
         for path in sorted(directory.rglob("*")):
             if path.suffix in _SOURCE_SUFFIXES and not path.name.endswith(_GENERATED):

@@ -86,10 +86,10 @@ def test_knowing_the_future_is_worth_more_the_more_is_known(traces: Path, capsys
     (hinted,) = report["hints"]
     assert hinted["gain_n"] == 2
     assert hinted["gain_mean"] > 0
-    told = {line["told"]: line for line in report["oracle"]}
-    assert set(told) == {"no shipped tables", *load("study.oracle").KNOWLEDGE}
-    assert told["no shipped tables"]["with"] < told["whether"]["with"] < told["time"]["with"]
-    assert told["time"]["share_with"] <= 1.0
+    lines = {line["told"]: line for line in report["oracle"]}
+    assert set(lines) == {"no shipped tables", *load("study.oracle").KNOWLEDGE}
+    assert lines["no shipped tables"]["with"] < lines["whether"]["with"] < lines["time"]["with"]
+    assert lines["time"]["share_with"] <= 1.0
 
 
 def test_windows_and_draws_are_cases(traces: Path) -> None:
@@ -210,8 +210,8 @@ def test_text_csv_and_page(traces: Path, tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_a_mistake_gets_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("policy_study").main(["--quick", *arguments]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("policy_study: ")]
-    assert len(told) == 1 and message in told[0]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("policy_study: ")]
+    assert len(lines) == 1 and message in lines[0]
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,13 +179,13 @@ def test_the_ledger_adds_up_by_commit_and_passes_over_what_is_torn(tmp_path: Pat
         (["--dir", "/nowhere"], "no such directory"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_a_line(
+def test_a_wrong_command_line_is_reported_in_one_line(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         module("torture").main(arguments)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and complaint in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and complaint in output and "Traceback" not in output
 
 
 def test_the_ledger_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_the_ledger_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["abc"]["kills"] == 1200
 
 
-def test_what_lanes_found_is_told_with_what_the_harness_found_itself() -> None:
+def test_findings_of_lanes_are_reported_with_those_of_the_harness() -> None:
     figures = module("torture_runs.figures").Figures()
     figures.add("kills")
     figures.at_least("over_capacity_bytes", 5)
@@ -208,13 +208,13 @@ def test_what_lanes_found_is_told_with_what_the_harness_found_itself() -> None:
         {"kills": 3, "over_capacity_bytes": 4096, "kills_by_place": {"random": 3}, "failures": ["durable_lost: one"]},
         {"kills": 4, "over_capacity_bytes": 0, "kills_by_place": {"random": 1}},
     ]
-    told = {
+    expected = {
         "kills": 8, "over_capacity_bytes": 4096, "kills_by_place": {"random": 4}, "failures": ["durable_lost: one"],
     }  # fmt: skip
-    assert figures.as_json() == told == figures.as_json()
+    assert figures.as_json() == expected == figures.as_json()
 
 
-def test_every_lane_runs_in_a_folder_of_its_own_and_its_crash_is_told(tmp_path: Path) -> None:
+def test_every_lane_runs_in_a_folder_of_its_own_and_its_crash_is_reported(tmp_path: Path) -> None:
     figures = module("torture_runs.figures")
     assignment = figures.Assignment(1, 5.0, tmp_path, stop_at=5)
     with pytest.raises(RuntimeError, match="lane 0 ended with status 1; lane 1 ended with status 1"):

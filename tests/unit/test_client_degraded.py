@@ -83,7 +83,7 @@ def test_a_required_daemon_that_is_absent_is_an_error_with_advice(tmp_path: Path
         connect(tmp_path / "none", required=True)
 
 
-def test_a_stale_socket_is_told_from_an_absent_one(tmp_path: Path) -> None:
+def test_a_stale_socket_is_distinguished_from_an_absent_one(tmp_path: Path) -> None:
     with FakeDaemon(tmp_path):
         pass
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:

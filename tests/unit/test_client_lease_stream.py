@@ -74,7 +74,7 @@ def test_a_run_that_came_with_what_is_expected_is_handed_out_first() -> None:
     assert sorted(scene.released) == [5, 6, 7] and scene.counted == [3] and not scene.abandoned
 
 
-def test_a_run_that_nobody_took_is_given_back() -> None:
+def test_a_run_that_no_caller_took_is_given_back() -> None:
     scene = Scene([run(0, lease_id=5), run(1, lease_id=6), END])
     scene.stream.expect()
     scene.stream.close()

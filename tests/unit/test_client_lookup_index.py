@@ -46,9 +46,9 @@ def granted(table: IndexTable) -> GrantedIndex:
 
 def test_a_probe_says_what_a_lookup_would(table: IndexTable) -> None:
     index = reader_of(table)
-    told = probe(index, run_of(*range(7)), FINGERPRINT, FULL)
-    assert told.tiers == ("host", "host", "host", "nvme", "absent", "host", "absent")
-    assert (told.blocks, told.tokens, told.reason, told.estimated_load_s) == (4, 256, "absent", 0.0)
+    probed = probe(index, run_of(*range(7)), FINGERPRINT, FULL)
+    assert probed.tiers == ("host", "host", "host", "nvme", "absent", "host", "absent")
+    assert (probed.blocks, probed.tokens, probed.reason, probed.estimated_load_s) == (4, 256, "absent", 0.0)
     assert probe(index, run_of(0, 3), FINGERPRINT, FULL).reason == ""
     assert probe(index, run_of(8, 2, 3, 8), FINGERPRINT, WINDOW).blocks == 3, "two blocks of a window are enough"
     assert probe(index, BlockKeys(), FINGERPRINT, FULL) == probe(None, BlockKeys(), FINGERPRINT, FULL)
@@ -64,14 +64,14 @@ def test_unknown_counts_only_where_it_matters(table: IndexTable) -> None:
     assert [index.codes(run_of(number))[0] for number in kept] == [before[number] for number in kept]
     absent = next(number for number in kept if not before[number])
     present = next(number for number in kept if before[number])
-    odd = damaged[0] if damaged else pytest.fail("nothing lies in the first bucket: choose another seed")
+    odd = damaged[0] if damaged else pytest.fail("the first bucket is empty: choose another seed")
     assert probe(index, run_of(present, absent, odd), FINGERPRINT, FULL).reason == "absent", "it ends before"
     assert probe(index, run_of(present, odd, absent), FINGERPRINT, FULL).reason == "unknown"
     assert probe(index, run_of(absent, odd, present), FINGERPRINT, WINDOW).reason == "unknown"
 
 
 @pytest.mark.parametrize("state", [IndexState.CLOSED, 3, 1 << 60])
-def test_a_table_that_nobody_keeps_up_says_nothing(table: IndexTable, state: int) -> None:
+def test_a_table_without_a_writer_says_nothing(table: IndexTable, state: int) -> None:
     image = image_of(table)
     LIVE.pack_into(image.data, LIVE_OFFSET, state, 5, 0, 5)
     assert probe(index_over(image, table), run_of(0, 9), FINGERPRINT, FULL).tiers == ("unknown", "unknown")
@@ -84,8 +84,8 @@ def test_a_table_being_built_says_what_is_there_only(table: IndexTable) -> None:
 
 def test_a_tier_of_a_later_release_is_unknown(table: IndexTable) -> None:
     table.put(key_of(0), 77)
-    told = probe(reader_of(table), run_of(0), FINGERPRINT, FULL)
-    assert told.tiers == ("unknown",)
+    probed = probe(reader_of(table), run_of(0), FINGERPRINT, FULL)
+    assert probed.tiers == ("unknown",)
 
 
 # Getting it
@@ -187,7 +187,7 @@ def drained(theirs: socket.socket) -> list[str | None]:
     return asked
 
 
-def test_answers_that_come_late_or_for_another_asker_find_their_way(
+def test_late_answers_and_answers_for_another_caller_reach_their_caller(
     ends: tuple[Handshake, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handshake, theirs = ends
@@ -295,8 +295,8 @@ def test_with_a_daemon_of_before_a_probe_is_unknown_and_contains_asks(tmp_path: 
         kvstore_client.connect(tmp_path, fingerprint=FINGERPRINT, deadline_s=20.0, connect_timeout_s=10.0) as session,
     ):
         session.put(list(tokens), payloads=payloads)
-        told = session.probe(list(tokens))
-        assert (told.blocks, told.reason, told.tiers) == (0, "unknown", ("unknown",) * 3)
+        probed = session.probe(list(tokens))
+        assert (probed.blocks, probed.reason, probed.tiers) == (0, "unknown", ("unknown",) * 3)
         assert session.contains(list(tokens)) == 3
         statistics = session.statistics()
         assert (statistics.probes, statistics.probes_unknown, statistics.lookups) == (2, 2, 1)

@@ -28,7 +28,7 @@ HELLO_HEAD = "4b564f310100000025000000000000000500000000000000fddc625c55e85595"
 
 
 def assembled(head: ObjectHead, data: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The payloads as they would lie in their blocks."""
+    """The payloads as they would be in their blocks."""
     blocks = []
     for number, payload in enumerate(payloads_of(head, data)):
         if callable(payload):

@@ -125,7 +125,7 @@ def test_a_duplicate_makes_the_client_ask_for_the_index(
     assert asked == [False]
 
 
-def test_a_block_that_another_client_is_writing_is_sent_again_as_it_lies(daemon: FakeDaemon, session: Session) -> None:
+def test_a_block_that_another_client_is_writing_is_sent_again_unchanged(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.present_as_pending = 5
     written: list[int] = []
     payloads = [lambda _, block=block: written.append(block) for block in range(BLOCKS)]
@@ -175,7 +175,7 @@ def test_a_payload_function_that_raises_leaves_nothing(daemon: FakeDaemon, sessi
 
 
 def give_up(session: Session) -> PutReceipt:
-    """A put of which all is sent, however slow this machine is, and for whose answer nobody waits long."""
+    """A put of which all is sent, however slow this machine is; its caller does not wait long for the answer."""
     session._clock = lambda: 0.0
     try:
         return session.put(TOKENS, payloads=PAYLOADS, deadline_s=0.05)
@@ -213,7 +213,7 @@ def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(
 
 
 def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> None:
-    """Whether the daemon reads them still nobody knows: the bytes come back on the next stream."""
+    """The client cannot know whether the daemon still reads them: the bytes come back on the next stream."""
     daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
     with connect(daemon) as session:
         session.put(TOKENS + 1, payloads=PAYLOADS)

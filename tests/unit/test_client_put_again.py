@@ -48,7 +48,7 @@ def test_a_put_does_not_wait_for_room_that_it_keeps_itself(daemon: FakeDaemon, m
         assert is_stored(session) and staging_of(session).used_bytes() == 0
 
 
-def test_bytes_that_are_to_be_sent_again_are_nobody_elses_meanwhile(
+def test_bytes_that_are_to_be_sent_again_are_not_reused_meanwhile(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread renews the loan just when an answer is there, and is not yet acted upon."""
@@ -123,7 +123,7 @@ def test_a_refusal_over_a_rate_frees_its_bytes_also_when_the_stream_has_ended(
     assert staging_of(session).used_bytes() == 0
 
 
-def test_a_put_gives_up_a_block_that_somebody_is_for_ever_writing(
+def test_a_put_gives_up_a_block_that_another_client_never_finishes(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_call, "PENDING_PATIENCE_S", 0.0)

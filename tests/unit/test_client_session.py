@@ -141,7 +141,7 @@ def test_a_long_chain_is_named_by_its_end_and_what_is_due_of_it_by_its_beginning
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("fields", "words"),
     [
         ({"will_continue": 1.1}, "will_continue"),
         ({"will_continue": float("nan")}, "will_continue"),
@@ -150,9 +150,9 @@ def test_a_long_chain_is_named_by_its_end_and_what_is_due_of_it_by_its_beginning
         ({"answer_tokens": -1}, "answer_tokens"),
     ],
 )
-def test_a_hint_that_makes_no_sense_is_a_mistake(session: Session, told: dict[str, Any], words: str) -> None:
+def test_a_hint_that_makes_no_sense_is_a_mistake(session: Session, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(KVStoreError, match=words):
-        session.hint(TOKENS, **told)
+        session.hint(TOKENS, **fields)
 
 
 def test_leases_are_given_back_together_and_on_errors(daemon: FakeDaemon, session: Session) -> None:
@@ -244,14 +244,14 @@ def test_a_reader_cannot_put_and_says_why(daemon: FakeDaemon) -> None:
         reader.put(TOKENS, payloads=PAYLOADS)
 
 
-def test_what_is_stored_and_does_not_come_in_time_is_told_from_what_is_not_stored(tmp_path: Path) -> None:
+def test_a_stored_block_that_comes_late_is_distinguished_from_one_that_is_not_stored(tmp_path: Path) -> None:
     for mapped in (0, 3):
         with FakeDaemon(tmp_path / str(mapped), Knobs(mapped_blocks=mapped)) as daemon, open_session(daemon) as session:
             session.put(TOKENS, payloads=PAYLOADS)
             with session.get(TOKENS) as lease:
                 assert (len(lease), lease.reason) == (mapped, "late")
             with session.get(TOKENS, promote=False) as lease:
-                assert (len(lease), lease.reason) == (mapped, ""), "nobody asked for more"
+                assert (len(lease), lease.reason) == (mapped, ""), "the caller requested no more"
 
 
 def test_a_lookup_over_the_key_limit_is_split(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One stream, many threads: who waits reads for all of them, and what nobody waits for is read too."""
+"""One stream, many threads: a waiting thread reads for all of them; answers without a waiting thread are read too."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def beside(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def is_read_by_somebody(far: Far) -> bool:
+def is_being_read(far: Far) -> bool:
     return far.stream._transport._reading.locked()  # type: ignore[attr-defined]
 
 
@@ -120,7 +120,7 @@ def test_an_acquire_that_is_given_up_is_ended_and_who_waits_for_it_goes_on(far: 
     late: list[int] = []
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(call.wait, PATIENCE_S)
-        eventually(lambda: is_read_by_somebody(far))
+        eventually(lambda: is_being_read(far))
         call.cancel(lambda response: late.append(response.acquire.lease_id))
         assert list(far.request().release.request_ids) == [call.request_id]
         far.answer(
@@ -144,7 +144,7 @@ def test_when_the_reader_leaves_one_who_waits_reads_on(far: Far) -> None:
         answered[call.request_id] = call.wait(PATIENCE_S) is not None
 
     reader = beside(lambda: wait(calls[0]))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     others = [beside(lambda call=call: wait(call)) for call in calls[1:]]
     eventually(lambda: len(far.stream._followers) == 2)
     far.answer(pong(calls[0].request_id))
@@ -153,13 +153,13 @@ def test_when_the_reader_leaves_one_who_waits_reads_on(far: Far) -> None:
         far.answer(pong(call.request_id))
         other.join(PATIENCE_S)
     assert answered == dict.fromkeys([call.request_id for call in calls], True)
-    assert not far.stream._followers and not is_read_by_somebody(far)
+    assert not far.stream._followers and not is_being_read(far)
 
 
 def test_when_the_readers_time_is_up_one_who_waits_reads_on(far: Far) -> None:
     slow, call = far.ping(), far.ping()
     reader = beside(lambda: slow.wait(0.05))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     answered: list[wire.Response | None] = []
     other = beside(lambda: answered.append(call.wait(PATIENCE_S)))
     reader.join(PATIENCE_S)
@@ -168,7 +168,7 @@ def test_when_the_readers_time_is_up_one_who_waits_reads_on(far: Far) -> None:
     assert answered[0] is not None
 
 
-def test_an_abandoned_calls_answer_is_read_though_nobody_waits(far: Far) -> None:
+def test_an_abandoned_calls_answer_is_read_though_no_caller_waits(far: Far) -> None:
     call, came = far.ping(), []
     call.abandon(came.append)
     far.answer(pong(call.request_id, b"late"))
@@ -181,7 +181,7 @@ def test_an_abandoned_calls_answer_is_read_after_a_reader_has_left(far: Far, mon
     looks = looks_of_the_attendant(far, monkeypatch)
     call, read, came = far.ping(), far.ping(), []
     reader = beside(lambda: read.wait(PATIENCE_S))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     call.abandon(came.append)
     eventually(lambda: looks == [False])
     far.answer(pong(read.request_id))
@@ -208,7 +208,7 @@ def test_a_store_that_is_answered_twice_is_waited_for_twice(far: Far) -> None:
         assert answered is not None and answered.store == reply
 
 
-def test_an_end_is_noticed_though_nobody_waits_and_told_once(far: Far) -> None:
+def test_an_end_is_noticed_though_no_caller_waits_and_reported_once(far: Far) -> None:
     far.socket.close()
     eventually(lambda: bool(far.ends))
     answered = far.ping().wait(PATIENCE_S)
@@ -257,7 +257,7 @@ def test_a_forked_child_takes_nothing_of_its_parents_stream(far: Far) -> None:
     assert far.request().ping.payload == b"after", "nothing of the child's was sent"
 
 
-def test_who_is_interrupted_while_he_reads_ends_the_stream_and_nobody_waits_in_vain(far: Far) -> None:
+def test_an_interrupted_reader_ends_the_stream_and_no_caller_waits_in_vain(far: Far) -> None:
     class Interrupted(BaseException):
         pass
 
@@ -266,7 +266,7 @@ def test_who_is_interrupted_while_he_reads_ends_the_stream_and_nobody_waits_in_v
 
     abandoned, call, other = far.ping(), far.ping(), far.ping()
     reader = beside(lambda: other.wait(PATIENCE_S))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     reader_gone: list[bool] = []
     abandoned.abandon(interrupt)
     excepted = threading.excepthook
@@ -280,7 +280,7 @@ def test_who_is_interrupted_while_he_reads_ends_the_stream_and_nobody_waits_in_v
     answered = call.wait(PATIENCE_S)
     assert answered is not None and answered.error.message == "reading the stream was interrupted"
     assert far.ends == ["reading the stream was interrupted"]
-    eventually(lambda: not is_read_by_somebody(far))
+    eventually(lambda: not is_being_read(far))
 
 
 def test_the_second_answer_of_an_abandoned_store_is_read_though_the_first_had_come(far: Far) -> None:
@@ -295,11 +295,11 @@ def test_the_second_answer_of_an_abandoned_store_is_read_though_the_first_had_co
     eventually(lambda: len(came) == 2)
 
 
-def test_closing_ends_what_waits_and_tells_nobody(far: Far) -> None:
+def test_closing_ends_waiting_calls_and_reports_no_end(far: Far) -> None:
     answered: list[wire.Response | None] = []
     call = far.ping()
     reader = beside(lambda: answered.append(call.wait(PATIENCE_S)))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     far.stream.close()
     reader.join(PATIENCE_S)
     assert answered[0] is not None and answered[0].error.message == "the session was closed"
@@ -310,7 +310,7 @@ def test_closing_ends_what_waits_and_tells_nobody(far: Far) -> None:
     far.stream.close()
 
 
-def test_a_daemon_that_does_not_read_holds_nobody_and_gets_everything_in_order_later(far: Far) -> None:
+def test_a_daemon_that_does_not_read_blocks_no_caller_and_receives_everything_in_order_later(far: Far) -> None:
     payload, calls = bytes(20_000), []
     for _ in range(100):  # ten times what a socket holds
         calls.append(far.ping(payload))
@@ -392,11 +392,11 @@ def test_a_storm_of_threads_each_gets_its_own_answers(far: Far) -> None:
 
 
 def test_the_attendant_sleeps_while_another_thread_reads(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though an answer that nobody waits for is to come, and data does."""
+    """Though an answer without a waiting caller is due, and data arrives."""
     rounds = looks_of_the_attendant(far, monkeypatch)
     call, other = far.ping(), far.ping()
     reader = beside(lambda: call.wait(PATIENCE_S))
-    eventually(lambda: is_read_by_somebody(far))
+    eventually(lambda: is_being_read(far))
     other.abandon()
     eventually(lambda: bool(rounds))
     for _ in range(100):

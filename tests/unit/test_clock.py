@@ -1,11 +1,11 @@
-"""Time as an argument: the manual clock moves only when told, the system's goes on."""
+"""Time as an argument: the manual clock moves only when advanced, the system's goes on."""
 
 import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock, SystemClock
 
 
-def test_manual_clock_moves_only_when_told() -> None:
+def test_manual_clock_moves_only_when_advanced() -> None:
     clock = ManualClock(monotonic_ns=5, wall_ns=100)
     assert (clock.monotonic_ns(), clock.wall_ns()) == (5, 100)
     assert clock.advance(s=1.5, ns=2) == 5 + 1_500_000_002

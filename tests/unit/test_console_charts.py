@@ -40,7 +40,7 @@ def test_axes_end_at_round_numbers_of_their_unit() -> None:
     st.sampled_from([axes.BYTES, axes.COUNT, axes.COUNT_A_SECOND, axes.LATENCY, axes.PERCENT]),
     st.lists(st.floats(0, 1e12) | st.just(NAN), max_size=5),
 )
-def test_every_value_lies_on_its_axis(unit: Unit, values: list[float]) -> None:
+def test_every_value_is_on_its_axis(unit: Unit, values: list[float]) -> None:
     if unit is axes.PERCENT:
         values = [value % 1 for value in values]
     if unit is axes.LATENCY:

@@ -1,4 +1,4 @@
-"""The `kvstored` command: what goes wrong is told in one line."""
+"""The `kvstored` command: it reports each error in one line."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_coarse_ring_counts_what_the_fine_one_forgot() -> None:
         history.window(7, -1)
 
 
-def test_only_what_was_asked_for_is_told() -> None:
+def test_only_what_was_requested_is_returned() -> None:
     history = History(0, SMALL)
     fill(history, range(1, 5))
     assert list(history.window(1, 2 * NS_PER_S).at_ns) == [3 * NS_PER_S, 4 * NS_PER_S]
@@ -108,7 +108,7 @@ def test_a_series_that_comes_late_or_stays_away_is_not_a_number_there() -> None:
     assert math.isnan(values(window, FLOW)[2])
 
 
-def test_memory_is_bounded_whatever_comes() -> None:
+def test_memory_is_bounded_for_any_input() -> None:
     history = History(0)
     for second in range(1, 4):
         levels = {SeriesKey("tenant", f"{second}-{number}", "host_bytes"): 1.0 for number in range(100)}

@@ -66,7 +66,7 @@ def stopped(place: Path) -> Iterator[int]:
 
 def has_ended(pid: int) -> bool:
     try:
-        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # nobody waited for it yet
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # no parent has reaped it yet
     except OSError:
         return True
 
@@ -116,7 +116,7 @@ def test_a_next_daemon_gets_everything(place: Path) -> None:
 
 
 def test_a_small_soft_limit_costs_nothing(place: Path) -> None:
-    """A descriptor that the holder cannot take is dropped by the kernel, and nobody is told."""
+    """A descriptor that the holder cannot take is dropped by the kernel without an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_now = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, hard))
@@ -253,7 +253,7 @@ def test_nonsense_is_survived(place: Path, keeper: HolderKeeper) -> None:
     assert contents(place) == {"a1": b"kept"}
 
 
-def test_it_ends_when_nobody_needs_it(place: Path) -> None:
+def test_it_ends_when_no_process_needs_it(place: Path) -> None:
     empty = HolderKeeper(place, 60.0)
     assert eventually(lambda: holder_pid(place) > 0)
     empty.close(forget=False)
@@ -264,7 +264,7 @@ def test_it_ends_when_nobody_needs_it(place: Path) -> None:
     assert impatient.keep("a1", descriptor)
     os.close(descriptor)
     impatient.close(forget=False)
-    assert eventually(lambda: holder_pid(place) == 0), "nobody came in time"
+    assert eventually(lambda: holder_pid(place) == 0), "no daemon came in time"
 
 
 def test_it_ends_with_its_directory() -> None:
@@ -297,7 +297,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert eventually(lambda: holder_pid(place) == 0)
 
 
-def test_a_holder_that_does_not_read_delays_nobody(place: Path, keeper: HolderKeeper) -> None:
+def test_a_holder_that_does_not_read_does_not_delay_its_keeper(place: Path, keeper: HolderKeeper) -> None:
     """What cannot be sent at once is sent later, if it is still wanted then."""
     contents(place)
     keeper.fetch()
@@ -317,7 +317,7 @@ def test_a_holder_that_does_not_read_delays_nobody(place: Path, keeper: HolderKe
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_other_users_are_not_answered(place: Path, keeper: HolderKeeper) -> None:
     place.chmod(0o755)
-    (place / "holder.sock").chmod(0o666)  # a mistake that somebody might make
+    (place / "holder.sock").chmod(0o666)  # a mistake that an operator might make
     program = f"""
 import os, socket
 os.setgid(65534); os.setuid(65534)

@@ -201,7 +201,7 @@ def test_a_key_is_written_by_one_client_at_a_time(tmp_path: Path, is_gone: bool)
     run(tmp_path, test)
 
 
-def test_stores_under_way_are_bounded_whoever_waits_for_them(tmp_path: Path) -> None:
+def test_stores_under_way_are_bounded_though_no_caller_waits_for_them(tmp_path: Path) -> None:
     """Their answers are never asked for, as after a stream that broke."""
 
     async def test(store: Store) -> None:

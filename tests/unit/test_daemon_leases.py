@@ -1,4 +1,4 @@
-"""Leases and limbo against a plain model: a slot is free exactly when its block has left and nobody may read it."""
+"""Leases and limbo against a plain model: a slot is free exactly when its block has left and no client may read it."""
 
 from __future__ import annotations
 

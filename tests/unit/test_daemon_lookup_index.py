@@ -103,11 +103,11 @@ def test_no_slice_is_long_and_none_is_skipped(monkeypatch: pytest.MonkeyPatch, s
         tables.shelf.store(number)
     monkeypatch.setattr(lookup_index, slice_of, 7)
     index = tables.index(StandInSession(1))
-    told = []
+    counts = []
     while tables.later:
-        told.append(codes(index, *range(50)).count(HOST))
+        counts.append(codes(index, *range(50)).count(HOST))
         tables.run(1)
-    assert told[:7] == [7, 14, 21, 28, 35, 42, 49]
+    assert counts[:7] == [7, 14, 21, 28, 35, 42, 49]
     assert codes(index, *range(51)) == [HOST] * 50 + [ABSENT]
 
 
@@ -147,7 +147,7 @@ def test_memory_is_bounded_and_comes_back_with_the_last_session() -> None:
     for session in sessions[1:]:
         session.close()
     assert tables.indexes.used_bytes == 0
-    tables.shelf.store(7)  # nobody follows, nothing breaks
+    tables.shelf.store(7)  # no client follows, nothing breaks
 
 
 def test_a_table_that_ended_says_unknown_and_its_slices_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tests.unit.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Sto
 
 NONE, BATCH, ALWAYS = pb.DURABILITY_MODE_NONE, pb.DURABILITY_MODE_BATCH, pb.DURABILITY_MODE_ALWAYS
 VOLATILE, PENDING, DURABLE = pb.DURABILITY_VOLATILE, pb.DURABILITY_PENDING, pb.DURABILITY_DURABLE
-GATHERS = "durability.batch_ms=3600000"  # a batch begins when somebody asks for it, and never by itself
+GATHERS = "durability.batch_ms=3600000"  # a batch begins when a client requests it, and never by itself
 
 Answers = AsyncIterator[pb.StoreReply]
 

@@ -1,4 +1,4 @@
-"""The daemon's priority: set where it may be, and where nobody else has."""
+"""The daemon's priority: set where it may be, and where no service manager has set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's places: sockets stale or live, the instance lock, what systemd is told."""
+"""The daemon's places: sockets stale or live, the instance lock, notifications of systemd."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_directory_of_another_user_is_refused_but_by_root(place: Path, monkeyp
         prepare_directory(place / "theirs", "")
 
 
-def test_a_directory_is_ours_where_nobody_else_may_change_it(place: Path) -> None:
+def test_a_directory_is_ours_where_no_other_user_may_change_it(place: Path) -> None:
     assert who_else_can_change(place) is None
     place.chmod(0o755)
     assert who_else_can_change(place) is None
@@ -150,7 +150,7 @@ def test_the_handshake_socket_is_for_user_and_group(place: Path) -> None:
     listener.close()
 
 
-def test_one_instance_a_directory_and_its_pid_is_told(place: Path) -> None:
+def test_one_instance_a_directory_and_its_pid_is_reported(place: Path) -> None:
     first = InstanceLock(place)
     with pytest.raises(AlreadyRunning, match=rf"pid {os.getpid()};"):
         InstanceLock(place)
@@ -159,7 +159,7 @@ def test_one_instance_a_directory_and_its_pid_is_told(place: Path) -> None:
     InstanceLock(place).release()
 
 
-def test_systemd_is_told_over_its_socket(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_is_notified_over_its_socket(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not notify("READY=1")
     for address in (str(place / "n"), f"@kvstored-test-{os.getpid()}"):
@@ -169,7 +169,7 @@ def test_systemd_is_told_over_its_socket(place: Path, monkeypatch: pytest.Monkey
             monkeypatch.setenv("NOTIFY_SOCKET", address)
             assert notify("READY=1", "STATUS=serving")
             assert manager.recv(100) == b"READY=1\nSTATUS=serving"
-    assert not notify("READY=1"), "nobody listens any more"
+    assert not notify("READY=1"), "no socket listens any more"
 
 
 @pytest.mark.parametrize(

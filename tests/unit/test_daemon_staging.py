@@ -14,7 +14,7 @@ PAGE = 4096
 PAGES = 16
 
 
-def test_nobody_can_resize_it_and_writes_are_seen() -> None:
+def test_it_cannot_be_resized_and_writes_are_seen() -> None:
     staging = Staging(PAGES * PAGE, "seal")
     for size in (0, PAGE, 2 * PAGES * PAGE):
         with pytest.raises(PermissionError):

@@ -66,16 +66,16 @@ def test_groups_and_sizes() -> None:
     assert kind_of(payload_size, SESSION, 0, 1024, 1000) is ErrorKind.TOO_LARGE
 
 
-def test_a_closed_session_is_forgotten_and_its_streams_are_told_once() -> None:
+def test_a_closed_session_is_removed_and_its_streams_are_notified_once() -> None:
     table = SessionTable()
-    told: list[str] = []
-    session: Any = SimpleNamespace(token=table.new_token(), closed=False, on_close=[lambda: told.append("end")])
+    notices: list[str] = []
+    session: Any = SimpleNamespace(token=table.new_token(), closed=False, on_close=[lambda: notices.append("end")])
     table.add(session)
     assert table.find(session.token) is session and len(table) == 1
     assert table.find(bytes(16)) is None and table.find(b"") is None
     table.close(session)
     table.close(session)
-    assert told == ["end"] and table.find(session.token) is None and not table.all()
+    assert notices == ["end"] and table.find(session.token) is None and not table.all()
 
 
 def test_ids_are_never_given_twice() -> None:

@@ -93,7 +93,7 @@ def test_a_bad_dram_copy_goes_and_nvme_serves() -> None:
     scene = Scene()
     row = scene.in_both(1)
     slot = scene.residency.slot(row, HOST)
-    scene.residency.pin(row)  # somebody holds a lease: the slot goes to limbo, which is `retire`'s business
+    scene.residency.pin(row)  # a reader holds a lease: the slot goes to limbo, which is `retire`'s business
     scene.damage.found(HOST, row, "flipped")
     assert scene.retired == [slot] and scene.nvme.bad == {}
     assert scene.residency.has(row, NVME) and not scene.residency.has(row, HOST)
@@ -123,7 +123,7 @@ def test_a_dram_copy_that_is_being_written_down_stays() -> None:
     assert scene.residency.has(row, HOST) and scene.retired == [] and scene.counters["corrupt_blocks"] == 0
 
 
-def test_a_slot_is_told_of_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slot_is_logged_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     place = scene.shelf.slot()
     caplog.set_level(logging.ERROR)

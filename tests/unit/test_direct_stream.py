@@ -212,7 +212,7 @@ def test_a_slow_answer_waits_for_room_too_and_is_undelivered_when_the_client_lea
         (frame(b"\xff\xff\xff"), pb.ERROR_KIND_INVALID),
     ],
 )
-def test_a_stream_that_cannot_be_read_is_told_why_and_ended(data: bytes, kind: int) -> None:
+def test_a_stream_that_cannot_be_read_receives_the_reason_and_ends(data: bytes, kind: int) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.client.send(ping(1))
         await scene.client.send_bytes(data)
@@ -254,7 +254,7 @@ def test_a_client_that_does_not_read_cannot_keep_its_stream(monkeypatch: pytest.
         await scene.client.send(acquire(1), *map(ping, range(2, 40)))
         await until(lambda: len(scene.begun) > 3)
         scene.close()
-        await until(lambda: scene.session.in_flight == 0)  # its end was told to who waits
+        await until(lambda: scene.session.in_flight == 0)  # its end was reported to the waiting task
         assert not scene.streams._of_session
 
     run(scenario)
@@ -272,7 +272,7 @@ def test_a_client_that_reads_the_rest_in_time_leaves_no_alarm_behind(monkeypatch
             while await scene.client.answer() is not None:
                 pass
         await scene.streams.close()
-        await asyncio.sleep(0.1)  # past the alarm, which would tell the loop's exception handler
+        await asyncio.sleep(0.1)  # past the alarm, which would call the loop's exception handler
 
     run(scenario)
 

@@ -264,7 +264,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
     BudgetFile(tmp_path).save(left)
     account = EnduranceAccount(tmp_path, DAY_BYTES, clock, Counters())
     breaker: Any = SimpleNamespace(takes_writes=True)
-    nobody: Any = None
+    unused: Any = None
     walked: list[int] = []
 
     class Watched(Backlog):
@@ -273,7 +273,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
             return False
 
     backlog = Watched(lambda: 1.0)
-    gate = WriteGate(shelf.residency, nobody, account, breaker, Refusals(Counters()), backlog, clock, throttle_ms=100)
+    gate = WriteGate(shelf.residency, unused, account, breaker, Refusals(Counters()), backlog, clock, throttle_ms=100)
 
     async def run() -> None:
         assert gate.pay(rows[-1]) is Verdict.SPENT

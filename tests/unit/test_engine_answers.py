@@ -246,11 +246,11 @@ class _FullDisk(Observer):
     """Fails in the middle of an answer."""
 
     def __init__(self) -> None:
-        self.told = 0
+        self.notices = 0
 
     def token(self, request_id: str, index: int, t: float) -> None:
-        self.told += 1
-        if self.told == 3:
+        self.notices += 1
+        if self.notices == 3:
             raise OSError("no space left on device")
 
 
@@ -261,7 +261,7 @@ def test_an_observer_that_raises_costs_no_token(caplog: pytest.LogCaptureFixture
         engine.add(request(name, _PROMPT, 5))
     outcome = run(engine)
     assert [outcome.tokens[name, 0] for name in ("first", "second")] == [answer_alone(_PROMPT, 5)] * 2
-    assert observer.told == 3
+    assert observer.notices == 3
     assert [record.message for record in caplog.records] == ["observer _FullDisk raised and is notified no longer"]
 
 

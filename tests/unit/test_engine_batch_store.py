@@ -109,17 +109,17 @@ def test_what_one_engine_computed_another_restores() -> None:
     assert all(lease.released for lease in session.leases)
 
 
-def test_the_end_of_an_answer_is_told_when_its_blocks_are_stored() -> None:
+def test_the_end_of_an_answer_is_hinted_when_its_blocks_are_stored() -> None:
     session = _session()
     engine = _engine(session)
     for n in range(4):  # the last step of each fills a block
         engine.add(request(str(n), _prompt(n, 100), 29 + 64 * n))
     run(engine)
     _stored(engine)
-    assert sorted(session.told) == [(2 + n, 29 + 64 * n) for n in range(4)]
+    assert sorted(session.answer_hints) == [(2 + n, 29 + 64 * n) for n in range(4)]
 
 
-def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stored_or_not_whole() -> None:
+def test_a_prompt_has_one_answer_hint_and_none_for_what_is_not_stored_or_not_whole() -> None:
     session = _session()
     engine = _engine(session)
     engine.add(request("three", _prompt(1, 100), 9, n=3))
@@ -133,10 +133,10 @@ def test_of_what_is_told_there_is_one_for_a_prompt_and_none_for_what_is_not_stor
     engine.cancel("cancelled")
     run(engine, outcome)
     _stored(engine)
-    assert session.told == [(1, 9)]
+    assert session.answer_hints == [(1, 9)]
 
 
-def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_has_to_wait_is_hinted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)  # the twin answers quickly
     session = _session()
     engine = _engine(session, max_running=1, max_queue_s=1e9)
@@ -155,7 +155,7 @@ def test_who_has_to_wait_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < session.due[0][1] < session.due[1][1]
 
 
-def test_who_waits_for_blocks_is_told_of_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_blocks_is_hinted_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)
     session = _session()
     engine = _engine(session, blocks=30, max_queue_s=1e9)
@@ -395,7 +395,7 @@ def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     while ("new", 0) not in outcome.finished:
         outcome.take(warm.step())
     assert ("slow", 0) not in outcome.tokens
-    assert not waits, "a running answer waited for somebody else's promotion"
+    assert not waits, "a running answer waited for another request's promotion"
     session.promoted.set()
     run(warm, outcome)
     assert outcome.tokens["slow", 0] == answer_alone(prompt, 8)
@@ -403,7 +403,7 @@ def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     _stored(warm)
 
 
-def test_a_question_that_is_not_answered_in_time_holds_up_nobody() -> None:
+def test_a_call_that_is_not_answered_in_time_holds_up_no_request() -> None:
     session = _HeldSession(_session())
     session.answered.clear()
     prompt = _prompt(1, 300)

@@ -180,8 +180,8 @@ def test_a_preemption_storm_loses_no_token(policy: str, swap_bytes: int, count: 
     assert sum(usage.preemptions for usage in usages) > 10
     assert (sum(usage.swaps for usage in usages) > 0) == (swap_bytes > 0)
     assert engine.scheduler.host.used_blocks == 0
-    assert engine.scheduler.host.resident_bytes == 0  # nobody is left who could want it
-    assert engine.scheduler.preemption.expected_transfers <= 1  # what was swapped lies elsewhere afterwards
+    assert engine.scheduler.host.resident_bytes == 0  # no request is left that could want it
+    assert engine.scheduler.preemption.expected_transfers <= 1  # swapped blocks have other places afterwards
 
 
 def test_a_failing_step_counts_for_nothing_and_is_taken_again() -> None:

@@ -54,19 +54,19 @@ def test_the_settings_of_a_search_matter() -> None:
     assert len(set(lengths)) > 1, lengths
 
 
-def test_fewer_answers_than_beams_may_be_wanted_and_log_probabilities_told() -> None:
+def test_fewer_answers_than_beams_may_be_requested_with_log_probabilities() -> None:
     engine = twin_engine(end_ids=ENDS)
     engine.add(beams("two", prompt_of(3, 20), 12, 5, n=2, logprobs=3))
     outcome = run(engine)
     assert sorted(outcome.finished) == [("two", 0), ("two", 1)]
     for index in range(2):
-        told = [event for event in outcome.events if isinstance(event, Token) and event.index == index]
+        emitted = [event for event in outcome.events if isinstance(event, Token) and event.index == index]
         end = outcome.finished["two", index]
         assert end.score is not None
-        length = len(told) + (end.reason == "end")
+        length = len(emitted) + (end.reason == "end")
         total = end.score * length
-        assert sum(event.logprob or 0.0 for event in told) >= total - 1e-9  # the end token has one of its own
-        assert all(len(event.top) == 3 and event.top[0][1] >= (event.logprob or 0.0) for event in told)
+        assert sum(event.logprob or 0.0 for event in emitted) >= total - 1e-9  # the end token has one of its own
+        assert all(len(event.top) == 3 and event.top[0][1] >= (event.logprob or 0.0) for event in emitted)
     first, second = (outcome.finished["two", index].usage for index in range(2))
     assert (first.computed_tokens, first.local_tokens) == (20, 0)
     assert (second.computed_tokens, second.local_tokens) == (0, 20)
@@ -125,7 +125,7 @@ def test_a_preempted_group_comes_back_as_it_was(swap_blocks: int) -> None:
 
 
 def _swapping(blocks: int, **settings: Any) -> BatchEngine:
-    """Computing looks slow: whatever can be is swapped."""
+    """Computing looks slow: the engine swaps all it can."""
     engine = twin_engine(blocks, prefill_tokens=64, end_ids=ENDS, **settings)
     engine.costs.compute.restore(1, [10.0, 10.0, 0.0])
     return engine
@@ -154,7 +154,7 @@ def test_a_swapped_group_is_copied_once_and_shares_its_blocks_again() -> None:
 
 
 def test_beams_of_which_one_finds_no_block_wait_for_it_together() -> None:
-    """Blocks that a put holds, say: the group is alone, nobody can yield, and no beam may go ahead of the others."""
+    """A put may hold blocks. No other request can yield to the group, and no beam may go ahead of the others."""
     engine = twin_engine(64, end_ids=ENDS)
     wanted = beams("b", prompt_of(1, 100), 30, 5, ignore_end=True)
     engine.add(wanted)

@@ -185,15 +185,15 @@ class TestFiles:
         assert ratios == pytest.approx([1.0] * 6)
 
     def test_json_has_every_case_with_its_latencies(self, cases: list[Case]) -> None:
-        told: Any = json.loads(json.dumps(as_json({"model": "m"}, cases)))
-        assert told["model"] == "m" and len(told["cases"]) == 6
-        for case in told["cases"]:
+        report: Any = json.loads(json.dumps(as_json({"model": "m"}, cases)))
+        assert report["model"] == "m" and len(report["cases"]) == 6
+        for case in report["cases"]:
             for latency in ("ttft_s", "tpot_s", "inter_token_s", "total_s", "queued_s"):
                 assert case[latency]["count"] > 0
                 assert case[latency]["p50"] <= case[latency]["p99"] <= case[latency]["max"]
             assert case["failed"] == 0 and case["generated_per_s"] > 0
             assert set(case["profile"]["prompt_tokens_by_source"]) == {"local", "daemon", "computed"}
-        assert set(told["cases"][-1]["by_kind"]) == {"long", "short"}
+        assert set(report["cases"][-1]["by_kind"]) == {"long", "short"}
 
     def test_csv_has_one_line_a_case(self, cases: list[Case]) -> None:
         rows = list(csv.DictReader(io.StringIO(as_csv(cases))))
@@ -219,7 +219,7 @@ class TestFiles:
         assert [path.name for path in written] == ["bench.json", "bench.csv", "bench.html"]
         assert all(path.stat().st_size for path in written)
 
-    def test_a_folder_that_cannot_be_is_told(self, cases: list[Case], tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_created_is_reported(self, cases: list[Case], tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(OperationError, match="cannot write to"):
             write_files(tmp_path / "file" / "in", {}, cases[:1])
@@ -342,11 +342,11 @@ class TestOverHttp:
         assert run.outcomes[0].message == "HTTP 429: come back later"
         assert summarise(run).failed == 1
 
-    def test_nobody_there_is_told(self) -> None:
+    def test_an_absent_server_is_reported(self) -> None:
         with pytest.raises(OperationError, match="no server answers at"):
             run_over_http(Endpoint("http://127.0.0.1:1"), make_load("chat", SMALL), ClosedLoop(1))
 
-    def test_what_is_no_url_is_told(self) -> None:
+    def test_a_wrong_url_is_reported(self) -> None:
         with pytest.raises(UsageError, match="is no URL"):
             run_over_http(Endpoint("ftp://somewhere"), make_load("chat", SMALL), ClosedLoop(1))
 
@@ -359,17 +359,17 @@ class TestComparable:
         assert context_for(turns[:1]) == 256 and context_for(turns) == 512
 
     def test_barriers_spin_alike_on_both_sides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        told: list[str] = []
+        spin_counts: list[str] = []
 
         class Child(contextlib.nullcontext[None]):
             def __init__(self, module: str, arguments: list[str], environment: dict[str, str] | None = None) -> None:
                 super().__init__()
-                told.append({**os.environ, **(environment or {})}["GOMP_SPINCOUNT"])
+                spin_counts.append({**os.environ, **(environment or {})}["GOMP_SPINCOUNT"])
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as a ggml that was loaded in this process leaves it
         monkeypatch.setattr(against, "Child", Child)
         with against.decoders(Path("model"), 2, {}):
-            assert told == ["300000", "300000"]
+            assert spin_counts == ["300000", "300000"]
 
     def test_a_build_is_its_bytes(self, tmp_path: Path) -> None:
         for name, content in (("libggml-cpu.so", b"a"), ("copy-libggml-cpu.so", b"a"), ("libggml-base.so", b"b")):

@@ -103,7 +103,7 @@ def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
     host.free(places)
     for _ in range(31):
         host.trim_if_unused()
-    host.free(host.save([1]))  # somebody needs it still
+    host.free(host.save([1]))  # a request still needs it
     for _ in range(31):
         host.trim_if_unused()
     assert host.resident_bytes == resident
@@ -112,7 +112,7 @@ def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
     places = host.save([1])
     for _ in range(100):
         host.trim_if_unused()
-    assert host.resident_bytes > 0  # it holds somebody's K/V
+    assert host.resident_bytes > 0  # it holds a request's K/V
     host.free(places)
     host.trim()
     assert host.resident_bytes == 0

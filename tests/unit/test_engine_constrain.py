@@ -1,4 +1,4 @@
-"""Constrained answers: whatever is allowed is a prefix of a match, and what ends is a whole one."""
+"""Constrained answers: each allowed text is a prefix of a match, and each finished one is a whole match."""
 
 from __future__ import annotations
 

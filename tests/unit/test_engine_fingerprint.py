@@ -1,4 +1,4 @@
-"""The fingerprint tells apart whatever K/V bytes depend on, and sizes blocks as the pool does."""
+"""The fingerprint covers everything that K/V bytes depend on, and sizes blocks as the pool does."""
 
 import dataclasses
 from pathlib import Path
@@ -77,7 +77,7 @@ def _read(path: Path, model: TinyModel, context: int | None = None) -> ModelConf
         return ModelConfig.from_gguf(file, context)
 
 
-def test_whatever_rotates_keys_otherwise_changes_the_digest(tmp_path: Path) -> None:
+def test_every_setting_of_key_rotation_changes_the_digest(tmp_path: Path) -> None:
     gemma, phi = _read(tmp_path / "g.gguf", _WINDOWED), _read(tmp_path / "p.gguf", _LONGROPE)
     assert gemma.local_rope is not None
     others = [

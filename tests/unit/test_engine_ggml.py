@@ -44,7 +44,7 @@ def test_a_split_build_is_taken_in_order_of_dependence(tmp_path: Path) -> None:
 
 
 class _OlderLibrary:
-    """Knows types up to bf16; what lies behind its table is anything but a type."""
+    """Knows types up to bf16; the memory behind its table holds no types."""
 
     def blck_size(self, number: int) -> int:
         return TENSOR_TYPES[number].block_elements if number <= BF16 else 139_684_791

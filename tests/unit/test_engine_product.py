@@ -48,7 +48,7 @@ def _exact(graph: ProductGraph, rows: FloatArray, matrix: Bytes, matrix_type: in
 
 @pytest.fixture
 def graphs() -> Iterator[list[ProductGraph]]:
-    """Whatever a test puts here is closed after it."""
+    """The fixture closes each graph that a test puts here."""
     made: list[ProductGraph] = []
     yield made
     for graph in made:
@@ -156,7 +156,7 @@ def test_ggmls_repacking_is_recognised(graphs: list[ProductGraph]) -> None:
     assert not is_interleaved_q4_0(matrix, matrix[:ROWS_TOGETHER].reshape(-1))
 
 
-def test_eight_rows_of_q8_0_lie_interleaved() -> None:
+def test_eight_rows_of_q8_0_are_interleaved() -> None:
     """Byte by byte: of each block the scales of eight rows, then four values of each row in turn."""
     rows, blocks = 24, 3
     matrix = random_matrix(np.random.default_rng(4), rows, 32 * blocks, Q8_0)

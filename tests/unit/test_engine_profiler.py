@@ -43,7 +43,7 @@ def preempted(engine: BatchEngine) -> None:
 
 
 class TestProfiler:
-    def test_latencies_are_those_that_the_engine_tells(self) -> None:
+    def test_latencies_are_those_that_the_engine_reports(self) -> None:
         profiler = Profiler()
         engine, clock = observed(profiler)
         usages = [finished.usage for finished in answered(engine).finished.values()]
@@ -53,10 +53,10 @@ class TestProfiler:
             ("total", [usage.total_s for usage in usages]),
             ("queued", [usage.queued_s for usage in usages]),
         ):
-            told = profiler.latency[name]
-            assert told.count == len(values), name
-            assert told.greatest == pytest.approx(max(values)), name
-            assert told.mean == pytest.approx(sum(values) / len(values)), name
+            histogram = profiler.latency[name]
+            assert histogram.count == len(values), name
+            assert histogram.greatest == pytest.approx(max(values)), name
+            assert histogram.mean == pytest.approx(sum(values) / len(values)), name
         assert profiler.latency["inter_token"].count == 6 * 9
         assert profiler.seconds == pytest.approx(clock())
 
@@ -64,10 +64,10 @@ class TestProfiler:
         profiler = Profiler()
         engine, clock = observed(profiler)
         answered(engine)
-        told: Any = profiler.as_json()
-        assert told["throughput"]["generated_tokens_per_s"] == pytest.approx(60 / clock())
-        assert told["tokens"]["generated"] == 60
-        assert told["answers"] == {"length": 6}
+        report: Any = profiler.as_json()
+        assert report["throughput"]["generated_tokens_per_s"] == pytest.approx(60 / clock())
+        assert report["tokens"]["generated"] == 60
+        assert report["answers"] == {"length": 6}
 
     def test_every_prompt_token_has_one_source(self) -> None:
         profiler = Profiler()
@@ -141,7 +141,7 @@ class TestTrace:
         for spans in tracks.values():
             spans.sort()
             for (_, end), (begin, _) in pairwise(spans):
-                assert begin >= end - 0.002  # the file tells microseconds with three digits
+                assert begin >= end - 0.002  # the file gives microseconds with three digits
 
     def test_a_preemption_is_seen(self, tmp_path: Path) -> None:
         names = [event["name"] for event in traced(tmp_path / "t.json", preempted, policy="priority", max_running=1)]
@@ -176,12 +176,12 @@ class TestTrace:
         (out,) = (event for event in events if event["ph"] == "X" and event["name"] == "swapped out")
         assert (out["ts"], out["dur"]) == (1e6, 1.1e6)
 
-    def test_a_place_that_cannot_be_written_is_told_in_one_line(self, tmp_path: Path) -> None:
+    def test_a_path_that_cannot_be_written_is_reported_in_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(OperationError, match="cannot write the trace"):
             TraceFile(tmp_path / "nowhere" / "trace.json")
 
 
-def test_each_of_several_observers_is_told_everything() -> None:
+def test_each_of_several_observers_is_notified_of_everything() -> None:
     one, other = Profiler(), Profiler()
     engine, _ = observed(FanOut(one, other))
     answered(engine)
@@ -189,9 +189,9 @@ def test_each_of_several_observers_is_told_everything() -> None:
     assert one.reasons["length"] == 6
 
 
-def test_what_an_observer_can_be_told_is_passed_on_by_a_fan_out() -> None:
-    told = [name for name in vars(Observer) if not name.startswith("_")]
-    assert [name for name in told if name not in vars(FanOut)] == []
+def test_a_fan_out_passes_on_every_notification() -> None:
+    notifications = [name for name in vars(Observer) if not name.startswith("_")]
+    assert [name for name in notifications if name not in vars(FanOut)] == []
 
 
 def traced(path: Path, load: Any, **settings: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The queue of puts: one at a time, and what is told between them."""
+"""The queue of puts: one at a time, with the hints between them."""
 
 from collections.abc import Sequence
 
@@ -33,24 +33,24 @@ def _tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 
 
-def test_one_put_is_handed_over_at_a_time_with_what_is_told_around_it(session: MemorySession) -> None:
+def test_one_put_is_handed_over_at_a_time_with_the_hints_around_it(session: MemorySession) -> None:
     queue = PutQueue(PlainPool())
     for block in range(3):
         tokens = _tokens(64 * (block + 1))
         queue.hint(Hint(session, tokens, answer_tokens=block + 1))
         queue.offer(Put(session, tokens, block, [[4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3]]))
-    assert (queue.outstanding, session.puts, session.told) == (3, [], [])
+    assert (queue.outstanding, session.puts, session.answer_hints) == (3, [], [])
     queue.settle(60.0)
-    assert (session.puts, session.told) == ([(0, 1)], [(0, 1), (1, 2)]), "what is told after a put needs no turn"
+    assert (session.puts, session.answer_hints) == ([(0, 1)], [(0, 1), (1, 2)]), "a hint after a put needs no turn"
     queue.settle(60.0)
-    assert (session.puts, [tokens for _, tokens in session.told]) == ([(0, 1), (1, 1)], [1, 2, 3])
+    assert (session.puts, [tokens for _, tokens in session.answer_hints]) == ([(0, 1), (1, 1)], [1, 2, 3])
     assert (len(queue.finished()), queue.outstanding) == (2, 1)
     (rest,) = queue.close()
     assert (rest.first_block, rest.reason[:8]) == (2, "given up")
     assert queue.outstanding == 0
 
 
-def test_what_is_told_takes_no_place_of_what_is_stored(session: MemorySession) -> None:
+def test_hints_take_no_place_of_puts(session: MemorySession) -> None:
     queue, tokens = PutQueue(PlainPool()), _tokens(64)
     for _ in range(300):
         queue.hint(Hint(session, tokens, due_in_s=3.0))
@@ -59,4 +59,4 @@ def test_what_is_told_takes_no_place_of_what_is_stored(session: MemorySession) -
         queue.hint(Hint(session, tokens, answer_tokens=1 + answer))
     queue.settle(60.0, everything=True)
     assert queue.close() == []
-    assert (len(session.due), len(session.told)) == (64, 256 - 64)
+    assert (len(session.due), len(session.answer_hints)) == (64, 256 - 64)

@@ -200,7 +200,7 @@ def test_steps_grow_together_while_prompts_keep_coming_and_shrink_after() -> Non
     assert budget.tokens(decodes, PROMPT) == 16
 
 
-def test_where_nobody_has_decoded_steps_begin_as_long_as_they_may_become() -> None:
+def test_before_any_decoding_steps_begin_as_long_as_they_may_become() -> None:
     budget = budget_of(exact_costs())
     budget.observe([(1, 100)] * 16, 0, 0.02)
     assert budget.tokens([], PROMPT) == 256

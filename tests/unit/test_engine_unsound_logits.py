@@ -38,7 +38,7 @@ def test_logits_that_are_no_numbers_fail_their_answer_alone() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("beams", [None, BeamSettings(3)])
 @pytest.mark.parametrize("step", [2, 30])
-def test_what_led_to_logits_that_are_no_numbers_is_nobody_elses(
+def test_blocks_that_led_to_logits_that_are_no_numbers_are_not_shared(
     temperature: float, beams: BeamSettings | None, step: int
 ) -> None:
     """The K/V of the one that fails leave the trie, but for what others use; a later request computes them anew."""
@@ -86,7 +86,7 @@ def test_what_others_use_of_a_failed_ones_blocks_stays_theirs() -> None:
     below = space.claim("", np.array(common + [8] * 16, np.int32))
     space.seal(below, np.array(common + [8] * 16, np.int32), 32, 48)
     space.release(below)
-    space.discard(other)  # nobody else uses the common part now: what was computed after it goes, too
+    space.discard(other)  # no other sequence uses the common part now: the blocks after it go, too
     assert space.trie.nodes == 0
     check_blocks(space, [])
     assert space.references.free_blocks == space.pool.blocks

@@ -1,4 +1,4 @@
-"""Where weights lie: in the file's map, repacked by ggml, or interleaved by ourselves; what that costs and changes."""
+"""Where weights are: in the file's map, repacked by ggml, or interleaved by ourselves; what that costs and changes."""
 
 import threading
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_other_kernels_than_the_weights_were_laid_out_for_are_refused(tmp_path: 
             Executor(model, pool)
 
 
-def test_the_order_of_sums_is_told_for_q8_0_alone(tmp_path: Path) -> None:
+def test_the_order_of_sums_is_named_for_q8_0_alone(tmp_path: Path) -> None:
     for quantisation, expected in (("q8_0", "q8_0-by-columns" if _OURS else ""), ("q4_0", ""), ("f16", "")):
         with GGUFFile.open(write_model(tmp_path / quantisation, replace(_TINY, quantisation=quantisation))) as file:
             assert order_of_sums(file) == expected
@@ -114,13 +114,13 @@ def test_the_order_of_sums_is_told_for_q8_0_alone(tmp_path: Path) -> None:
 def test_an_output_matrix_changes_no_k_and_v() -> None:
     """Files in q4_0 often have embeddings and output in q8_0."""
 
-    def told(of_embeddings: int, of_others: int) -> str:
+    def named_order(of_embeddings: int, of_others: int) -> str:
         types = {"token_embd.weight": of_embeddings, "blk.0.attn_k.weight": of_others}
         tensors = {name: TensorInfo(name, kind, "", (32, 64), 0, 0) for name, kind in types.items()}
         return order_of_sums(cast(GGUFFile, SimpleNamespace(tensors=tensors)))
 
-    assert told(Q8_0, Q4_0) == ""
-    assert bool(told(Q8_0, Q8_0)) == _OURS
+    assert named_order(Q8_0, Q4_0) == ""
+    assert bool(named_order(Q8_0, Q8_0)) == _OURS
 
 
 @pytest.mark.parametrize("tied", [False, True])

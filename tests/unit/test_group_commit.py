@@ -1,4 +1,4 @@
-"""Group commit against a tier that syncs when the test says so: who is told what, and that everybody is told."""
+"""Group commit against a tier that syncs when the test says so: what each waiter is answered; none is left out."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Scene:
     def __init__(self) -> None:
         self.syncs: list[Completion] = []
         self.asked = asyncio.Event()
-        self.told: list[str] = []
+        self.notices: list[str] = []
         self.gone: set[int] = set()
         self.backlog = SimpleNamespace(queued=0)
-        breaker = SimpleNamespace(began=lambda: 1, ended=lambda number, what, outcome: self.told.append(what))
+        breaker = SimpleNamespace(began=lambda: 1, ended=lambda number, what, outcome: self.notices.append(what))
         gate: Any = SimpleNamespace(breaker=breaker, backlog=self.backlog, commit_begins=lambda: None)
         residency: Any = SimpleNamespace(is_current=lambda token: token not in self.gone)
         nvme = MemoryTier(1 << 20)
@@ -86,7 +86,7 @@ async def test_what_is_written_while_a_sync_fails_is_answered_by_the_next(scene:
     assert await asyncio.wait_for(second, FAR_S) is True
     assert await asyncio.wait_for(waiter, FAR_S) is True
     assert not scene.commit.pending and scene.counters["durable_blocks"] == 2
-    assert scene.told == ["sync", "sync"], "the breaker hears of each"
+    assert scene.notices == ["sync", "sync"], "the breaker hears of each"
 
 
 @scenario

@@ -24,7 +24,7 @@ def resident():
 def make():
     return [array("Q", [0]) * (1 << 20) for _ in range(6)]
 
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page a fault, whatever the system would give
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page a fault, under any setting of the system
 before = resident()
 if sys.argv[1] == "expected":
     expect(64 << 20)
@@ -43,8 +43,8 @@ print(resident() - before)
 
 
 def _measured(how: str) -> list[int]:
-    told = subprocess.run([sys.executable, "-c", _SCRIPT, how], capture_output=True, text=True, check=True)
-    return [int(line) for line in told.stdout.split()]
+    completed = subprocess.run([sys.executable, "-c", _SCRIPT, how], capture_output=True, text=True, check=True)
+    return [int(line) for line in completed.stdout.split()]
 
 
 def test_what_was_freed_is_used_again() -> None:

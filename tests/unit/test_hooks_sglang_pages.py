@@ -40,7 +40,7 @@ def fingerprint(*, dtype: str = "torch.bfloat16", layout: str = "MHA/page_first"
         {"extra": {"adapter_digest": "lora"}},
     ],
 )
-def test_whatever_changes_a_pages_bytes_changes_the_fingerprint(difference: dict[str, Any]) -> None:
+def test_every_difference_in_a_pages_bytes_changes_the_fingerprint(difference: dict[str, Any]) -> None:
     assert fingerprint(**difference).digest() != fingerprint().digest()
 
 
@@ -55,7 +55,7 @@ def test_ranks_share_only_what_is_the_same_on_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"), [({"model_name": None}, "weights_digest"), ({"page_tokens": 1024}, "pages of 1024 tokens")]
 )
-def test_what_cannot_work_is_told(mistake: dict[str, Any], message: str) -> None:
+def test_a_setting_that_cannot_work_is_reported(mistake: dict[str, Any], message: str) -> None:
     with pytest.raises(BackendMisconfigured, match=message):
         fingerprint(**mistake)
 

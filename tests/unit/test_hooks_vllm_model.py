@@ -17,7 +17,7 @@ from tests.reference.vllm_records import image, request
 
 
 class FullAttentionSpec(SimpleNamespace):
-    """Named as vLLM's, which is told by its name."""
+    """Named as vLLM's, which the hook recognises by its name."""
 
 
 class SlidingWindowSpec(SimpleNamespace):
@@ -59,7 +59,7 @@ def test_a_block_has_every_layer_of_its_tokens() -> None:
     )  # fmt: skip
 
 
-def test_where_a_model_lies_is_no_part_of_it() -> None:
+def test_the_path_of_a_model_is_not_in_the_digest() -> None:
     moved = configuration()
     moved[0].model_config.model = "/elsewhere"
     moved[0].model_config.hf_config.settings["_name_or_path"] = "/elsewhere"
@@ -85,7 +85,7 @@ DIFFERENT: dict[str, Callable[[tuple[Any, Any]], None]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_whatever_bytes_depend_on_is_in_the_digest(what: str) -> None:
+def test_everything_that_bytes_depend_on_is_in_the_digest(what: str) -> None:
     changed = configuration()
     DIFFERENT[what](changed)
     assert fingerprint(changed).digest() != fingerprint(configuration()).digest()
@@ -124,7 +124,7 @@ def test_what_cannot_be_served_is_refused_with_a_reason(words: str) -> None:
     assert words in refusal(*changed)
 
 
-def test_weights_are_told_by_content(tmp_path: Path) -> None:
+def test_weights_are_identified_by_content(tmp_path: Path) -> None:
     config = configuration()[0]
     config.model_config.model = str(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -165,7 +165,7 @@ def test_what_cannot_be_named_says_why() -> None:
     )
 
 
-def test_an_adapter_is_told_by_content_and_not_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_identified_by_content_and_not_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digests = set()
     for number, (name, content) in enumerate((("one", b"first"), ("two", b"first"), ("three", b"other"))):

@@ -1,4 +1,4 @@
-"""How much is loaded, and how blocks lie in memory."""
+"""How much is loaded, and how blocks are arranged in memory."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_a_salted_request_finds_only_what_was_salted_alike() -> None:
     assert save.prefix.digests == Extras(salt="one").digests(5, BLOCK_TOKENS)
 
 
-def test_tiers_of_a_load_are_told() -> None:
+def test_tiers_of_a_load_are_reported() -> None:
     store = store_with(TOKENS, 3)
     store.tier = "nvme"
     side, asked = side_of(store), request("r", TOKENS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstore_client.hooks.vllm.weights import combined_digest, weight_files, weights_digest
 
 
-def test_same_content_same_digest_wherever_it_lies(tmp_path: Path) -> None:
+def test_same_content_same_digest_in_every_directory(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"one" if name != "c" else b"two")

@@ -1,4 +1,4 @@
-"""The walk over the daemon's own books: finds what is broken, tells it once, is not fooled by what moves."""
+"""The walk over the daemon's own books: finds what is broken, reports it once, is not fooled by what moves."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def free_behind_its_back(scene: Scene) -> str:
 @pytest.mark.parametrize(
     "spoil", [break_links, break_bytes, share_a_slot, free_behind_its_back], ids=lambda spoil: spoil.__name__
 )
-def test_a_broken_invariant_is_told_once_and_loudly(scene: Scene, spoil: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_invariant_is_logged_once(scene: Scene, spoil: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    told = spoil(scene)
+    expected = spoil(scene)
     for _ in range(3):
         assert scene.walked()
-    assert any(told in fault for fault in scene.walk.report.broken), scene.walk.report.broken
+    assert any(expected in fault for fault in scene.walk.report.broken), scene.walk.report.broken
     assert len(caplog.records) == 1 and "report this as a bug" in caplog.text
     assert scene.counters["broken_invariants"] >= 1
 

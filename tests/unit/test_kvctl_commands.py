@@ -326,7 +326,7 @@ def test_help_shows_every_command_code_and_example(capsys: pytest.CaptureFixture
         assert f"examples:\n  kvctl {command}" in capsys.readouterr().out
 
 
-def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -149,7 +149,7 @@ def bench_arguments() -> argparse.Namespace:
 
 
 def host(free_bytes: int) -> pb.TiersReply:
-    """A host tier of 1 GiB; half of what is free lies in arenas that are there already."""
+    """A host tier of 1 GiB; half of the free bytes is in arenas that exist already."""
     half = free_bytes // 2
     used_by = {"free": half, "blocks": 1024 * MIB - free_bytes}
     return pb.TiersReply(

@@ -27,7 +27,7 @@ STATUS = pb.StatusReply(pid=4242, state="serving", version="9.9")
 
 @pytest.fixture
 def around(tmp_path: Path) -> Surroundings:
-    """A system that lies in a directory; nothing in it yet."""
+    """A system's files below a directory; nothing in it yet."""
     values = {
         "daemon.state_dir": str(tmp_path / "state"),
         "nvme.enabled": "True",
@@ -113,7 +113,7 @@ def test_the_socket_of_unary_calls_is_looked_at_where_there_should_be_one(
         assert closed.level is Level.OK and "daemon's user alone" in closed.seen
 
 
-def test_a_stale_socket_is_told_from_one_that_is_not_there(
+def test_a_stale_socket_is_distinguished_from_an_absent_one(
     around: Surroundings, listening: dict[str, socket.socket]
 ) -> None:
     listening["data"].close()
@@ -301,11 +301,11 @@ def test_the_file_system_is_the_nearest_mount(around: Surroundings, tmp_path: Pa
 def test_the_disk_is_tried_and_nothing_is_left(around: Surroundings, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir(mode=0o700)
     assert only(disk.direct(around)).level in (Level.OK, Level.WARN)
-    told: list[str] = []
-    measured = disk_speed.measure(tmp_path / "nvme", 16 * MIB, told.append)
+    progress: list[str] = []
+    measured = disk_speed.measure(tmp_path / "nvme", 16 * MIB, progress.append)
     assert measured.written_bytes == measured.read_bytes == 16 * MIB
     assert min(measured.write_s, measured.read_s, measured.sync_s) > 0
-    assert told[-1] == "reading a temporary file: 16.0 MiB of 16.0 MiB"
+    assert progress[-1] == "reading a temporary file: 16.0 MiB of 16.0 MiB"
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
@@ -331,12 +331,12 @@ def test_no_disk_is_looked_at_where_there_is_no_nvme_tier(
 @pytest.mark.parametrize(
     ("release", "level"), [("5.10.0-27-amd64", Level.WARN), ("5.15.0", Level.OK), ("6.18.1", Level.OK)]
 )
-def test_old_kernels_are_told(around: Surroundings, release: str, level: Level) -> None:
+def test_old_kernels_are_reported(around: Surroundings, release: str, level: Level) -> None:
     write(around.proc / "sys/kernel/osrelease", release)
     assert only(machine.kernel(around)).level is level
 
 
-def test_a_sleepy_governor_and_a_small_quota_are_told(around: Surroundings) -> None:
+def test_a_slow_governor_and_a_small_quota_are_reported(around: Surroundings) -> None:
     assert only(machine.processors(around), "governor").level is Level.OK
     write(around.sys / "devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n")
     assert only(machine.processors(around), "governor").level is Level.OK
@@ -363,7 +363,7 @@ def test_the_unit(around: Surroundings, shown: str, level: Level, said: str) -> 
     assert found.level is level and said in found.seen
 
 
-def test_a_clock_that_jumps_is_told() -> None:
+def test_a_clock_that_jumps_is_reported() -> None:
     assert only(machine.steps(0.001)).level is Level.OK
     assert "-1.50 s" in only(machine.steps(-1.5)).seen
 
@@ -458,7 +458,7 @@ def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:
     assert not any(check["name"] == "speed" for check in output.reply["checks"])
 
 
-def test_a_daemon_that_is_too_old_to_tell_its_settings(tmp_path: Path) -> None:
+def test_a_daemon_that_is_too_old_to_report_its_settings(tmp_path: Path) -> None:
     arguments = argparse.Namespace(timeout=2.0, config=None, state_dir=str(tmp_path / "state"))
     with FakeAdmin(tmp_path):
         around, trouble = look_around(tmp_path, arguments)

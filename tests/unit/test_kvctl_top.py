@@ -116,7 +116,7 @@ def test_no_line_is_wider_than_the_screen(width: int) -> None:
     assert all(len(line) <= width for line in shown(snapshot(), width))
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_lines_that_do_not_fit_are_counted() -> None:
     whole = shown(snapshot())
     cut = shown(snapshot(), height=10)
     assert len(cut) == 10
@@ -161,7 +161,7 @@ def test_the_past_is_asked_by_seconds_not_by_samples() -> None:
     assert math.isnan(past.worst_lately("verb", "get", "p99_us", 10))
 
 
-def test_a_second_in_which_nobody_asked_has_no_ratio() -> None:
+def test_a_second_without_requests_has_no_ratio() -> None:
     reply = history()
     reply.series[0].values[5] = 0.0
     reply.series[1].values[5] = 0.0

@@ -106,7 +106,7 @@ def test_what_was_judged_ahead_is_not_read_again(directory: Path, read_here: lis
 def test_judged_ahead_and_judged_here_are_the_same(
     directory: Path, read_here: list[int], cut: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Column by column, whatever numbers the origins were given, with holes in each slab; and one that was cut."""
+    """Column by column, for any numbering of the origins, with holes in each slab; and one that was cut."""
     with opened(directory) as tier:
         held = tier.recover_columns()
         for at in range(3, len(held), 7):
@@ -128,7 +128,7 @@ def test_judged_ahead_and_judged_here_are_the_same(
         superblock = find_superblock(slab(directory, 2))
         assert not isinstance(superblock, str)
         os.truncate(slab(directory, 2), superblock.slot_offset(20))
-    other = tmp_path_factory.mktemp("other")  # since recovery mends what it finds
+    other = tmp_path_factory.mktemp("other")  # since recovery repairs what it finds
     shutil.copytree(directory, other, dirs_exist_ok=True)
     report, directory = columns(done(directory)), other
     assert report == columns(None)
@@ -177,7 +177,7 @@ def test_what_it_has_begun_is_waited_for_and_the_rest_is_taken(directory: Path, 
     for _ in range(3):
         read_here.clear()
         ahead = begun(directory)
-        taken = ahead.claim()  # and by nobody judged before all is report
+        taken = ahead.claim()  # all that it returns is report: no process has judged it yet
         with opened(directory, ahead) as tier:
             assert recovered(tier) == set(BLOCKS)
             assert len(read_here) == len(set(read_here)), "nothing is read twice"
@@ -199,7 +199,7 @@ def test_names_that_are_no_slabs_are_left_alone(directory: Path) -> None:
         assert recovered(tier) == set(BLOCKS)
 
 
-def test_it_ends_where_nobody_wants_to_know_of_children(directory: Path) -> None:
+def test_it_ends_where_sigchld_is_ignored(directory: Path) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         ahead = begun(directory)
@@ -240,7 +240,7 @@ def test_it_has_neither_the_manager_s_descriptors_nor_its_variables(
     assert "-P" in seen["command"]  # type: ignore[operator]
 
 
-def test_what_a_process_that_died_did_not_tell_is_judged_here(directory: Path, read_here: list[int]) -> None:
+def test_what_a_process_that_died_did_not_report_is_judged_here(directory: Path, read_here: list[int]) -> None:
     ahead = begun(directory)
     os.kill(ahead._pid, signal.SIGKILL)
     taken = ahead.claim()  # as if it had begun with this one
@@ -249,13 +249,13 @@ def test_what_a_process_that_died_did_not_tell_is_judged_here(directory: Path, r
         assert taken is None or taken in read_here
 
 
-def test_a_line_that_was_cut_short_tells_nothing(
+def test_a_line_that_was_cut_short_is_ignored(
     directory: Path, read_here: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies_early(_: Path, queue: int, memory: int, telling: int) -> int:
+    def dies_early(_: Path, queue: int, memory: int, reporting: int) -> int:
         while os.read(queue, 4):
             pass
-        os.write(telling, b"[1, [1, 2")
+        os.write(reporting, b"[1, [1, 2")
         return os.posix_spawn("/bin/true", ["true"], {})
 
     monkeypatch.setattr(early_scan, "_start", dies_early)
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_it(directory: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_what_somebody_changed_meanwhile_is_read_anew(directory: Path, read_here: list[int]) -> None:
+def test_a_slab_that_changed_meanwhile_is_read_anew(directory: Path, read_here: list[int]) -> None:
     ahead = done(directory)
     with opened(directory) as tier:
         store(tier, 1000)
@@ -290,7 +290,7 @@ def test_what_somebody_changed_meanwhile_is_read_anew(directory: Path, read_here
 
 @pytest.mark.parametrize("by", ["rename", "writing"])
 def test_what_was_restored_meanwhile_is_read_anew(directory: Path, read_here: list[int], by: str) -> None:
-    """By somebody who copies slabs back and asks for no lock, so that its mark is as it was."""
+    """By an operator who copies slabs back and takes no lock, so that the mark is as before."""
     second = slab(directory, 2)
     backup = second.read_bytes()
     with opened(directory) as tier:
@@ -324,7 +324,7 @@ def test_there_is_nothing_to_judge_ahead(
     empty = tmp_path_factory.mktemp("empty")
     assert EarlyRecordScan.begin(empty / "absent") is None
     with opened(empty):
-        assert EarlyRecordScan.begin(empty) is None, "somebody has it"
+        assert EarlyRecordScan.begin(empty) is None, "another process has the directory open"
     assert EarlyRecordScan.begin(empty) is None, "no slabs"
     monkeypatch.setattr(early_scan, "LEAST_BYTES", 1 << 20)
     assert EarlyRecordScan.begin(directory) is None, "little to judge"
@@ -367,7 +367,7 @@ def test_a_damaged_record_is_withdrawn_wherever_it_is_judged(directory: Path) ->
         assert damaged == (turn == 0)
 
 
-def test_who_only_looks_is_in_nobody_s_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_waits_a_while_for_a_shared_lock(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(directory / "lock", "rb", buffering=0) as looker:
         fcntl.flock(looker, fcntl.LOCK_SH)
         naps: list[float] = []

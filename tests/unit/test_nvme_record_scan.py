@@ -50,7 +50,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_reads")
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(st.integers(SUPERBLOCK_BYTES, 40_000), st.integers(SUPERBLOCK_BYTES, 1_400_000)))
-def test_a_file_cut_anywhere_keeps_what_lies_before_the_cut(
+def test_a_file_cut_anywhere_keeps_the_records_before_the_cut(
     tmp_path_factory: pytest.TempPathFactory, length_bytes: int
 ) -> None:
     path = tmp_path_factory.mktemp("cut")

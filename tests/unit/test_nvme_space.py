@@ -1,4 +1,4 @@
-"""The capacity is kept whatever slots there were before."""
+"""The tier keeps to its capacity, whichever slots existed before."""
 
 from __future__ import annotations
 

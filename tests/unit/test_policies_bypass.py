@@ -1,5 +1,5 @@
-"""What the daemon tells a policy that a whole request would: what a get missed, what is about to come, what an engine
-expects; and that the chain policy turns the same into the same decisions, bypass among them.
+"""What the daemon passes to a policy beyond single blocks: what a get missed, what is about to come, what an engine
+expects. A whole request gives the same facts, and the chain policy makes the same decisions, bypass among them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SESSION: Any = SimpleNamespace(
 
 
 def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
-    """Sessions that go on until they end, and prompts that nobody asks for again; each request as `ops`."""
+    """Sessions that go on until they end, and prompts that are never requested again; each request as `ops`."""
     chance, at_us = random.Random(4), 0
     fresh = iter(range(10**7))
     builder = TraceBuilder("made", "made", 64)
@@ -83,7 +83,7 @@ def test_what_was_declined_is_remembered_as_evicted() -> None:
     assert (absence.cause.name, absence.accesses) == ("EVICTED", 1)
 
 
-def test_a_block_that_nobody_announced_is_not_declined() -> None:
+def test_a_block_that_was_not_announced_is_not_declined() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
@@ -129,7 +129,7 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     assert policy.follower.book.chains.tokens[policy.follower.book.ghosts[0].owner_of(key(3))] == 777
 
 
-def test_an_answer_that_is_told_again_counts_once() -> None:
+def test_an_answer_hint_that_is_repeated_counts_once() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     policy.expect(RequestContext(1, 200))
@@ -145,7 +145,7 @@ def test_an_answer_that_is_told_again_counts_once() -> None:
     assert chains.tokens[chain] == 270, "of the next request it is another one"
 
 
-def test_policies_are_told_of_so_many_missing_blocks_and_no_more() -> None:
+def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
     """What they do for each keeps everybody waiting."""
     shelf = Shelf()
     wanted = Wanted(b"".join(key(number) for number in range(MISSING_MAX + 50)))
@@ -199,7 +199,7 @@ def test_a_word_of_an_engine_counts_at_once() -> None:
     assert policy.next_victim(2 * S) == second[-1]
 
 
-def test_what_is_not_told_stays_as_it_was_told() -> None:
+def test_a_field_that_a_hint_leaves_out_keeps_its_value() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
@@ -231,17 +231,17 @@ def test_a_queued_request_holds_what_it_will_use_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [ChainHint(will_continue=0.95), ChainHint(next_step=1), ChainHint(will_continue=0.0, answer_tokens=40)]
+    "hint", [ChainHint(will_continue=0.95), ChainHint(next_step=1), ChainHint(will_continue=0.0, answer_tokens=40)]
 )
-def test_what_is_told_becomes_a_feature_of_the_chain(told: ChainHint) -> None:
+def test_a_hint_becomes_a_feature_of_the_chain(hint: ChainHint) -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
-    policy.on_hint(0, rows[-1], key(3), told, 2 * S)
+    policy.on_hint(0, rows[-1], key(3), hint, 2 * S)
     features = policy.follower.book.features[policy.follower.book.owner[rows[-1]]]
-    expected = 0 if told.will_continue is None else 1 + min(int(told.will_continue * 5), 4)
-    assert (features.chance, features.next_step) == (expected, told.next_step)
-    assert (features.answer > 0) == (told.answer_tokens > 0)
+    expected = 0 if hint.will_continue is None else 1 + min(int(hint.will_continue * 5), 4)
+    assert (features.chance, features.next_step) == (expected, hint.next_step)
+    assert (features.answer > 0) == (hint.answer_tokens > 0)
 
 
 def test_a_hint_about_what_is_unknown_changes_nothing() -> None:
@@ -251,7 +251,7 @@ def test_a_hint_about_what_is_unknown_changes_nothing() -> None:
     assert policy.next_victim(S) == -1
 
 
-def test_a_hint_about_another_tenant_s_block_does_nothing_and_tells_nothing() -> None:
+def test_a_hint_about_another_tenant_s_block_does_nothing_and_reveals_nothing() -> None:
     shelf = Shelf(tenants=2)
     policy = in_force(shelf)
     theirs = shelf.chain(1, 2, 3, tenant=1)

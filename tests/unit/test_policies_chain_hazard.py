@@ -107,7 +107,7 @@ def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
     assert policy.follower.book.returns == 1
 
 
-def test_branches_from_a_shared_prompt_continue_nobody() -> None:
+def test_branches_from_a_shared_prompt_continue_no_chain() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     for number in range(10, 20):
@@ -118,7 +118,7 @@ def test_branches_from_a_shared_prompt_continue_nobody() -> None:
     assert policy.follower.book.shared[first] > 5
 
 
-def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
+def test_a_branch_is_distinguished_from_a_new_chain_and_from_a_continued_one() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
 
@@ -134,7 +134,7 @@ def test_a_branch_is_told_from_a_new_chain_and_from_a_continued_one() -> None:
 
 
 def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is room nobody asks for a victim: what was seen still comes to count, step by step."""
+    """While there is room no victim is requested: observations still come to count, step by step."""
     monkeypatch.setattr("kvstored.store.policies.chains.upkeep._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
@@ -173,7 +173,7 @@ def test_the_answer_is_a_class_of_its_own_once_known() -> None:
     policy.answered(7, 300, shelf.now_ns + S)
     assert policy.follower.book.features[0] == with_answer(before, 300)
     policy.answered(7, 1, shelf.now_ns + S)
-    assert policy.follower.book.features[0] == with_answer(before, 300), "told once"
+    assert policy.follower.book.features[0] == with_answer(before, 300), "an answer counts once"
 
 
 def test_blocks_that_came_by_themselves_have_chains_too() -> None:
@@ -212,8 +212,8 @@ def test_classes_come_from_the_ranks() -> None:
     assert not policy.is_lru
     counts = policy.class_counts(now_ns)
     rows = np.flatnonzero(np.frombuffer(replay.residency.rows.mask, np.uint8)).tolist()
-    told = [policy.residency_class(row, now_ns) for row in rows]
-    assert counts == {kind: told.count(kind) for kind in ResidencyClass}
+    classes = [policy.residency_class(row, now_ns) for row in rows]
+    assert counts == {kind: classes.count(kind) for kind in ResidencyClass}
     assert counts[ResidencyClass.HOT] + counts[ResidencyClass.WARM] > 0
     later = policy.class_counts(now_ns + 6 * 3600 * S)
     assert later[ResidencyClass.HOT] <= counts[ResidencyClass.HOT]
@@ -222,7 +222,7 @@ def test_classes_come_from_the_ranks() -> None:
 # The parts
 
 
-def test_what_another_chain_has_continued_waits_for_nobody() -> None:
+def test_a_chain_that_another_has_continued_is_due_no_more() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
     first = shelf.chain(1, 2, 3, 4)
@@ -322,13 +322,13 @@ def test_a_request_that_can_bear_it_looks_at_all_chains_anew() -> None:
     for number in range(0, 20, 2):
         shelf.chain(number, number + 1)
     candidates = policy.follower.candidates[0]
-    for _ in range(2):  # the first draws, the second says that somebody goes on asking
+    for _ in range(2):  # the first draws, the second says that more victims are wanted
         policy.next_victim(shelf.now_ns)
     now_s = shelf.now_ns * 1e-9
     took_us = next(us for us in range(1, 1000) if us >= 4 * _DRAW_US + 4 * policy.follower.book.chains.slots / 40)
     assert candidates.refresh(now_s, took_us * 0.9) == 0.0, "it has just been done"
     assert candidates.refresh(now_s, took_us) > 0.0
-    assert candidates.refresh(now_s, took_us) == 0.0, "nobody has asked since"
+    assert candidates.refresh(now_s, took_us) == 0.0, "no victim was requested since"
 
 
 def test_the_ghost_forgets_the_oldest_generation() -> None:
@@ -368,7 +368,7 @@ def test_the_guard_calls_lru_when_lru_would_hit_more_and_tries_again() -> None:
 
 
 def test_the_guard_is_bounded_where_the_tier_is_never_full() -> None:
-    """Whatever is asked for in vain; and what it holds when the tier is full at last is what LRU would."""
+    """For any number of misses. When the tier is full at last, the guard holds what LRU would."""
     guard = LruGuard()
     for first in range(0, 20_000, 100):
         missing = [bytes(15 - 2) + number.to_bytes(3, "big") for number in range(first, first + 100)]

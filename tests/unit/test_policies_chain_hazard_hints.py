@@ -41,7 +41,7 @@ def test_hints_that_say_nothing_change_nothing() -> None:
     assert isinstance(replay.policy, ChainHazard)
     chance, next_step = replay.policy.follower.book.tables.hint_factors()
     assert chance[1:, 4:16].mean(axis=1) == pytest.approx([1.0] * CHANCES, abs=0.3)
-    assert (next_step == 1.0).all(), "of which nothing was told"
+    assert (next_step == 1.0).all(), "no hint had a next step"
 
 
 def test_a_word_means_something_until_more_is_known() -> None:
@@ -101,11 +101,11 @@ def test_two_words_do_not_say_the_same_twice() -> None:
     assert tables._mixed[both, 10] * chance[3, 10] * next_step[1, 10] == pytest.approx(1.0, rel=0.2), "all came then"
 
 
-def test_every_next_step_of_the_wire_is_told_apart() -> None:
+def test_every_next_step_of_the_wire_is_distinguished() -> None:
     assert {hinted(next_step=number).next_step for number in NextStep.values()} == set(NextStep.values())
     assert max(NextStep.values()) == NEXT_STEPS - 1
 
 
 @pytest.mark.parametrize("next_step", [4, 1000])
-def test_a_next_step_that_nobody_knows_is_none(next_step: int) -> None:
+def test_an_unknown_next_step_is_none(next_step: int) -> None:
     assert hinted(next_step=next_step) == hinted()

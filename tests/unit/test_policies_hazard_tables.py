@@ -87,9 +87,9 @@ def test_cells_that_no_chain_is_of_make_room(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hazards, "_COARSE_MAX", 16)
     tables = HazardTables([Ladder(("kind", "length", "turn"))])
 
-    def many(first: int, **told: int) -> list[int]:
+    def many(first: int, **features: int) -> list[int]:
         return [
-            tables.cell(cell_features(1)._replace(length=length, turn=turn, **told))
+            tables.cell(cell_features(1)._replace(length=length, turn=turn, **features))
             for length in range(first, first + 8)
             for turn in range(1, 10)
         ]

@@ -128,7 +128,7 @@ def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
     assert [shelf.residency.find(0, key(number)) >= 0 for number in (1, 2, *range(100, 108))] == [True] * 2 + [
         False
     ] * 8
-    assert leave(shelf, policy, LATE) == [rows[1], rows[0]], "nobody has touched it for long"
+    assert leave(shelf, policy, LATE) == [rows[1], rows[0]], "no request has touched it for long"
 
 
 def test_nothing_expires_by_worth_while_lru_decides() -> None:
@@ -198,7 +198,7 @@ def test_a_replay_gives_up_hits_for_room() -> None:
 
 
 def test_the_guard_does_not_hold_chosen_room_against_the_policy() -> None:
-    """LRU with room for everything hits more than what was told to hold less; that is no reason to fill the tier."""
+    """LRU with room for everything hits more than a policy that may hold less; that is no reason to fill the tier."""
     trace = trace_of(sessions(2, 1500), every_s=8.0)
     replay = Replay(trace, ReplaySettings(CHAIN_HAZARD, 10_000, keep_worth=8))
     verdicts = []

@@ -83,12 +83,12 @@ def test_priority_outranks_time_to_live() -> None:
     policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
     policy.set_share(0, Share(priority=1))
     policy.set_share(1, Share(priority=0))
-    stale_but_dear = shelf.chain(0, tenant=0)[0]
+    stale_of_high_priority = shelf.chain(0, tenant=0)[0]
     shelf.now_ns = 15 * S
     cheap = shelf.chain(0, tenant=1)[0]
     assert policy.next_victim(16 * S) == cheap
     policy.set_share(1, Share(priority=1))
-    assert policy.next_victim(16 * S) == stale_but_dear
+    assert policy.next_victim(16 * S) == stale_of_high_priority
 
 
 @pytest.mark.parametrize("chains", [200])

@@ -23,9 +23,9 @@ Evictions = list[tuple[int, ...]]  # what each request made leave
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_cites_its_paper_and_says_where_it_is_a_bad_choice(name: str) -> None:
-    told = " ".join((import_module(POLICIES[name].partition(":")[0]).__doc__ or "").split())
-    assert re.search(r"\b(19|20)\d\d\b", told), "a paper has its year"
-    assert re.search("bad choice", told, re.IGNORECASE)
+    text = " ".join((import_module(POLICIES[name].partition(":")[0]).__doc__ or "").split())
+    assert re.search(r"\b(19|20)\d\d\b", text), "a paper has its year"
+    assert re.search("bad choice", text, re.IGNORECASE)
 
 
 def ours(policy_name: str, requests: Iterable[int], capacity: int) -> Evictions:
@@ -284,9 +284,9 @@ def shifting(seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("name", sorted(PAPERS))
 def test_it_evicts_what_the_paper_evicts(name: str, seed: int, capacity: int) -> None:
     for requests in (zipf(seed, 80, 600), shifting(seed, 600)):
-        told, wanted = ours(name, requests, capacity), PAPERS[name](requests, capacity)
-        first = next((at for at, pair in enumerate(zip(told, wanted, strict=True)) if pair[0] != pair[1]), None)
-        assert first is None, f"request {first}, block {requests[first]}: {told[first]} for {wanted[first]}"
+        evicted, wanted = ours(name, requests, capacity), PAPERS[name](requests, capacity)
+        first = next((at for at, pair in enumerate(zip(evicted, wanted, strict=True)) if pair[0] != pair[1]), None)
+        assert first is None, f"request {first}, block {requests[first]}: {evicted[first]} for {wanted[first]}"
 
 
 def leaving(policy_name: str, requests: Iterable[int], capacity: int) -> list[int]:
@@ -323,7 +323,7 @@ def test_lfu_with_ageing_by_hand() -> None:
 
 def test_w_tinylfu_by_hand() -> None:
     """With room for three the window is one block. 1 and 2 are in the main part, used twice; 3 in the window. The first
-    victim, for 4, only tells that the tier is full. Then who drops out of the window was seen once and loses: 4, 5.
+    victim, for 4, only shows that the tier is full. Then the blocks that leave the window, seen once, lose: 4, 5.
     """
     assert leaving("w-tinylfu", [1, 2, 1, 2, 3, 4, 5, 6], 3)[1:] == [4, 5]
 

@@ -280,7 +280,7 @@ def test_chains_that_were_torn_while_they_were_copied_are_unknown() -> None:
     assert after.next_victim(shelf.now_ns) in (first[-1], second[-1])
 
 
-def test_pieces_are_small_whatever_the_tier_holds() -> None:
+def test_pieces_are_small_however_much_the_tier_holds() -> None:
     shelf = Shelf("host")
     policy = chain_policy(shelf)
     for first in range(0, 20000, 20):

@@ -1,4 +1,4 @@
-"""The table of bulk keys finds what is in it and nothing else, however alike keys are, and whoever owns them."""
+"""The table of bulk keys finds what is in it and nothing else, however alike keys are, for every owner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_blocks_of_several_tenants_in_any_order(seed: int) -> None:
     blocks = list(keys)
     order.shuffle(blocks)
     for part, container in ((blocks[:40], 1), (blocks[40:], 2)):
-        told = [
+        listed = [
             (
                 Slot(container, 8192 * at, 8192, 5),
                 BlockHeader(
@@ -60,15 +60,15 @@ def test_blocks_of_several_tenants_in_any_order(seed: int) -> None:
             )
             for at, (tenant, chain, depth) in enumerate(part)
         ]  # fmt: skip
-        columns = as_columns(told)
+        columns = as_columns(listed)
         kinds = [Kind(origin.tenant[0], 7, 0) for origin in columns.origins]
         for at in adopt(residency, NVME, columns, kinds, 1):  # on which others hang already
-            header, kind = told[at][1], kinds[int(columns.origin[at])]
+            header, kind = listed[at][1], kinds[int(columns.origin[at])]
             row = residency.insert(
                 kind.tenant, header.key, header.parent, fingerprint_id=7, group=0, depth=header.depth,
                 payload_bytes=4096, now_ns=1,
             )  # fmt: skip
-            residency.attach(row, NVME, told[at][0], 1)
+            residency.attach(row, NVME, listed[at][0], 1)
         assert check(residency) == []
     for tenant in tenants:
         for chain in range(5):

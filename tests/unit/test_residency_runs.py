@@ -32,7 +32,7 @@ def test_a_run_continues_its_parent_as_single_blocks_do() -> None:
         store(many, range(5, 7), rest[-2])
 
 
-def test_what_is_chosen_goes_until_nobody_is() -> None:
+def test_chosen_blocks_leave_until_none_is_chosen() -> None:
     shelf = Shelf()
     policy = create("lru", shelf.residency, 0)
     rows = shelf.chain(*range(5))

@@ -1,4 +1,4 @@
-"""A send that finds nobody is told in a line for who debugs; what else gRPC logs stays as it is."""
+"""A send without a peer becomes one debug line; other gRPC log records stay unchanged."""
 
 from __future__ import annotations
 

@@ -165,9 +165,9 @@ def test_table_csv_reuse_and_page(chat: Path, tmp_path: Path, capsys: pytest.Cap
     headings = shown.splitlines()[0].lower().split("  ")
     assert [f">{heading.strip()}</th>" in text for heading in headings if heading.strip()] == [True] * 11
     assert main([*arguments, "--csv"]) == 0
-    told = capsys.readouterr()
-    assert "reuse distances are no rows" in told.err
-    rows = list(csv.DictReader(io.StringIO(told.out)))
+    captured = capsys.readouterr()
+    assert "reuse distances are no rows" in captured.err
+    rows = list(csv.DictReader(io.StringIO(captured.out)))
     assert len(rows) == 10 and float(rows[0]["hit_ratio"]) > 0 and rows[0]["evictions.evicted"] == "0"
 
 
@@ -203,9 +203,9 @@ def test_of_a_recording_without_its_end_it_is_said(tmp_path: Path, capsys: pytes
     path = tmp_path / "cut.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows)[:-9])
     assert main(["simulate", str(path), "--format", "kvstored", "--capacity", "1", "--json"]) == 0
-    told = capsys.readouterr()
-    assert "cut.jsonl is cut off after line 5: later requests are not counted" in told.err
-    assert json.loads(told.out.splitlines()[-1])["rows"][-1]["requests"] == 4
+    captured = capsys.readouterr()
+    assert "cut.jsonl is cut off after line 5: later requests are not counted" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["rows"][-1]["requests"] == 4
 
 
 def test_prices_say_what_is_won(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,9 +258,9 @@ def test_a_mistake_gets_one_line(
     chat: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["simulate", str(chat), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert re.search(message, told)
+    captured = capsys.readouterr().err
+    assert captured.count("\n") == 1
+    assert re.search(message, captured)
 
 
 def test_blocks_that_the_index_cannot_hold_are_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,8 +292,8 @@ def test_a_price_table_with_other_keys_is_refused(
 
 def test_a_plot_that_cannot_be_written_is_a_failure(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(chat), "--format", "mooncake", "--plot", "/nowhere/page.html"]) == 1
-    told = capsys.readouterr()
-    assert "cannot write /nowhere/page.html: No such file" in told.err and told.out == "", "said before the replay"
+    captured = capsys.readouterr()
+    assert "cannot write /nowhere/page.html: No such file" in captured.err and captured.out == "", "before the replay"
     assert main(["simulate", str(chat), "--format", "mooncake", "--plot", str(chat.parent)]) == 1
     assert "Is a directory" in capsys.readouterr().err
 

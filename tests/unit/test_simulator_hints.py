@@ -1,4 +1,4 @@
-"""Hints, made up from a trace (of the quality they claim, and worth something) or recorded with it (told again)."""
+"""Hints, made up from a trace (of the quality they claim, and worth something) or recorded with it (replayed)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def area(score: npt.NDArray[np.float64], truth: npt.NDArray[np.bool_]) -> float:
 def test_what_the_steps_leave_of_a_score_is_of_the_quality_that_was_asked_for(auc: float) -> None:
     truth = np.arange(20_000) % 3 == 0
     for steps in (_STEPS, _TOOL_STEPS):
-        told = _steps(truth, auc, steps, np.random.default_rng(1))
-        assert area(told[:6000].astype(np.float64), truth[:6000]) == pytest.approx(auc, abs=0.012)
+        drawn = _steps(truth, auc, steps, np.random.default_rng(1))
+        assert area(drawn[:6000].astype(np.float64), truth[:6000]) == pytest.approx(auc, abs=0.012)
 
 
 def test_chances_are_as_good_as_they_say() -> None:
@@ -53,7 +53,7 @@ def test_chances_are_as_good_as_they_say() -> None:
     assert area(chance, goes_on) == pytest.approx(0.8, abs=0.02)
 
 
-def test_a_tool_call_is_told_beside() -> None:
+def test_a_tool_call_hint_leaves_the_other_hint_unchanged() -> None:
     trace = mixed_trace(2000)
     both, alone = Hints(0.8, tool_call_auc=0.8), made_up(trace, Hints(tool_call_auc=0.999))
     assert (chances(trace, both) == chances(trace, Hints(0.8))).all(), "the other hint is the same with and without"
@@ -98,16 +98,16 @@ def recorded() -> Trace:
     return builder.build()
 
 
-def test_what_was_recorded_is_told_again_in_its_place() -> None:
+def test_a_recorded_hint_is_replayed_in_its_place() -> None:
     trace = recorded()
     replay = Replay(trace, ReplaySettings("lru", 10))
-    told: list[object] = []
-    replay.policy.on_hint = lambda tenant, row, key, hint, now_ns: told.append(  # type: ignore[method-assign]
+    received: list[object] = []
+    replay.policy.on_hint = lambda tenant, row, key, hint, now_ns: received.append(  # type: ignore[method-assign]
         (tenant, row >= 0, key, hint, now_ns / 1e9, replay.clock.monotonic_ns() / 1e9)
     )
     result = replay.run()
     keys = [trace.key(block) for block in range(3)]
-    assert told == [
+    assert received == [
         (0, True, keys[1], ChainHint(answer_tokens=70), 0.5, 0.5),
         (0, True, keys[0], ChainHint(will_continue=0.1), 0.5, 0.5),
         (0, True, keys[1], ChainHint(due_ns=500_000_250), 0.5, 0.5),
@@ -117,7 +117,7 @@ def test_what_was_recorded_is_told_again_in_its_place() -> None:
     assert result.held_block_s.tolist() == [0.0, 0.0, 2.0, 4.0], "seconds before a hint count as well"
 
 
-def test_a_recorded_prompt_is_told_in_either_order() -> None:
+def test_a_recorded_prompt_reaches_the_policy_in_either_order() -> None:
     for op in (Op.REQUEST, Op.GET):
         builder = TraceBuilder("t", "kvstored", 64)
         builder.add(0, ["a", "b"], input_tokens=150, op=op)
@@ -129,7 +129,7 @@ def test_a_recorded_prompt_is_told_in_either_order() -> None:
 
 
 def test_a_recorded_answer_reaches_the_policys_classes() -> None:
-    """The chain's class follows the answer that was told, and the replay with it."""
+    """The chain's class follows the length of the recorded answer, and so does the replay."""
     classes = []
     for tokens in (10, 900):
         builder = TraceBuilder("t", "kvstored", 64)

@@ -109,7 +109,7 @@ def test_pieces_of_a_prompt_take_no_longer_than_the_whole() -> None:
     assert pieces == pytest.approx(machine.prefill_s(TOY, 0, 8192), rel=1e-9)
 
 
-def test_a_model_that_does_not_fit_is_told_how_many_devices_it_needs() -> None:
+def test_the_error_for_a_model_that_does_not_fit_names_the_devices_it_needs() -> None:
     large = replace(TOY, name="large", parameters=70e9)
     with pytest.raises(ValueError, match="--devices 2 or more"):
         load_machine("h100").pool_bytes(large)
@@ -150,11 +150,11 @@ def test_a_profile_of_ones_own_and_one_that_is_unknown(tmp_path: Path) -> None:
 
 
 def test_waiting_takes_no_time_and_goes_in_order() -> None:
-    clock, told = ManualClock(), []
+    clock, woken = ManualClock(), []
 
     async def nap(name: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        told.append((name, clock.monotonic_ns()))
+        woken.append((name, clock.monotonic_ns()))
 
     async def main(loop: VirtualLoop) -> str:
         async with asyncio.timeout(10_000):
@@ -165,8 +165,8 @@ def test_waiting_takes_no_time_and_goes_in_order() -> None:
         return "done"
 
     assert run_virtual(clock, main) == "done"
-    assert [name for name, _ in told] == ["blink", "second", "hour"]
-    assert [at for _, at in told] == pytest.approx([1000, S, 3600 * S], abs=2)
+    assert [name for name, _ in woken] == ["blink", "second", "hour"]
+    assert [at for _, at in woken] == pytest.approx([1000, S, 3600 * S], abs=2)
     assert clock.monotonic_ns() == pytest.approx(3605 * S, abs=4)
 
 

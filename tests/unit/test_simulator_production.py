@@ -117,7 +117,7 @@ def test_what_orchestration_promotes_and_writes_goes_through_those_parts() -> No
     wanted = NodeSettings(load_machine("h100"), model, (("dram", 1 << 28), ("nvme", 1 << 32)), 1 << 27, "lru")
     node = serve_trace(TRACE, wanted, ORCHESTRATED, lambda done, total: None)
     assert node.store is not None
-    told = node.store.store.counters.snapshot()
-    assert told["written_back_blocks"] == node.store.stored_blocks > 0
-    assert told["durable_blocks"] == told["written_back_blocks"]
-    assert sum(sum(visit.found[1:]) for visit in node.served.visits) <= told["promoted_blocks"] + 100
+    counters = node.store.store.counters.snapshot()
+    assert counters["written_back_blocks"] == node.store.stored_blocks > 0
+    assert counters["durable_blocks"] == counters["written_back_blocks"]
+    assert sum(sum(visit.found[1:]) for visit in node.served.visits) <= counters["promoted_blocks"] + 100

@@ -167,9 +167,9 @@ def test_a_part_is_a_trace_of_its_own() -> None:
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, format_name: str, text: str, message: str) -> None:
     path = tmp_path / "t"
     path.write_text(text)
-    with pytest.raises(TraceError, match=message) as told:
+    with pytest.raises(TraceError, match=message) as raised:
         read(path, format_name)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_ids_that_do_not_name_prefixes_are_refused(tmp_path: Path) -> None:
@@ -238,16 +238,16 @@ def test_a_recorded_hint_keeps_its_place_between_the_requests(tmp_path: Path) ->
         {"t": 0.4, "op": "hint", "p": B, "k": "d" * 16, "a": 3, "d": 7},
     )
     trace = read(path, "kvstored")
-    told = (
+    hints = (
         RecordedHint(1, 100_000_000, 0, 1, answer_tokens=17),
         RecordedHint(2, 300_000_000, 0, 2, will_continue=0.0, next_step=2, due_in_ns=5_000_000),
         RecordedHint(2, 400_000_000, 0, 1, due_in_ns=7_000_000),
     )
-    assert trace.hints == told, "of a chain that nobody has asked for yet nothing is told but when what is there is due"
+    assert trace.hints == hints, "of a chain without a request, a hint only says when its stored blocks are due"
     assert trace.requests == 2 and trace.distinct_blocks == 3
-    assert [list(hints_before(trace, at)) for at in range(3)] == [[], [told[0]], [*told[1:]]]
-    assert trace.part(0, 1).hints == told[:1]
-    assert trace.part(1, 2).hints == (told[1]._replace(before=1, block=0),), "its blocks are not in that part"
+    assert [list(hints_before(trace, at)) for at in range(3)] == [[], [hints[0]], [*hints[1:]]]
+    assert trace.part(0, 1).hints == hints[:1]
+    assert trace.part(1, 2).hints == (hints[1]._replace(before=1, block=0),), "its blocks are not in that part"
 
 
 def test_a_hint_that_names_the_end_of_a_chain_alone_says_nothing_of_the_chain(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_part_of_a_cut_file_is_cut(tmp_path: Path) -> None:
     assert (trace.cut_after, trace.part(0, 1).cut_after) == (2, 2)
 
 
-def test_what_was_told_stays_with_its_block_where_requests_are_sorted() -> None:
+def test_a_hint_stays_with_its_block_where_requests_are_sorted() -> None:
     builder = TraceBuilder("t", "kvstored", 64)
     builder.add(3, ["x", "y"])
     builder.add_hint(RecordedHint(1, 3, 0, -1, answer_tokens=9), ["x", "y"])

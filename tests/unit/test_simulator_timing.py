@@ -1,4 +1,4 @@
-"""Mode timing: a node in virtual time, against figures by hand and against what must hold whatever the figures are."""
+"""Mode timing: a node in virtual time, against figures by hand and against what must hold for any figures."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_overlapping_by_hand() -> None:
 
 
 def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
-    # DRAM has room for one request as well, so the third one's blocks lie on NVMe: 0.1 s each to read, one at a time.
+    # DRAM has room for one request as well, so the third one's blocks are on NVMe: 0.1 s each to read, one at a time.
     waiting = serve(LONGER, BASELINE_EAGER, pool=4, dram=4)
     last = waiting.served.visits[2]
     assert last.found == [0, 4]
@@ -200,7 +200,7 @@ def test_a_request_longer_than_the_engines_memory_is_refused() -> None:
     assert [visit.is_served for visit in node.served.visits] == [True, False, True]
 
 
-# Whatever the figures are
+# For any figures
 
 REQUESTS = sessions(7, 160)
 TRACE = trace_of(REQUESTS, every_s=0.7)
@@ -223,7 +223,7 @@ def test_nothing_is_lost_or_counted_twice(plan: Plan, policy: str) -> None:
         assert visit.blocks == len(request)
         assert visit.arrival_ns <= visit.begin_ns <= visit.end_ns
         assert 0 <= visit.hits <= visit.in_pool + sum(visit.found) <= visit.blocks
-        assert visit.exposed_ns >= -2, "rounding apart, nothing is faster than computing what nobody had"
+        assert visit.exposed_ns >= -2, "rounding apart, nothing is faster than computing what was not stored"
     assert not node.pool.residency.pins and check(node.pool.residency) == []
     assert node.pool.residency.tier_blocks(0) <= 30
     if node.store is None:
@@ -252,19 +252,19 @@ def _balances(node: Node) -> None:
 
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
 def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: Plan) -> None:
-    def told(visits: list[Visit], before_ns: int) -> list[tuple[int, ...]]:
+    def summary_of(visits: list[Visit], before_ns: int) -> list[tuple[int, ...]]:
         return [
             (v.number, v.begin_ns, v.end_ns, v.in_pool, v.found, v.recomputed) for v in visits if v.end_ns < before_ns
         ]
 
     whole = crowded(plan)
     again = crowded(plan)
-    assert told(whole.served.visits, 1 << 62) == told(again.served.visits, 1 << 62)
+    assert summary_of(whole.served.visits, 1 << 62) == summary_of(again.served.visits, 1 << 62)
     cut = crowded(plan, trace=TRACE.part(0, 100))
     until_ns = int(TRACE.times_ns[100])
-    before = told(whole.served.visits, until_ns)
+    before = summary_of(whole.served.visits, until_ns)
     assert len(before) > 70
-    assert told(cut.served.visits, until_ns) == before
+    assert summary_of(cut.served.visits, until_ns) == before
 
 
 rates = st.floats(-3.5, 1.0).map(lambda power: 10.0**power)

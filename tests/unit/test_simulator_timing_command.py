@@ -32,9 +32,9 @@ def chat(tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main(["simulate", *map(str, arguments)]) == 0
-    told = capsys.readouterr()
-    assert told.err == ""
-    return told.out
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
 
 
 def test_rows_compare_orchestrated_with_the_baselines(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_tables_csv_and_page(chat: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert float(rows[-1]["ttft_s.p99"]) > 0 and rows[-1]["plan"] == "orchestrated"
 
 
-def test_rows_of_one_plan_can_be_told_apart(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_one_plan_can_be_distinguished(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     crossed = ("--policy", "lru,fifo", "--admission", "always,second-touch", "--plot", page)
     shown = run(capsys, chat, *COMMON, *TIERS, *crossed)
@@ -93,7 +93,7 @@ def test_profiles_and_tiers_can_be_chosen(chat: Path, capsys: pytest.CaptureFixt
     assert last("--speed", "0.01")["queue_s"]["mean"] <= last()["queue_s"]["mean"]
 
 
-def test_an_engine_that_is_too_slow_is_told_of(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_too_slow_is_reported(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(capsys, chat, *COMMON, "--profile", "cpu-only", "--speed", "1000", "--policy", "lru")
     assert "note: the engine computes nearly all of the time" in shown
 
@@ -128,9 +128,9 @@ def test_a_mistake_gets_one_line(
     chat: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["simulate", str(chat), *COMMON, *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert re.search(message, told)
+    captured = capsys.readouterr().err
+    assert captured.count("\n") == 1
+    assert re.search(message, captured)
 
 
 def test_requests_that_all_are_too_long_are_a_mistake(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ async def test_a_hint_is_heeded_though_a_get_that_joined_it_has_left(driven: Dri
 
 
 @over_a_store()
-async def test_a_prefetch_is_a_get_that_nobody_waits_for(driven: DrivenStore) -> None:
+async def test_a_prefetch_is_a_get_that_no_request_waits_for(driven: DrivenStore) -> None:
     await only_on_nvme(driven)
     queued = driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=3 * PAYLOAD_BYTES)
     assert (queued.resident_blocks, queued.scheduled_blocks) == (0, 3)

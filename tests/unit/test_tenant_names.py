@@ -116,4 +116,4 @@ def test_numbers_are_bounded_and_never_name_another(tmp_path: Path, monkeypatch:
     assert numbers[:2] == [0, 1] and numbers[2] == numbers[3] not in (0, 1)
     assert [tenants.fingerprint_digest(number) for number in numbers[:2]] == digests[:2]
     assert tenants.fingerprint_digest(numbers[2]) not in digests
-    assert tenants.known_number(digests[2]) != numbers[2], "whoever drops one of them must not drop the others"
+    assert tenants.known_number(digests[2]) != numbers[2], "a drop of one of them must not drop the others"

@@ -151,7 +151,7 @@ def test_a_header_that_does_not_hold_in_every_byte_is_no_block(keeping: Keeping,
         assert again is not None and again.offset == 5 * SLOT, "its slot is free"
 
 
-def test_a_block_that_went_while_it_was_read_is_told_apart(keeping: Keeping) -> None:
+def test_a_block_that_was_retired_while_it_was_read_is_listed_separately(keeping: Keeping) -> None:
     tier = HostTier(MIB, arena_bytes=MIB, witness=keeping)
     header, payload = block(1)
     slot = put(tier, replace(header, checksum=payload_checksum(payload)), payload, OWNER.hex())

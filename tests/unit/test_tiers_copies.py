@@ -1,4 +1,4 @@
-"""Copies of the host tier: a payload is hashed as it lies where it was copied to, and a batch waits for no thread."""
+"""Copies of the host tier: a payload is hashed at its destination, and a batch waits for no thread."""
 
 from __future__ import annotations
 

@@ -143,17 +143,17 @@ def test_a_slab_of_another_size_serves_once_it_is_empty(tmp_path: Path) -> None:
         assert put(tier, *block(1, 60_000)) is not None
 
 
-def test_recovered_blocks_can_be_freed_while_they_are_told(tmp_path: Path) -> None:
+def test_recovered_blocks_can_be_freed_while_recovery_yields_them(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
         for number in range(1, 8):
             assert put(tier, *block(number, 5000))
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
-        told = []
+        reported = []
         for slot, header in tier.recover():
-            told.append(int.from_bytes(header.key, "big"))
+            reported.append(int.from_bytes(header.key, "big"))
             tier.free(slot)
-            put(tier, *block(100 + told[-1], 5000))
-        assert sorted(told) == list(range(1, 8))
+            put(tier, *block(100 + reported[-1], 5000))
+        assert sorted(reported) == list(range(1, 8))
         assert get(tier, tier.allocate(12288), b"k" * 16, 5000)[0].kind.value == "corrupt"  # type: ignore[arg-type]
 
 
@@ -163,9 +163,9 @@ def test_payloads_of_any_length_survive_a_restart(tmp_path: Path, payload_bytes:
     with closing(NvmeTier.open(tmp_path, 3 << 20)) as tier:
         assert put(tier, header, payload)
     with closing(NvmeTier.open(tmp_path, 3 << 20)) as tier:
-        ((slot, told),) = tier.recover()
+        ((slot, reported),) = tier.recover()
         outcome, copy = get(tier, slot, header.key, payload_bytes)
         assert outcome.ok and outcome.header is not None
         assert outcome.header.tokens == header.tokens
-        assert replace(outcome.header, tokens=b"") == told
+        assert replace(outcome.header, tokens=b"") == reported
         assert (copy == payload).all()

@@ -78,7 +78,7 @@ def test_a_file_that_others_reach_is_refused(tmp_path: Path, directory: TenantDi
         load_tokens(written(tmp_path, f"alpha {digest('x')}", mode), directory.named)
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path, directory: TenantDirectory) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path, directory: TenantDirectory) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a file away")
     path = written(tmp_path, f"alpha {digest('x')}")

@@ -1,4 +1,4 @@
-"""Asking a policy for a victim within some containers only: the search is bounded, however many rows lie before."""
+"""Asking a policy for a victim within some containers only: the search is bounded, however many rows come first."""
 
 from __future__ import annotations
 

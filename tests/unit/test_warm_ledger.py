@@ -1,4 +1,4 @@
-"""The ledger of warm restart: whatever one process wrote, the next one reads; what is not ours is refused."""
+"""The ledger of warm restart: the next process reads what the last one wrote; foreign files are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_arenas_are_read_back(ledger: Ledger, tmp_path: Path) -> None:
     later.close()
 
 
-def test_an_arena_of_nobody_is_not_kept(ledger: Ledger) -> None:
+def test_an_arena_without_an_owner_is_not_kept(ledger: Ledger) -> None:
     assert not ledger.add_arena(ArenaRecord(1, 4096, "", 0, 0, 0))
     ledger.change_arena(ArenaRecord(1, 4096, "", 4096, 1, 1))
     assert ledger.arenas() == [] and ledger.next_arena == 2
@@ -153,12 +153,12 @@ def test_it_says_what_a_plain_model_says(tmp_path_factory: pytest.TempPathFactor
         elif what == "crash":
             before, ledger = ledger, reread(ledger, place)
             before.close()
-        told = {session.session_id: session for session in ledger.sessions()} if what == "crash" else None
-        if told is not None:
-            assert set(told) == opened and ledger.last_lease_id == last
+        known = {session.session_id: session for session in ledger.sessions()} if what == "crash" else None
+        if known is not None:
+            assert set(known) == opened and ledger.last_lease_id == last
             found = {
                 lease.lease_id: (session.session_id, len(lease.places))
-                for session in told.values()
+                for session in known.values()
                 for lease in session.leases
             }
             assert found == leases

@@ -55,7 +55,7 @@ def host() -> Iterator[HostTier]:
         yield tier
 
 
-def test_the_number_of_an_arena_that_nobody_kept_is_not_used_again(tmp_path: Path) -> None:
+def test_the_number_of_an_arena_that_was_not_kept_is_not_used_again(tmp_path: Path) -> None:
     """Clients have it mapped under that number, and go on using it where the epoch is the same."""
     ledger = Ledger(tmp_path)
     later_fd = os.dup(ledger.fd)
@@ -123,8 +123,8 @@ def test_what_falls_behind_while_nothing_was_is_kept_before_the_next_look(
 def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = host.allocate(SLOT, OWNER)
     assert slot is not None
-    nobody: Any = None
-    arenas = ArenaGrants(host, nobody)
+    unused: Any = None
+    arenas = ArenaGrants(host, unused)
     monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
     session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER))
     grant, descriptor = arenas.grant(session, hs.ArenaRequest(arena_id=slot.container))

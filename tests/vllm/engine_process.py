@@ -67,7 +67,7 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the child's own session: nobody else is in it
+            os.killpg(self._process.pid, signal.SIGKILL)  # the child's own session: no other process is in it
         self._process.wait()
 
     def __enter__(self) -> EngineProcess:

@@ -66,14 +66,14 @@ def reader(known: dict[str, Known], start_engine: StartEngine) -> Iterator[Engin
         yield engine
 
 
-def test_the_daemon_was_told_how_long_the_answers_were(daemon: RunningDaemon, known: dict[str, Known]) -> None:
-    def told() -> list[tuple[int, int]]:
+def test_the_daemon_received_the_lengths_of_the_answers(daemon: RunningDaemon, known: dict[str, Known]) -> None:
+    def hinted() -> list[tuple[int, int]]:
         trace = read_trace(daemon.directory / RECORDING, "kvstored", ReadOptions(), lambda done, total: None)
         return [(each.answer_tokens, int(trace.depths[each.block])) for each in trace.hints]
 
     most = 2 * len(known)  # the last one may end with its engine
-    assert eventually(lambda: len(told()) >= most - 1)
-    assert set(told()) == {(NEW_TOKENS, CACHED_TOKENS // BLOCK_TOKENS - 1)} and len(told()) <= most
+    assert eventually(lambda: len(hinted()) >= most - 1)
+    assert set(hinted()) == {(NEW_TOKENS, CACHED_TOKENS // BLOCK_TOKENS - 1)} and len(hinted()) <= most
 
 
 def test_a_second_process_restores_and_answers_the_same(reader: EngineProcess, known: dict[str, Known]) -> None:
