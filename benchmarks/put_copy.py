@@ -35,14 +35,13 @@ behind the other, take 7.6 there; the rest of the 12 is processor time of both s
 
 from __future__ import annotations
 
-import mmap
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, payloads, tokens_of
+from support.blocks import MIB, Bytes, model, payloads, shared_memory, tokens_of
 from support.daemon import bench_daemon, wait_mapped
 from support.report import AT_LEAST, Row, main
 from support.timing import median, time_each
@@ -93,12 +92,12 @@ def measure(quick: bool) -> list[Row]:
 
 
 class _CopiesAlone:
-    """The least that a put can take here: from one shared mapping to others, which take turns, as into fresh slots.
-    Shared memory has 4 KiB pages where the system grants it no larger ones."""
+    """The least that a put can take here: from one shared mapping to others, which take turns, as into fresh slots."""
 
     def __init__(self, data: Bytes) -> None:
         self._arrays = data
-        self._source, self._written, *self._targets = (_shared_memory(data) for _ in range(5))
+        self._source, self._written, *self._targets = (shared_memory(len(data)) for _ in range(5))
+        self._source[:] = data
         self._turn = 0
 
     def copy_and_hash(self, threads: int) -> None:
@@ -132,12 +131,6 @@ class _CopiesAlone:
         for offset in range(start, stop, MIB):
             block = slice(offset, offset + MIB)
             gather_and_checksum(segment_of(target[block]).address, [segment_of(self._source[block])], MIB)
-
-
-def _shared_memory(data: Bytes) -> Bytes:
-    memory = np.frombuffer(mmap.mmap(-1, len(data), mmap.MAP_SHARED), np.uint8)
-    memory[:] = data
-    return memory
 
 
 class _Puts:

@@ -12,14 +12,13 @@ round trips and the Python of 32 blocks on both sides.
 
 from __future__ import annotations
 
-import mmap
 import sys
 import threading
 from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, tokens_of
+from support.blocks import MIB, Bytes, model, shared_memory, tokens_of
 from support.daemon import bench_daemon, wait_mapped
 from support.report import Row, main
 from support.timing import median, time_each
@@ -54,7 +53,7 @@ def measure(quick: bool) -> list[Row]:
     settings = (f"host.capacity={arenas_mib + 512}MiB", "host.staging=256MiB", f"host.prefault_ahead={arenas_mib}MiB")
     pool = Pool()
     copied, in_place, staged, checksummed = [], [], [], []
-    target, *targets = (_touched_memory() for _ in range(1 + TURNS))
+    target, *targets = (shared_memory(BLOCKS * MIB) for _ in range(1 + TURNS))
 
     def copy_alone() -> None:
         for block in range(BLOCKS):
@@ -98,12 +97,6 @@ def measure(quick: bool) -> list[Row]:
             possible=median(checksummed) * 1e3, possible_name="a copy and a checksum beside it"),
         Row("put_32mib_in_place", ours, "ms", median(staged) * 1e3, "by way of staging", target=1.0),
     ]  # fmt: skip
-
-
-def _touched_memory() -> Bytes:
-    memory = np.frombuffer(mmap.mmap(-1, BLOCKS * MIB, mmap.MAP_SHARED), np.uint8)
-    memory[:] = 1
-    return memory
 
 
 class _Puts:

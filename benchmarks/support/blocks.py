@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,3 +30,11 @@ def payloads(blocks: int, block_bytes: int) -> list[Bytes]:
     """Random bytes in memory that has been touched, so that reading them costs what reading costs."""
     every = np.random.default_rng(blocks).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
     return list(every.reshape(blocks, block_bytes))
+
+
+def shared_memory(nbytes: int) -> Bytes:
+    """Shared memory that has been touched, as the slots of an arena are: pages of 4 KiB unless the system grants larger
+    ones."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_SHARED), np.uint8)
+    memory[:] = 1
+    return memory

@@ -22,6 +22,7 @@ import grpc
 import numpy as np
 import xxhash
 
+from kvstore_client import Fingerprint, Session, connect
 from kvstore_client.memory import map_read_write
 from kvstore_proto.arena import HEADER_BYTES, MAGIC, TOKENS_OFFSET, BlockHeader, slot_bytes
 from kvstore_proto.fingerprint import parse_fingerprint
@@ -108,6 +109,11 @@ class FakeDaemon:
         self._server.add_insecure_port(f"unix:{directory / 'data.sock'}")
         self._server.start()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def connect(self, fingerprint: Fingerprint, **options: object) -> Session:
+        """A session that is connected, with deadlines that no busy machine misses."""
+        settings: dict[str, object] = {"deadline_s": 30.0, "connect_timeout_s": 30.0, "required": True} | options
+        return connect(self.directory, fingerprint=fingerprint, **settings)  # type: ignore[arg-type]
 
     def __enter__(self) -> FakeDaemon:
         return self

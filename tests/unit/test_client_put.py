@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
 from kvstore_client.lookup_index import LookupIndex
 from kvstore_client.staging import Staging
@@ -37,8 +36,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 def connect(daemon: FakeDaemon, **options: object) -> Session:
-    settings: dict[str, object] = {"deadline_s": 30.0, "connect_timeout_s": 30.0, "required": True} | options
-    return kvstore_client.connect(daemon.directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+    return daemon.connect(FINGERPRINT, **options)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvstore_client
 from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session
 from kvstore_proto.arena import BlockHeader, read_header
 from kvstore_proto.identity import NO_PARENT
@@ -38,8 +37,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 def open_session(daemon: FakeDaemon, **options: object) -> Session:
-    settings: dict[str, object] = {"deadline_s": 30.0, "connect_timeout_s": 30.0, "required": True} | options
-    return kvstore_client.connect(daemon.directory, fingerprint=FINGERPRINT, **settings)  # type: ignore[arg-type]
+    return daemon.connect(FINGERPRINT, **options)
 
 
 @pytest.fixture

@@ -183,7 +183,6 @@ class DecodeSpeeds:
 
     per_s: dict[str, float]
     core_wait: dict[str, float]
-    our_steps_s: list[float]
 
     @property
     def best(self) -> float:
@@ -215,7 +214,6 @@ def decode_speeds(
     }
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     waits: dict[str, list[float]] = {name: [] for name in sides}
-    our_steps: list[float] = []
     for turn in range(rounds):
         asked = {"sequences": count, "prompt_tokens": prompt_tokens, "steps": steps, "seed": 1 + turn}
         for name in _rotated(list(sides), turn):
@@ -223,12 +221,9 @@ def decode_speeds(
             taken = sum(answer["seconds"])
             speeds[name].append(count * len(answer["seconds"]) / taken)
             waits[name].append(answer["core_wait_s"] / taken)
-            if name == OURS:
-                our_steps += answer["seconds"]
     return DecodeSpeeds(
         {name: median(values) for name, values in speeds.items()},
         {name: median(values) for name, values in waits.items()},
-        our_steps,
     )
 
 

@@ -20,7 +20,7 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvstore_engine.pool import BlockPool
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,6 @@ def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[Ba
         engine = BatchEngine(executor, pool, tokenizer, settings=wanted.settings, observer=observer)
         stack.callback(engine.close)
         yield engine
-
-
-def pool_megabytes(pool: BlockPool) -> float:
-    """The memory of the pool's planes."""
-    return float(pool.planes.nbytes) / 1e6
 
 
 def _blocks(wanted: BenchEngine) -> int:

@@ -42,7 +42,7 @@ class HistoryView:
             resolutions_s=kept,
             at_s=[(wall_ns - (now_ns - at_ns)) / NS_PER_S for at_ns in window.at_ns],
             span_s=window.span_s,
-            misses={cause.name.lower(): blocks for cause, blocks in self._flows.misses.items()},
+            misses=self._flows.misses_by_name(),
             settings=dict(_settings("", self._config())) if request.settings else {},
         )
         for number, series in enumerate(window.series):

@@ -6,8 +6,9 @@ number of tenants: the first `NAMED_TENANTS` have their own, the others are summ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,7 +23,7 @@ from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
 from kvstored.telemetry.counters import COUNTERS
 from kvstored.telemetry.latency import Counts, cumulative_s
 
-NS_PER_S = 1e9
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _tiers(snapshot.tiers.tiers)
     yield from _lanes(snapshot.status.lanes)
     yield from _tenants(snapshot.tenants.tenants)
-    missed = CounterMetricFamily("kvstored_missed_blocks", "blocks asked for in vain, by cause", labels=["cause"])
-    for cause, blocks in sorted(snapshot.misses.items()):
-        missed.add_metric([cause], blocks)
-    yield missed
+    missed = (([cause], blocks) for cause, blocks in sorted(snapshot.misses.items()))
+    yield _labelled(CounterMetricFamily, "missed_blocks", "blocks asked for in vain, by cause", ["cause"], missed)
     yield _requests(snapshot.latencies)
 
 
@@ -65,56 +64,50 @@ def _daemon(status: pb.StatusReply) -> Iterator[Metric]:
         ("endurance_bytes_per_day", "the budget of writes to NVMe; 0 is no limit", status.endurance.bytes_per_day),
     ):
         yield GaugeMetricFamily(f"kvstored_{name}", about, value)
-    degraded = GaugeMetricFamily("kvstored_degraded", "1 for each part in a degraded mode", labels=["part", "mode"])
-    for item in status.degraded:
-        degraded.add_metric([item.part, item.mode], 1)
-    yield degraded
+    degraded = (([item.part, item.mode], 1) for item in status.degraded)
+    yield _labelled(GaugeMetricFamily, "degraded", "1 for each part in a degraded mode", ["part", "mode"], degraded)
     for name, value in sorted(status.counters.items()):
         yield CounterMetricFamily(f"kvstored_{name}", COUNTERS[name], value)
 
 
-def _tiers(tiers: Iterable[pb.TierStatus]) -> Iterator[Metric]:
-    tiers = list(tiers)
-    for field, about in (
-        ("capacity_bytes", "the tier's capacity"),
-        ("used_bytes", "all that counts against the capacity"),
-        ("blocks", "blocks with a copy in the tier"),
-        ("quarantined_blocks", "slots out of use because they were damaged"),
-    ):
-        gauge = GaugeMetricFamily(f"kvstored_tier_{field}", about, labels=["tier", "kind"])
-        for tier in tiers:
-            gauge.add_metric([tier.name, tier.kind], getattr(tier, field))
-        yield gauge
-    healthy = GaugeMetricFamily("kvstored_tier_ok", "1 while the tier does all of its work", labels=["tier", "kind"])
-    for tier in tiers:
-        healthy.add_metric([tier.name, tier.kind], float(tier.state == "ok"))
-    yield healthy
-    for field, name, about in (
-        ("hits", "hits", "blocks that lookups and gets found in the tier"),
-        ("bytes_read", "read_bytes", "bytes read from the medium"),
-        ("bytes_written", "written_bytes", "bytes written to the medium"),
-        ("evicted_blocks", "evicted_blocks", "blocks evicted from the tier"),
-        ("promoted_blocks", "promoted_blocks", "blocks moved up from the tier"),
-        ("demoted_blocks", "demoted_blocks", "blocks moved down from the tier"),
-        ("errors", "errors", "reads and writes that the medium refused"),
-    ):
-        counter = CounterMetricFamily(f"kvstored_tier_{name}", about, labels=["tier", "kind"])
-        for tier in tiers:
-            counter.add_metric([tier.name, tier.kind], getattr(tier, field))
-        yield counter
+_TIER_LEVELS = {
+    "capacity_bytes": "the tier's capacity",
+    "used_bytes": "all that counts against the capacity",
+    "blocks": "blocks with a copy in the tier",
+    "quarantined_blocks": "slots out of use because they were damaged",
+}
+_TIER_TOTALS = {  # by the field of the reply: the metric's name
+    "hits": ("hits", "blocks that lookups and gets found in the tier"),
+    "bytes_read": ("read_bytes", "bytes read from the medium"),
+    "bytes_written": ("written_bytes", "bytes written to the medium"),
+    "evicted_blocks": ("evicted_blocks", "blocks evicted from the tier"),
+    "promoted_blocks": ("promoted_blocks", "blocks moved up from the tier"),
+    "demoted_blocks": ("demoted_blocks", "blocks moved down from the tier"),
+    "errors": ("errors", "reads and writes that the medium refused"),
+}
 
 
-def _lanes(lanes: Iterable[pb.LaneStatus]) -> Iterator[Metric]:
-    queued = GaugeMetricFamily("kvstored_lane_queued_blocks", "blocks that wait or are moved now", labels=["lane"])
-    moved = CounterMetricFamily("kvstored_lane_moved_blocks", "blocks moved", labels=["lane"])
-    moved_bytes = CounterMetricFamily("kvstored_lane_moved_bytes", "bytes moved", labels=["lane"])
-    refused = CounterMetricFamily("kvstored_lane_refused_blocks", "blocks that found the queue full", labels=["lane"])
-    for lane in lanes:
-        queued.add_metric([lane.name], lane.queued + lane.in_flight)
-        moved.add_metric([lane.name], lane.moved_blocks)
-        moved_bytes.add_metric([lane.name], lane.moved_bytes)
-        refused.add_metric([lane.name], lane.refused)
-    yield from (queued, moved, moved_bytes, refused)
+def _tiers(tiers: Sequence[pb.TierStatus]) -> Iterator[Metric]:
+    def by_tier(kind: Family, name: str, about: str, value: Callable[[pb.TierStatus], float]) -> Metric:
+        samples = (([tier.name, tier.kind], value(tier)) for tier in tiers)
+        return _labelled(kind, f"tier_{name}", about, ["tier", "kind"], samples)
+
+    for field, about in _TIER_LEVELS.items():
+        yield by_tier(GaugeMetricFamily, field, about, attrgetter(field))
+    yield by_tier(GaugeMetricFamily, "ok", "1 while the tier does all of its work", lambda tier: tier.state == "ok")
+    for field, (name, about) in _TIER_TOTALS.items():
+        yield by_tier(CounterMetricFamily, name, about, attrgetter(field))
+
+
+def _lanes(lanes: Sequence[pb.LaneStatus]) -> Iterator[Metric]:
+    def by_lane(kind: Family, name: str, about: str, value: Callable[[pb.LaneStatus], float]) -> Metric:
+        return _labelled(kind, f"lane_{name}", about, ["lane"], (([lane.name], value(lane)) for lane in lanes))
+
+    waiting = "blocks that wait or are moved now"
+    yield by_lane(GaugeMetricFamily, "queued_blocks", waiting, lambda lane: lane.queued + lane.in_flight)
+    yield by_lane(CounterMetricFamily, "moved_blocks", "blocks moved", attrgetter("moved_blocks"))
+    yield by_lane(CounterMetricFamily, "moved_bytes", "bytes moved", attrgetter("moved_bytes"))
+    yield by_lane(CounterMetricFamily, "refused_blocks", "blocks that found the queue full", attrgetter("refused"))
 
 
 _TENANT_LEVELS = {
@@ -138,10 +131,8 @@ def _tenants(tenants: Iterable[pb.TenantStatus]) -> Iterator[Metric]:
             values[field] = values.get(field, 0) + getattr(tenant, field)
     for kind, fields in ((GaugeMetricFamily, _TENANT_LEVELS), (CounterMetricFamily, _TENANT_TOTALS)):
         for field, about in fields.items():
-            family = kind(f"kvstored_tenant_{field}", about, labels=["tenant"])
-            for name, values in summed.items():
-                family.add_metric([name], values[field])
-            yield family
+            samples = [([name], values[field]) for name, values in summed.items()]
+            yield _labelled(kind, f"tenant_{field}", about, ["tenant"], samples)
 
 
 def _requests(latencies: dict[str, Counts]) -> Metric:
@@ -149,4 +140,14 @@ def _requests(latencies: dict[str, Counts]) -> Metric:
     for verb, counts in sorted(latencies.items()):
         buckets, sum_s = cumulative_s(counts)
         family.add_metric([verb], [(f"{edge:.6g}", count) for edge, count in buckets] + [("+Inf", sum(counts))], sum_s)
+    return family
+
+
+def _labelled(
+    kind: Family, name: str, about: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """`samples`: the values of the labels, and the metric's value."""
+    family = kind(f"kvstored_{name}", about, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
     return family

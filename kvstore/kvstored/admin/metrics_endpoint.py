@@ -30,10 +30,8 @@ class MetricsEndpoint:
 
     def __init__(self, address: str, views: Views, flows: Flows, latencies: Latencies) -> None:
         def take() -> Snapshot:
-            misses = {cause.name.lower(): blocks for cause, blocks in flows.misses.items()}
-            return Snapshot(
-                views.status(), views.tiers(with_classes=False), views.tenants(), misses, latencies.snapshot()
-            )
+            tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
+            return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_OnLoop(asyncio.get_running_loop(), take))

@@ -60,8 +60,8 @@ class Sampler:
     def _daemon_totals(self) -> _Total:
         for name in COUNTED:
             yield SeriesKey("daemon", "", name), self._parts.counters[name]
-        for cause, blocks in self._parts.flows.misses.items():
-            yield SeriesKey("miss", cause.name.lower(), "blocks"), blocks
+        for cause, blocks in self._parts.flows.misses_by_name().items():
+            yield SeriesKey("miss", cause, "blocks"), blocks
 
     def _tier_levels(self) -> _Level:
         for position, (name, tier) in enumerate(zip(self._parts.residency.tiers, self._parts.tiers, strict=True)):

@@ -64,6 +64,10 @@ class Flows:
         if account is not None:
             account.missed_blocks += blocks
 
+    def misses_by_name(self) -> dict[str, int]:
+        """Blocks missed since the start, by the cause's name as `kvctl explain` shows it."""
+        return {cause.name.lower(): blocks for cause, blocks in self.misses.items()}
+
     def _account(self, caller: Caller) -> TenantFlow | None:
         if not caller.account:
             return None
