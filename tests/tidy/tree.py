@@ -12,12 +12,13 @@ PACKAGES = {
     "kvstore_console": ROOT / "proto/kvstore_console",
     "kvstore_proto": ROOT / "proto/kvstore_proto",
     "kvstore_tiers": ROOT / "tiers/kvstore_tiers",
+    "kvstore_predictor": ROOT / "predictor/kvstore_predictor",
     "kvstored": ROOT / "kvstore/kvstored",
     "kvstore_client": ROOT / "client/kvstore_client",
     "kvstore_engine": ROOT / "engine/kvstore_engine",
 }
 # What a plain `pip install` is for.
-BASE_PACKAGES = ("kvstore_console", "kvstore_proto", "kvstore_tiers", "kvstored", "kvstore_client")
+BASE_PACKAGES = ("kvstore_console", "kvstore_proto", "kvstore_tiers", "kvstore_predictor", "kvstored", "kvstore_client")
 OTHER_CODE = (ROOT / "tests", ROOT / "demo", ROOT / "benchmarks")
 _GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 _SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".toml", ".sh"}

@@ -1,0 +1,108 @@
+"""The contract of a predictor: events in, ranked guesses out. No clock, no I/O, no threads.
+
+A *chain* is the path of blocks that one request used, named by the key of its last block. A predictor says which known
+chains will be requested, how likely that is, and when.
+
+Obligations
+- The caller passes every request of a tenant once, with `now_s` that never goes back. Times are seconds of a clock
+  of the caller's choice.
+- The implementation MUST be deterministic, MUST bound its memory by the limits it was made with, MUST never name a
+  chain of one tenant in a guess for another one, and MUST name no chain that `forget` was called for.
+- An event costs at most 10 us on the mean, whatever the number of chains; `guesses` costs O(chains that may be due).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class NextStep(IntEnum):
+    """Why an engine stopped; the values are those of the wire."""
+
+    UNSPECIFIED = 0
+    TOOL_CALL = 1  # a tool answers
+    END_OF_TURN = 2  # a person answers
+    CLOSED = 3  # nothing: the session is over
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: `keys` of its blocks (16 bytes each), head first. 0 and "": not known. `number` names it in
+    `answered`."""
+
+    tenant: int
+    keys: Sequence[bytes]
+    number: int = -1
+    prompt_tokens: int = 0
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What an engine expects of a chain; None and 0: not said. `due_s`: when a request that is foreseen uses it."""
+
+    will_continue: float | None = None
+    due_s: float | None = None
+    next_step: NextStep = NextStep.UNSPECIFIED
+    answer_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tenant `tenant` will request the chain that ends with block `key` and is `blocks` long.
+
+    `probability`: of a request within the horizon that was asked for, given what has happened until now. `first_s`:
+    before this time a request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much
+    evidence of its own the guess has; 1 when an engine said so.
+    """
+
+    tenant: int
+    key: bytes
+    blocks: int
+    probability: float
+    first_s: float
+    due_s: float
+    confidence: float
+
+
+Array = npt.NDArray[np.generic]
+Piece = tuple[str, Array]  # pieces of one name are joined
+
+
+class Predictor(ABC):
+    """See the module."""
+
+    name: str
+
+    @abstractmethod
+    def requested(self, request: Request, now_s: float) -> None:
+        """A request for these blocks has arrived, whether or not they are stored."""
+
+    def answered(self, number: int, output_tokens: int, now_s: float) -> None:  # noqa: B027  # optional
+        """The request `number` has ended with an answer of so many tokens."""
+
+    def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:  # noqa: B027  # optional
+        """An engine says what it expects of the chain that ends with block `key`."""
+
+    @abstractmethod
+    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        """At most `limit` chains that may be requested within `horizon_s` from now, the most probable first."""
+
+    @abstractmethod
+    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        """Keep nothing that names blocks `keys` of `tenant` (None: any)."""
+
+    @abstractmethod
+    def export_state(self) -> Iterator[Piece]:
+        """What was learned, in pieces that take at most half a millisecond each."""
+
+    @abstractmethod
+    def import_state(self, state: dict[str, Array], later_s: float) -> None:
+        """Go on from the joined pieces of a predictor of the same name whose clock is `later_s` behind. Raises
+        ValueError, having changed nothing, for a state that this version cannot use."""
