@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from kvstore_client.testing.daemon import DaemonProcess
 from tests.reference import examples, forked
-from tests.reference.running_daemon import assert_no_damage
+from tests.reference.running_daemon import RunningDaemon, assert_no_damage, running_daemon
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,3 +58,10 @@ def the_clients_suite_forks_too() -> Iterator[None]:
         patch.setattr("kvstore_client.testing.daemon.subprocess", quick)
         patch.setattr("kvstore_client.testing.process.subprocess", quick)
         yield
+
+
+@pytest.fixture
+def daemon() -> Iterator[RunningDaemon]:
+    """The small daemon that most tests need. A module that needs another one has a fixture of this name."""
+    with running_daemon() as running:
+        yield running

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore_client.testing import ConnectorContract, DaemonProcess, EngineFailed, EngineProcess, EngineSetting
-from kvstore_engine.ggml import GGMLError, load_library
+from tests.reference.skips import skip_without_ggml
 
 FLAWED = "tests.reference.flawed_engines"
 
@@ -24,10 +24,7 @@ class TestOwnEngine(ConnectorContract):
 
     @pytest.fixture(autouse=True)
     def ggml(self) -> None:
-        try:
-            load_library()
-        except GGMLError as error:
-            pytest.skip(f"no ggml: {error}")
+        skip_without_ggml()
 
 
 def _slow(*values: str) -> Any:

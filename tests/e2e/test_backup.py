@@ -12,15 +12,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    ended_with,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, ended_with, running_daemon
 
 _CHAINS, _BLOCKS = 25, 4
 _LATER = 100  # conversations from here on are stored while the copy is made

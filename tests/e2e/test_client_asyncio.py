@@ -13,15 +13,8 @@ import pytest
 from kvstore_client import KVStoreError, aio
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 24

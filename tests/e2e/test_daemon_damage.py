@@ -12,16 +12,9 @@ import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.damage import flip_in_dram, flip_on_disk
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 

@@ -17,17 +17,8 @@ import pytest
 import kvstore_client
 from kvstore_proto.v1 import admin_pb2
 from tests.e2e.test_daemon_health import NOT_SERVING, SERVING, check
-from tests.reference.conversations import found_blocks, put_conversation
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    ended_with,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 12

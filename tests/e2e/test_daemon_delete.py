@@ -13,9 +13,9 @@ import kvstore_client
 from kvstore_client import KVStoreError, aio
 from kvstore_client.session import Session
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from tests.reference.conversations import put_conversation
+from tests.reference.conversations import model, payloads_of, put_conversation, tokens_of
 from tests.reference.raw_client import RawClient
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 MODEL = model()
 

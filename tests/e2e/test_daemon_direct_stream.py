@@ -17,16 +17,9 @@ from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.framing import Frames, frame
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient, connect_seqpacket
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 PATIENCE_S = 60.0

@@ -9,18 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.conversations import found_blocks, put_conversation
-from tests.reference.running_daemon import (
-    MIB,
-    RunningDaemon,
-    connected_as,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.running_daemon import MIB, RunningDaemon, connected_as, eventually, running_daemon
 
 MODEL = model(kib_a_block=64)
 SOMEONE_ELSE = 65534  # a uid

@@ -17,17 +17,9 @@ from kvstore_proto.identity import pack_tokens
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient
-from tests.reference.running_daemon import (
-    MIB,
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 PAYLOAD_BYTES = MODEL.payload_bytes()

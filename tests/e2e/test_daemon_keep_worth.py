@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvstore_client import Session
 from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.policies import trust_at_once
-from tests.reference.running_daemon import eventually, model, payloads_of, tokens_of
+from tests.reference.running_daemon import eventually
 from tests.reference.tiers import HOST, NVME
 
 MODEL = model()

@@ -15,14 +15,9 @@ import pytest
 from kvstore_client import Fingerprint, LayerGroup, Session, aio
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2
+from tests.reference.conversations import TOKENS_A_BLOCK, tokens_of
 from tests.reference.damage import flip_on_disk
-from tests.reference.running_daemon import (
-    TOKENS_A_BLOCK,
-    RunningDaemon,
-    eventually,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 LAYERS, RANGES, BLOCKS = 7, 3, 6
 WHOLE = LayerGroup(4, "full", 0, tuple(range(LAYERS)), 64)
@@ -32,7 +27,7 @@ DYING = f"""
 import os, signal, sys
 import kvstore_client
 from kvstore_proto.fingerprint import parse_fingerprint
-from tests.reference.running_daemon import tokens_of
+from tests.reference.conversations import tokens_of
 
 fingerprint = parse_fingerprint(sys.argv[2].encode())
 session = kvstore_client.connect(sys.argv[1], fingerprint=fingerprint, required=True, deadline_s=20.0)

@@ -10,14 +10,8 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 24

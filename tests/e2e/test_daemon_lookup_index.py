@@ -15,19 +15,14 @@ from kvstore_client import Session
 from kvstore_proto.lookup_index import FIXED_BYTES, LIVE, LIVE_OFFSET, IndexLayout, IndexState, read_layout
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient, as_user, connect_seqpacket
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 OTHER_UID = 65534
 ASK = hs.ClientPacket(lookup_index=hs.LookupIndexRequest())
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
-
-
-@pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
-        yield running
 
 
 @pytest.fixture

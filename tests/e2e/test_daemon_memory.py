@@ -13,8 +13,9 @@ import pytest
 
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient, as_user
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 MODEL = model()
 OTHER_UID, OUTSIDER_UID = 65534, 54321

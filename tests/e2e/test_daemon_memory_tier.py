@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvstored.config import load_config
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import eventually, holds, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import eventually, running_daemon
 
 MODEL = model()
 BLOCKS, CONVERSATIONS = 8, 60

@@ -14,8 +14,8 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.metrics import Snapshot, families
 from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
 from kvstored.telemetry.counters import COUNTERS
-from tests.reference.conversations import put_conversation
-from tests.reference.running_daemon import DaemonDied, RunningDaemon, free_port, running_daemon, tokens_of
+from tests.reference.conversations import put_conversation, tokens_of
+from tests.reference.running_daemon import DaemonDied, RunningDaemon, free_port, running_daemon
 
 BLOCKS = 6
 

@@ -6,32 +6,17 @@ import itertools
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import put_conversation
+from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.raw_client import RawClient
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
-
-
-@pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
-        yield running
 
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int, **options: str) -> None:

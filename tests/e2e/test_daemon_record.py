@@ -14,7 +14,8 @@ from kvstored.cli import main
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, TraceError
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model()

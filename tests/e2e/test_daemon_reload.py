@@ -14,17 +14,9 @@ import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
 from tests.e2e.test_daemon_eviction import Watcher
-from tests.reference.conversations import found_blocks
+from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import (
-    MIB,
-    RunningDaemon,
-    eventually,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
 from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model(kib_a_block=64)

@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreError
-from tests.reference.running_daemon import (
-    LAYERS,
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import LAYERS, holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 
@@ -44,7 +36,7 @@ def test_64_blocks_of_one_process_are_there_for_another_at_once(daemon: RunningD
         reader = f"""
 import sys; sys.path.insert(0, '.')
 import kvstore_client
-from tests.reference.running_daemon import holds, model, payloads_of, tokens_of
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 with kvstore_client.connect({str(daemon.socket_dir)!r}, fingerprint=model(), required=True, deadline_s=20) as session:
     found = session.lookup(tokens_of(1, 64))
     with session.get(tokens_of(1, 64)) as lease:

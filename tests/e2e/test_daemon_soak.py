@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint
-from tests.reference.running_daemon import (
-    PATIENCE_S,
-    RunningDaemon,
-    eventually,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import PATIENCE_S, RunningDaemon, eventually, running_daemon
 
 MODELS = (model("a"), model("b", kib_a_block=32), model("c", kib_a_block=8, key_hash="blake2b"))
 CONVERSATIONS = 60

@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 SLOT = slot_bytes(MODEL.payload_bytes())

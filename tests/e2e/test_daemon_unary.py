@@ -14,17 +14,9 @@ import pytest
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import as_user
-from tests.reference.running_daemon import (
-    MIB,
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
 from tests.reference.unary_client import UnaryClient, by_tokens, names, unary_client
 from tests.tidy.tree import ROOT
 

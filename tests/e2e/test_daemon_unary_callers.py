@@ -19,15 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
-from tests.reference.running_daemon import (
-    DaemonDied,
-    RunningDaemon,
-    free_port,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import DaemonDied, RunningDaemon, free_port, running_daemon
 from tests.reference.unary_client import by_tokens, names, unary_client
 
 MODEL = model()

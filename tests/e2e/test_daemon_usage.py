@@ -9,7 +9,8 @@ import pytest
 
 from kvstore_client import Session
 from kvstore_proto.v1 import admin_pb2
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 HOT, COLD, BLOCKS = 1, 2, 3

@@ -12,15 +12,9 @@ import pytest
 
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient, connect_seqpacket
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 MAX_KEYS = 128

@@ -22,16 +22,9 @@ import pytest
 from kvstore_engine.models import KNOWN_MODELS
 from kvstore_engine.models.cache import cache_root
 from tests.reference.console import Block, Command, Shell, blocks_of, difference, environment_with, run_in_background
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.damage import flip_on_disk
-from tests.reference.running_daemon import (
-    STOP_TIMEOUT_S,
-    RunningDaemon,
-    ended_with,
-    eventually,
-    model,
-    payloads_of,
-    tokens_of,
-)
+from tests.reference.running_daemon import STOP_TIMEOUT_S, RunningDaemon, ended_with, eventually
 from tests.tidy.tree import ROOT
 
 _COMMANDS = Path(sys.executable).parent

@@ -19,7 +19,6 @@ import pytest
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.blocks import HostPool, swap_in, swap_out
 from kvstore_engine.executor import Executor
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model import load_model
@@ -31,6 +30,7 @@ from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.memory_session import MemorySession
 from tests.reference.plain_beam_search import search
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
 
 _WORDS = ["The river", "A merchant", "Every morning", "In the old town", "Nobody", "The library", "Without a doubt"]
@@ -115,10 +115,7 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     with ExitStack() as stack:
         yield Loaded(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf"), stack)
 

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvstore_engine.cli.main import main
-from kvstore_engine.ggml import GGMLError, load_library
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 

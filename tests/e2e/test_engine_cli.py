@@ -10,11 +10,12 @@ import pytest
 
 from kvstore_engine import loaded_model
 from kvstore_engine.cli.main import main
-from kvstore_engine.ggml import GGMLError, library, load_library
+from kvstore_engine.ggml import library, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.gguf.tensor_types import I32
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def needs_ggml() -> None:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import load_model
 from kvstore_engine.pool import BlockPool
@@ -20,6 +19,7 @@ from kvstore_engine.restore import CostModel
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.memory_session import MemorySession
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
 
 LONG = "the cat sat on the mat and the hat of the rat that ran. " * 16
@@ -27,10 +27,7 @@ LONG = "the cat sat on the mat and the hat of the rat that ran. " * 16
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 

@@ -6,22 +6,17 @@ import pytest
 
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Prompt
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.loaded_model import LoadOptions, open_model
-from kvstore_engine.models import KNOWN_MODELS, locate
-from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models import locate
+from tests.reference.skips import skip_without_ggml, skip_without_model
 
 NAME = "smollm2-135m-instruct"
 
 
 @pytest.fixture(autouse=True)
 def available() -> None:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
-    if not (cache_root() / "models" / KNOWN_MODELS[NAME].file_name).exists():
-        pytest.skip(f"{NAME} is not in the model cache (kvengine fetch {NAME})")
+    skip_without_ggml()
+    skip_without_model(NAME)
 
 
 def _ask(model: Path, question: str, begun: str) -> str:

@@ -7,9 +7,9 @@ import pytest
 from kvstore_engine import loaded_model
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.loaded_model import LoadOptions, open_model
 from tests.reference.fake_daemon import FakeDaemon
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 PROMPT = Prompt("the cat sat on the mat and the hat of the rat that ran. " * 16)
@@ -18,10 +18,7 @@ SETTINGS = RequestSettings(max_tokens=30, ignore_end=True)
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     # Only the cost profile: the compiled kernels stay in the user's cache, they take seconds to build.
     monkeypatch.setattr(loaded_model, "cache_root", lambda: tmp_path / "cache")
 

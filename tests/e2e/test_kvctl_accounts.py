@@ -12,16 +12,9 @@ import pytest
 from kvstore_client.cli.exit_codes import OK
 from kvstore_client.cli.main import main
 from kvstore_engine.server.sessions import TenantSessions, fingerprint_for
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = replace(model(), model_name="tiny-llama")
 BLOCKS = {"anna": 5, "bert": 2, "": 1}

@@ -9,8 +9,9 @@ import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
 from kvstore_client.session import Session
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 SMALL = ["bench", "--blocks", "8", "--block-size", "64KiB", "--rounds", "3"]
 MODEL = model(kib_a_block=64)

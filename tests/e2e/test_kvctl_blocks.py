@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvstore_client.cli.exit_codes import FAILED
-from tests.reference.conversations import put_conversation
+from tests.reference.conversations import model, put_conversation, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import model, running_daemon, tokens_of
+from tests.reference.running_daemon import running_daemon
 
 LLAMA = replace(model(), model_name="llama-8b")
 QWEN = replace(model(), model_name="qwen-2b", weights_digest="02" * 32)

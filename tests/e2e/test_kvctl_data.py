@@ -20,8 +20,9 @@ import pytest
 from kvstore_client.cli.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_proto.objects import HEAD_BYTES, OBJECTS, object_tokens
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import MIB, RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 MODEL = model()

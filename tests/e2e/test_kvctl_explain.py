@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,12 @@ from kvstore_client import Fingerprint
 from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, USAGE
 from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import put_conversation
+from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 SMALL_HOST = ("host.capacity=8MiB", "host.staging=2MiB", "nvme.enabled=false")
-
-
-@pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
-        yield running
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ import pytest
 
 from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 

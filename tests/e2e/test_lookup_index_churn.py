@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_client import BlockKeys, Lease, Session
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model(kib_a_block=1)
 CONVERSATIONS = 48

@@ -16,15 +16,8 @@ from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_proto.v1 import admin_pb2
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model(kib_a_block=256)
 SLOT = slot_bytes(MODEL.payload_bytes())

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.ggml import GGMLError, load_library
 from tests.reference.running_daemon import eventually
 from tests.reference.running_server import RunningServer
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 openai = pytest.importorskip("openai", reason="the client is not installed: pip install openai (extra dev)")
@@ -33,10 +33,7 @@ _QUESTION = [{"role": "user", "content": "the cat sat on the mat and the hat of 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     folder = tmp_path_factory.mktemp("server")
     vocabulary = byte_level_vocabulary() | {"tokenizer.chat_template": _TEMPLATE}
     model = write_tiny_llama(folder / "tiny.gguf", vocabulary)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.ggml import GGMLError, load_library
-from kvstore_engine.models import KNOWN_MODELS, locate
-from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models import locate
 from tests.reference.running_server import RunningServer
+from tests.reference.skips import skip_without_ggml, skip_without_model
 
 openai = pytest.importorskip("openai", reason="the client is not installed: pip install openai (extra dev)")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
@@ -26,12 +25,8 @@ _QUESTION = [{"role": "user", "content": "What is the capital of France? Answer 
 
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
-    if not (cache_root() / "models" / KNOWN_MODELS[NAME].file_name).exists():
-        pytest.skip(f"{NAME} is not in the model cache (kvengine fetch {NAME})")
+    skip_without_ggml()
+    skip_without_model(NAME)
     folder = tmp_path_factory.mktemp("server")
     running = RunningServer(
         folder, locate(f"{NAME}:q8_0"), "--served-name", NAME, "--context", "1024", "--kv-dtype", request.param

@@ -21,8 +21,8 @@ from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.recorded_store import replay_recorded
-from tests.reference.running_daemon import model, payloads_of, tokens_of
 from tests.reference.traces import sessions
 
 MODEL = model()

@@ -15,16 +15,8 @@ import pytest
 
 import kvstore_client
 from kvstore_client import DaemonUnavailable
-from tests.reference.conversations import put_conversation
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model(kib_a_block=64)
 LEASE_TTL_MS = 300
@@ -48,7 +40,8 @@ def client_process(daemon: RunningDaemon, script: str) -> Iterator[subprocess.Po
 import sys, time
 sys.path.insert(0, '.')
 from pathlib import Path
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon
 MODEL = model(kib_a_block=64)
 daemon = RunningDaemon(Path({str(daemon.directory)!r}))
 {script}

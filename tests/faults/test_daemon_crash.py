@@ -15,16 +15,8 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    ended_with,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 8
@@ -46,12 +38,6 @@ def place() -> Iterator[Path]:
     """One directory for all crashes: each starts on what the one before left."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         yield Path(directory)
-
-
-@pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
-        yield running
 
 
 def put_until_killed(daemon: RunningDaemon, first: int) -> tuple[set[int], set[int]]:

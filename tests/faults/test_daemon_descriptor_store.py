@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.conversations import found_blocks, put_conversation
+from tests.reference.conversations import found_blocks, model, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
-from tests.reference.running_daemon import RunningDaemon, eventually, model
+from tests.reference.running_daemon import RunningDaemon, eventually
 
 SETTINGS = ("host.warm_restart=auto", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false")
 MODEL = model()

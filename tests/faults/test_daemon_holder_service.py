@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.reference.conversations import found_blocks, put_conversation
+from tests.reference.conversations import found_blocks, model, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import (
-    DaemonDied,
-    RunningDaemon,
-    eventually,
-    model,
-    running_daemon,
-)
+from tests.reference.running_daemon import DaemonDied, RunningDaemon, eventually, running_daemon
 
 MODEL = model(kib_a_block=64)
 BLOCKS = 8

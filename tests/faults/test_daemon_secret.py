@@ -10,13 +10,8 @@ import pytest
 
 from kvstore_proto.state_identity import IDENTITY_FILE
 from tests.faults.test_daemon_startup import refused
-from tests.reference.conversations import found_blocks, put_conversation
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    ended_with,
-    model,
-    running_daemon,
-)
+from tests.reference.conversations import found_blocks, model, put_conversation
+from tests.reference.running_daemon import RunningDaemon, ended_with, running_daemon
 
 MODEL = model()
 BLOCKS = 5

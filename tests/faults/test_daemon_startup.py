@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.running_daemon import RunningDaemon, holds, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 MODEL = model()
 

@@ -12,16 +12,9 @@ import pytest
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model(kib_a_block=64)
 SLOT = slot_bytes(MODEL.payload_bytes())
@@ -57,7 +50,8 @@ def test_a_client_killed_in_the_middle_of_a_store() -> None:
 import sys
 sys.path.insert(0, '.')
 from pathlib import Path
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon
 MODEL = model(kib_a_block=64)
 session = RunningDaemon(Path(sys.argv[1])).connect(MODEL)
 print('here', flush=True)

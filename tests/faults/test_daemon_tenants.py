@@ -18,15 +18,8 @@ import pytest
 
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import found_blocks, put_conversation
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 4

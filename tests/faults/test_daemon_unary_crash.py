@@ -9,7 +9,8 @@ import pytest
 
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
-from tests.reference.running_daemon import eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import eventually, running_daemon
 from tests.reference.unary_client import by_tokens, names, unary_client
 
 MODEL = model()

@@ -18,18 +18,9 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import found_blocks, put_conversation
+from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    ended_with,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
 
 WARM = (
     "host.warm_restart=holder", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false", "host.policy=lru",
@@ -181,7 +172,8 @@ CLIENT = """
 import sys, time
 sys.path.insert(0, '.')
 from pathlib import Path
-from tests.reference.running_daemon import RunningDaemon, model, tokens_of
+from tests.reference.conversations import model, tokens_of
+from tests.reference.running_daemon import RunningDaemon
 session = RunningDaemon(Path(sys.argv[1])).connect(model())
 lease = session.get(tokens_of(1, 8))
 print(len(lease), flush=True)

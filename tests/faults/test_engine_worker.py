@@ -17,7 +17,6 @@ import pytest
 
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executor import Executor
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model import load_model
@@ -26,6 +25,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker import RemoteExecutor, StepFailed, StepSizes, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
 _BLOCKS, _CONTEXT = 64, 256
@@ -42,10 +42,7 @@ class _Setting:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 

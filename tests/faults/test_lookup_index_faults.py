@@ -10,24 +10,11 @@ from kvstore_client import BlockKeys, Session
 from kvstore_client.lookup_index import LookupIndex
 from kvstore_proto.lookup_index import IndexLayout
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually
 
 MODEL = model()
 TOKENS = tokens_of(1, 4)
-
-
-@pytest.fixture
-def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon() as running:
-        yield running
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from kvstore_tiers.testing.powerloss.promises import promises_at
 from kvstore_tiers.testing.powerloss.record import shim_path
 from kvstore_tiers.testing.powerloss.replay import judge_state
 from tests.reference.powerloss_judges import DEATH_ENVIRONMENT
+from tests.reference.skips import skip_without_compiler
 
 SMALLEST_IMAGE_BYTES = 4200  # a header and some payload: neither a superblock nor records
 EVERYTHING = Kept("", lambda change: 1.0, lambda change: 0)
@@ -29,10 +30,7 @@ EVERYTHING = Kept("", lambda change: 1.0, lambda change: 0)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
-    try:
-        shim_path()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
+    skip_without_compiler()
 
 
 @pytest.fixture(scope="module")

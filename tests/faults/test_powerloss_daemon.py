@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvstore_client import Session
-from kvstore_tiers.testing.powerloss import CompilerMissing, replay
-from kvstore_tiers.testing.powerloss.record import shim_path
+from kvstore_tiers.testing.powerloss import replay
 from tests.reference.powerloss_daemon import JUDGE, MODEL, RecordedDaemon
 from tests.reference.running_daemon import ended_with
+from tests.reference.skips import skip_without_compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
-    try:
-        shim_path()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
+    skip_without_compiler()
 
 
 def use(daemon: RecordedDaemon, session: Session, first: int) -> None:

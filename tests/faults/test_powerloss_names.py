@@ -11,11 +11,11 @@ import pytest
 
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.errors import FormatUnsupported
-from kvstore_tiers.testing.powerloss import CompilerMissing, Recording
+from kvstore_tiers.testing.powerloss import Recording
 from kvstore_tiers.testing.powerloss.crashes import Kept
 from kvstore_tiers.testing.powerloss.log import read_log
 from kvstore_tiers.testing.powerloss.medium import Medium, Tree
-from kvstore_tiers.testing.powerloss.record import shim_path
+from tests.reference.skips import skip_without_compiler
 
 NOTHING = Kept("", lambda change: 0.0, lambda change: 0)
 CAPACITY_BYTES = 1 << 20
@@ -23,10 +23,7 @@ CAPACITY_BYTES = 1 << 20
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Recording:
-    try:
-        shim_path()
-    except CompilerMissing as error:
-        pytest.skip(str(error))
+    skip_without_compiler()
     (tmp_path / "root").mkdir()
     return Recording(tmp_path / "root", tmp_path / "log")
 

@@ -19,16 +19,9 @@ from kvstored.health.scrub import worker
 from kvstored.health.scrub.position import Position, load, save
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
 from kvstored.health.scrub.worker import Pace
+from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
-from tests.reference.running_daemon import (
-    RunningDaemon,
-    eventually,
-    holds,
-    model,
-    payloads_of,
-    running_daemon,
-    tokens_of,
-)
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 EAGER = ("scrub.start_s=0", "scrub.interval_s=0.2", "scrub.rate=256MiB")

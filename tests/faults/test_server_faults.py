@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.ggml import GGMLError, load_library
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.running_server import PATIENCE_S, RunningServer
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
@@ -28,10 +28,7 @@ _OPTIONS = ("--threads", "1", "--max-sequences", "4")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 

@@ -15,8 +15,9 @@ from kvstored.exits import EXIT_HANGS
 from kvstored.health.scrub import scrubber
 from kvstored.health.scrub.scrubber import Scrubber
 from kvstored.health.scrub.worker import Settings
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.hanging_daemon import LIMIT_VARIABLE, HangingDaemon
-from tests.reference.running_daemon import ended_with, model, payloads_of, tokens_of
+from tests.reference.running_daemon import ended_with
 
 FAR_S = 60.0
 

@@ -19,7 +19,8 @@ from kvstore_client import Session
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.config import load_config
 from kvstored.daemon import Daemon
-from tests.reference.running_daemon import MIB, PATIENCE_S, SMALL, eventually, model
+from tests.reference.conversations import model
+from tests.reference.running_daemon import MIB, PATIENCE_S, SMALL, eventually
 
 Answer = TypeVar("Answer")
 

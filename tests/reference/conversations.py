@@ -1,11 +1,50 @@
-"""Conversations in a real daemon: store the blocks of one, and count those that a get finds, bytes compared."""
+"""Conversations: their tokens and K/V, all made of their number; stored in a real daemon and counted with their bytes
+compared.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvstore_client import PutReceipt, Session
-from tests.reference.running_daemon import holds, payloads_of, tokens_of
+import numpy as np
+import numpy.typing as npt
+
+import kvstore_client
+from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
+
+LAYERS = 4
+TOKENS_A_BLOCK = 64
+
+
+def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fingerprint:
+    """A fingerprint whose blocks have 64 tokens and `kib_a_block` KiB of payload in four layers."""
+    bytes_a_token = kib_a_block * 1024 // TOKENS_A_BLOCK // LAYERS
+    group = LayerGroup(0, "full", 0, tuple(range(LAYERS)), bytes_a_token)
+    return Fingerprint("test model", name, groups=(group,), **fields)
+
+
+def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
+    """Token ids of a prefix that no other conversation shares; a longer one of the same number continues it."""
+    return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + 1000 * conversation
+
+
+def payloads_of(
+    conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0
+) -> list[npt.NDArray[np.uint8]]:
+    """What blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
+    size = fingerprint.payload_bytes()
+    return [
+        np.random.default_rng((conversation, block)).integers(0, 256, size, dtype=np.uint8)
+        for block in range(first, first + blocks)
+    ]
+
+
+def holds(lease: kvstore_client.Lease, expected: Sequence[npt.NDArray[np.uint8]]) -> bool:
+    """Whether a lease has exactly these payloads."""
+    return len(lease) == len(expected) and all(
+        np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected)
+    )
 
 
 def put_conversation(session: Session, conversation: int, blocks: int, **options: Any) -> PutReceipt:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAGIC, BlockHeader, read_header
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
-from tests.reference.running_daemon import TOKENS_A_BLOCK, RunningDaemon, tokens_of
+from tests.reference.conversations import TOKENS_A_BLOCK, tokens_of
+from tests.reference.running_daemon import RunningDaemon
 
 
 def blocks_on_disk(directory: Path) -> Iterator[tuple[Path, int, BlockHeader]]:

@@ -29,7 +29,8 @@ from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clock import SystemClock
 from kvstored.lifetime.recovery import recover_blocks
 from kvstored.store.blocks import Residency
-from tests.reference.running_daemon import RunningDaemon, model, payloads_of, tokens_of
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.running_daemon import RunningDaemon
 from tests.reference.tiers import NVME, TIER_NAMES
 
 MODEL = model()

@@ -15,19 +15,18 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
 import kvstore_client
-from kvstore_client import Fingerprint, LayerGroup, Session
+from kvstore_client import Fingerprint, Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+from tests.reference.conversations import model
 from tests.reference.forked import ForkedProcess, popen
 
 MIB = 1 << 20
@@ -47,8 +46,6 @@ SMALL = (
     "limits.staging_per_client=2MiB",
     "limits.max_block=1MiB",
 )
-LAYERS = 4
-TOKENS_A_BLOCK = 64
 
 
 class DaemonDied(AssertionError):
@@ -246,36 +243,6 @@ def assert_no_damage(nvme_dir: Path) -> None:
         from kvstore_tiers.nvme.check import Severity, check_directory
 
         assert [str(f) for f in check_directory(nvme_dir) if f.severity is Severity.DAMAGE] == []
-
-
-def model(name: str = "weights", *, kib_a_block: int = 16, **fields: Any) -> Fingerprint:
-    """A fingerprint whose blocks have 64 tokens and `kib_a_block` KiB of payload in four layers."""
-    bytes_a_token = kib_a_block * 1024 // TOKENS_A_BLOCK // LAYERS
-    group = LayerGroup(0, "full", 0, tuple(range(LAYERS)), bytes_a_token)
-    return Fingerprint("test model", name, groups=(group,), **fields)
-
-
-def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
-    """Token ids of a prefix that no other conversation shares; a longer one of the same number continues it."""
-    return np.arange(blocks * TOKENS_A_BLOCK, dtype=np.int32) + 1000 * conversation
-
-
-def payloads_of(
-    conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0
-) -> list[npt.NDArray[np.uint8]]:
-    """What blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
-    size = fingerprint.payload_bytes()
-    return [
-        np.random.default_rng((conversation, block)).integers(0, 256, size, dtype=np.uint8)
-        for block in range(first, first + blocks)
-    ]
-
-
-def holds(lease: kvstore_client.Lease, expected: Sequence[npt.NDArray[np.uint8]]) -> bool:
-    """Whether a lease has exactly these payloads."""
-    return len(lease) == len(expected) and all(
-        np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected)
-    )
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:

@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.reference.benchmark_scripts import BENCHMARKS, importable
+
 LMCACHE_PRINTED = """\
 KV shape: 8 layers, 8 heads x 64, dtype=float16, blocks=512x16, kv=2
 [rank 0] Allocated 8 KV tensors on cpu
@@ -44,13 +45,7 @@ serve({"add": lambda a, b: a + b, "fail": fail, "chatter": chatter})
 
 @pytest.fixture(autouse=True)
 def _as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Benchmarks are run as scripts, from their folder; nothing of theirs stays imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("rivals", "support", "many_clients", "degraded"):
-            del sys.modules[name]
+    yield from importable(monkeypatch)
 
 
 def load(name: str) -> ModuleType:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,18 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.reference.benchmark_scripts import BENCHMARKS, importable
 
 
 @pytest.fixture(autouse=True)
 def _as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Benchmarks are run as scripts, from their folder; nothing of theirs stays imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    yield from importable(monkeypatch)
 
 
 def module(name: str) -> ModuleType:

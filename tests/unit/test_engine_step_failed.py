@@ -11,7 +11,6 @@ import pytest
 
 from kvstore_engine.batching import BatchEngine, Event, Finished, Request, RequestSettings, Token
 from kvstore_engine.executor import Executor
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
@@ -19,6 +18,7 @@ from kvstore_engine.model import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.worker import StepFailed
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
 _POISON = 77
@@ -43,10 +43,7 @@ class _Poisoned:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[BatchEngine]:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     file = GGUFFile.open(write_tiny_llama(tmp_path / "tiny.gguf"))
     tokenizer = Tokenizer.from_metadata(file.metadata)
     with load_model(file) as model:

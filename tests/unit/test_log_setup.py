@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvstored.log_setup import JournalFormatter, is_journal
+from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import RunningDaemon, eventually, model, payloads_of, running_daemon, tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
 

@@ -1,0 +1,34 @@
+"""Skip a test that needs what is not installed here, with the name of what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def skip_without_ggml() -> None:
+    from kvstore_engine.ggml import GGMLError, load_library
+
+    try:
+        load_library()
+    except GGMLError as error:
+        pytest.skip(f"no ggml: {error}")
+
+
+def skip_without_model(name: str) -> None:
+    """Unless the model of this name, of those that `kvengine fetch` knows, is in the cache."""
+    from kvstore_engine.models import KNOWN_MODELS
+    from kvstore_engine.models.cache import cache_root
+
+    if not (cache_root() / "models" / KNOWN_MODELS[name].file_name).exists():
+        pytest.skip(f"{name} is not in the model cache (kvengine fetch {name})")
+
+
+def skip_without_compiler() -> None:
+    """Unless the library that records writes can be compiled."""
+    from kvstore_tiers.testing.powerloss import CompilerMissing
+    from kvstore_tiers.testing.powerloss.record import shim_path
+
+    try:
+        shim_path()
+    except CompilerMissing as error:
+        pytest.skip(str(error))
