@@ -37,7 +37,7 @@ class Storer:
 
     @property
     def counts(self) -> Counter[str]:
-        """Blocks by result: "stored", "present", "throttled", "failed"."""
+        """Blocks by the status that their put gave them."""
         return self._queue.counts
 
     @property

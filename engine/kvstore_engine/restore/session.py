@@ -41,7 +41,7 @@ class KvLease(Protocol):
 
 
 class KvReceipt(Protocol):
-    """What became of each block of a put: "stored", "present", "throttled" or "failed"."""
+    """What became of each block of a put: "stored", "present", or why it was not stored."""
 
     @property
     def statuses(self) -> Sequence[str]: ...
