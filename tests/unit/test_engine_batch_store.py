@@ -199,6 +199,27 @@ def test_a_daemon_that_knows_no_hints_does_not_matter() -> None:
     assert len(session.blocks) == 9
 
 
+def test_a_daemon_that_does_not_answer_hints_delays_no_answer_and_receives_each_once() -> None:
+    session, answers = _session(), threading.Event()
+    hint = session.hint
+
+    def late(*tokens: Any, **expected: Any) -> int:
+        assert answers.wait(60)
+        return hint(*tokens, **expected)
+
+    session.hint = late  # type: ignore[method-assign]
+    engine = _engine(session)
+    for n in range(3):
+        engine.add(request(str(n), _prompt(n, 130), 9 + n, next_step=lambda answer: "end_of_turn", stop=(" ",)))
+    outcome = run(engine)
+    assert len(outcome.finished) == 3 and session.answer_hints == []
+    answers.set()
+    _stored(engine)
+    engine.close()
+    lengths = {end.usage.generated_tokens for end in outcome.finished.values()}
+    assert {tokens for _, tokens in session.answer_hints} == lengths and len(session.next_steps) == 3
+
+
 def test_a_prefix_that_several_want_is_restored_once() -> None:
     session = _session()
     common = _prompt(0, 256)
