@@ -88,7 +88,6 @@ class Room:
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
         passed = SkippedRows(copies, self._not_for(parent))
         patience = turns = PATIENCE if is_patient else 0
-        refused = NoSlot.NO_ROOM
         for attempt in range(MAX_ATTEMPTS):
             slot = self.allocate_now(nbytes, tenant, writable=writable)
             if slot is not None:
@@ -112,8 +111,7 @@ class Room:
                 passed = SkippedRows(copies, self._not_for(parent))
                 continue
             if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
-                cause = Cause.EVICTED if confined is None else Cause.QUOTA
-                if not await self._evict(row, cause, allowance, passed):
+                if not await self._evict(row, Cause.EVICTED if confined is None else Cause.QUOTA, allowance, passed):
                     return refused
             else:
                 container = copies.container[row]
