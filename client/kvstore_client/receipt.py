@@ -13,14 +13,23 @@ from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 STORED, PRESENT, THROTTLED, FAILED = "stored", "present", "throttled", "failed"
+NO_ROOM, OVER_QUOTA, DECLINED = "no_room", "over_quota", "declined"
 VOLATILE, PENDING, DURABLE = "volatile", "pending", "durable"
 
 _STATUSES: Final[dict[int, str]] = {
     wire.STORE_STATUS_STORED: STORED,
     wire.STORE_STATUS_PRESENT: PRESENT,
-    wire.STORE_STATUS_THROTTLED: THROTTLED,
+    wire.STORE_STATUS_NO_ROOM: NO_ROOM,
+    wire.STORE_STATUS_OVER_QUOTA: OVER_QUOTA,
+    wire.STORE_STATUS_DECLINED: DECLINED,
     wire.STORE_STATUS_ORPHANED: THROTTLED,
     wire.STORE_STATUS_AGAIN: THROTTLED,
+}
+REFUSED: Final = {  # by the daemon, which had its bytes: what it means, and what to do
+    NO_ROOM: "DRAM is full, and nothing in it may be evicted: give the host tier more capacity, or hold fewer leases",
+    OVER_QUOTA: "the tenant is at its maximum, and none of its own blocks may be evicted: raise its host_max, or hold "
+    "fewer leases",
+    DECLINED: "the policy would rather keep what it would have to evict: nothing to do",
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
 
@@ -28,10 +37,13 @@ _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.D
 class PutReceipt:
     """`statuses[i]` and `durability[i]` belong to block first_block + i.
 
-    statuses: "stored", "present" (was there already), "throttled" (no room for it or for the block before it, which
-    it could not be reached without, or the deadline came first), "failed".
+    statuses: "stored", "present" (was there already), "no_room" (DRAM is full), "over_quota" (its tenant is at its
+    maximum), "declined" (the policy thinks it worth less than what is there); these three also where they are true of
+    the block before it, which it could not be reached without. "throttled" (it came to no decision: the deadline came
+    first, another client is storing it, or the block before it is gone), "failed".
     durability: what the daemon promised: "durable", "volatile", "pending" (not yet said), also of blocks that were
-    there already; "volatile" where it said nothing. `reason` says in words why blocks were throttled or failed.
+    there already; "volatile" where it said nothing. `reason` says in words why blocks were
+    not stored, and what to do.
     """
 
     def __init__(self, blocks: int, reason: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,8 +101,15 @@ class PutReceipt:
         reply = response.store
         for block, status, durability in zip(blocks, reply.statuses, reply.durability, strict=False):
             if block >= 0:
-                self.statuses[block] = _STATUSES.get(status, FAILED)
+                self._enter(block, status)
                 self.durability[block] = _DURABILITIES.get(durability, VOLATILE)
+
+    def _enter(self, block: int, status: int) -> None:
+        name = _STATUSES.get(status, FAILED)
+        if status == wire.STORE_STATUS_ORPHANED and block and self.statuses[block - 1] in REFUSED:
+            name = self.statuses[block - 1]  # which it continues, and which an earlier message had offered
+        self.statuses[block] = name
+        self.reason = REFUSED.get(name, self.reason)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.statuses.count(name)} {name}" for name in dict.fromkeys(self.statuses))

@@ -18,6 +18,9 @@ MISS_REASONS = (  # by kvstore.v1.MissReason
     "dropped",
     "read_failed",
     "forgotten",
+    "no_room",
+    "over_quota",
+    "declined",
 )
 REASON_NO_DAEMON = "no_daemon"  # degraded: the daemon was not asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time

@@ -288,9 +288,9 @@ class Session:
         leading blocks are stored; 0 also when the daemon did not answer.
 
         Best sent when a request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or
-        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s` is for a request that waits in a queue: it
-        will use the stored blocks of the chain in about that time. The daemon learns from what follows how far to trust
-        each.
+        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about that time the stored blocks of
+        the chain will be used, by a request that waits in a queue, or that is expected when a pause is over. The daemon
+        learns from what follows how far to trust each.
         """
         expected = Expected(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)

@@ -29,7 +29,7 @@ from kvstore_engine.tokenizer import Tokenizer
 OnText = Callable[[str], None]
 PREFILL_STEP_TOKENS = 512
 _REQUEST = "prompt"
-_BLOCK_RESULTS = ("stored", "present", "throttled", "failed")
+_BLOCK_RESULTS = ("stored", "present", "no_room", "over_quota", "declined", "throttled", "failed")
 _CHEAP_STEP_S = 0.1
 _WARM_UP_TOKENS = 64
 

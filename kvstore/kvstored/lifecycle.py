@@ -55,7 +55,7 @@ def advance(state: int, step: Step) -> CopyState:
 
 
 class Cause(IntEnum):
-    """Why a block is not served. The numbers are the wire's MissReason."""
+    """Why a block is not served. The numbers are the wire's MissReason. The last three: its put was refused."""
 
     NEVER_STORED = 1
     EVICTED = 2
@@ -67,6 +67,9 @@ class Cause(IntEnum):
     DROPPED = 8
     READ_FAILED = 9
     FORGOTTEN = 10
+    NO_ROOM = 11
+    OVER_QUOTA = 12
+    DECLINED = 13
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no

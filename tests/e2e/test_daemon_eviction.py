@@ -97,7 +97,7 @@ def test_over_both_tiers_the_coldest_leave_from_the_tail_and_say_so(daemon: Runn
         for conversation in range(1, 61):  # 65 MiB
             put(daemon, conversation, durability="batch")
     counters = daemon.status().counters
-    assert counters["evicted_blocks"] > 0 and counters["throttled_blocks"] == 0
+    assert counters["evicted_blocks"] > 0 and counters["no_room_blocks"] == 0
     reasons = set()
     whole = 0
     with daemon.connect(MODEL) as session:
@@ -174,13 +174,13 @@ def test_a_get_of_more_than_dram_holds_gets_a_prefix_and_harms_nothing(daemon: R
 
 
 def test_one_chain_over_all_of_dram_is_stored_as_far_as_it_goes(daemon: RunningDaemon) -> None:
-    """Leaf-first: a chain does not push out its own head. What was stored is a prefix, the rest is throttled: where its
-    end was published in time to go down to NVMe, that is all of it."""
+    """Leaf-first: a chain does not push out its own head. What was stored is a prefix, the rest finds no room: where
+    its end was published in time to go down to NVMe, that is all of it."""
     blocks = 220
     with daemon.connect(MODEL) as session, Watcher(daemon):
         receipt = session.put(tokens_of(1, blocks), payloads=payloads_of(1, blocks, MODEL), durability="none")
         stored = receipt.stored_blocks
-        assert stored > 100 and receipt.statuses == ["stored"] * stored + ["throttled"] * (blocks - stored)
+        assert stored > 100 and receipt.statuses == ["stored"] * stored + ["no_room"] * (blocks - stored)
         assert session.lookup(tokens_of(1, blocks)).blocks == stored
 
 

@@ -160,7 +160,7 @@ def test_one_key_twice_in_a_message(client: RawClient) -> None:
     assert client.store(twice, [1, 1 + PAGES_A_SLOT], parents=bytes(32)) == [STORED, AGAIN]
 
 
-def test_blocks_without_room_are_throttled_and_those_after_them_orphaned() -> None:
+def test_blocks_without_room_and_those_after_them_are_refused_for_it() -> None:
     """DRAM for a few blocks, all of them leased: nothing may leave."""
     with running_daemon("host.capacity=4MiB", "host.staging=2MiB", "host.arena=1MiB", "nvme.enabled=false") as small:
         blocks = 3 * ((1 << 20) // SLOT)
@@ -169,7 +169,9 @@ def test_blocks_without_room_are_throttled_and_those_after_them_orphaned() -> No
             with session.get(tokens_of(1, blocks)) as lease:
                 assert len(lease) == blocks
                 receipt = session.put(tokens_of(2, 3), payloads=payloads_of(2, 3, MODEL))
-                assert receipt.statuses == ["throttled"] * 3
+                assert receipt.statuses == ["no_room"] * 3 and "nothing in it may be evicted" in receipt.reason
+                assert session.lookup(tokens_of(2, 3)).reason == "no_room"
+                assert small.status().counters["no_room_blocks"] == 3
             assert eventually(lambda: small.status().leases == 0)
             assert session.put(tokens_of(2, 3), payloads=payloads_of(2, 3, MODEL)).statuses == ["stored"] * 3
 

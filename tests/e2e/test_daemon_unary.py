@@ -398,8 +398,12 @@ def test_an_unary_put_obeys_the_quota_of_its_tenant(tmp_path: Path) -> None:
             for conversation in range(40):
                 payloads = payloads_of(conversation, 4, MODEL)
                 stored = unary.put(by_tokens(MODEL, tokens_of(conversation, 4)), payloads)
-                assert set(names(stored.statuses)) <= {"STORED", "THROTTLED", "ORPHANED"}
+                assert set(names(stored.statuses)) <= {"STORED", "OVER_QUOTA"}
                 assert list(stored.durability) == [kv.DURABILITY_VOLATILE] * 4
+            longer = by_tokens(MODEL, tokens_of(99, 80))
+            stored = unary.put(longer, payloads_of(99, 80, MODEL))
+            assert names(stored.statuses)[-1] == "OVER_QUOTA" and stored.retry_after_ms > 0
+            assert unary.lookup(longer).miss_reasons[-1] == kv.MISS_REASON_OVER_QUOTA
         tenants = {item.name: item for item in small.ask("Tenants", admin_pb2.TenantsRequest()).tenants}
         assert 0 < tenants["me"].host_bytes <= MIB
 

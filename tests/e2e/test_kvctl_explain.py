@@ -185,6 +185,27 @@ def test_quota(tmp_path: Path, capfdbinary: Any) -> None:
         assert "its tenant was at its own maximum" in text
 
 
+def test_a_put_over_the_quota_names_the_quota(tmp_path: Path, capfdbinary: Any) -> None:
+    """One chain that is larger than its tenant's maximum: it keeps its own head."""
+    config = tmp_path / "k.toml"
+    config.write_text(f"[[tenant]]\nname = 'small'\nuids = [{os.getuid()}]\nhost_max = '1MiB'\n")
+    with running_daemon("nvme.enabled=false", config=config) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        with daemon.connect(MODEL) as session:
+            receipt = session.put(tokens_of(1, 80), payloads=payloads_of(1, 80, MODEL), durability="none")
+            stored = receipt.stored_blocks
+            assert 0 < stored < 80 and receipt.statuses == ["stored"] * stored + ["over_quota"] * (80 - stored)
+            assert "raise its host_max" in receipt.reason
+            assert session.lookup(tokens_of(1, 80)).reason == "over_quota"
+        said = explained(kvctl, tmp_path, 1, 80)
+        assert (said["usable_blocks"], said["cause"]) == (stored, "over_quota")
+        assert {block["cause"] for block in said["blocks"][stored:]} == {"over_quota"}
+        assert "raise the tenant's host_max" in kvctl(["explain", *prefix(tmp_path, 1, 80)]).out
+        assert "over_quota" in kvctl(["explain", "--recent"]).out
+        counters = daemon.status().counters
+        assert (counters["over_quota_blocks"], counters["no_room_blocks"]) == (80 - stored, 0)
+
+
 def test_expired(tmp_path: Path, capfdbinary: Any) -> None:
     with running_daemon("host.ttl_s=1", "nvme.enabled=false") as daemon:
         kvctl = Kvctl(daemon, capfdbinary)

@@ -268,6 +268,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(
     for wanted in (
         "Occupancy of nvme",
         "Misses by cause",
+        "Puts refused",
         "never stored",
         "Movement",
         "Latency, p99",

@@ -103,8 +103,8 @@ def test_the_simulator_hits_what_the_daemon_hit(policy: str, tmp_path: Path) -> 
     assert sum(recorded_hits(path)) == counters["acquired_blocks"]
     assert result.stored_blocks == counters["stored_blocks"]
     assert result.evicted["evicted"] == counters["evicted_blocks"]
-    assert result.evicted["bypassed"] == counters["bypassed_blocks"]
-    assert (counters["bypassed_blocks"] > 0) == (policy == "chain-hazard")
+    assert result.evicted["bypassed"] == counters["declined_blocks"]
+    assert (counters["declined_blocks"] > 0) == (policy == "chain-hazard")
 
 
 @pytest.mark.slow

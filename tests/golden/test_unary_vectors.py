@@ -37,7 +37,7 @@ VECTORS: dict[str, tuple[Message, str]] = {
     ),
     "put_reply": (
         pb.UnaryPutReply(
-            statuses=[pb.KEY_STATUS_STORED, pb.KEY_STATUS_THROTTLED],
+            statuses=[pb.KEY_STATUS_STORED, pb.KEY_STATUS_NO_ROOM],
             durability=[kv.DURABILITY_DURABLE, kv.DURABILITY_VOLATILE], retry_after_ms=10, keys=KEYS,
         ),
         "0a02040612020200180a2220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
@@ -70,8 +70,9 @@ VECTORS: dict[str, tuple[Message, str]] = {
 }  # fmt: skip
 # Numbers that other languages have compiled in.
 STATUSES = {
-    "MISS": 0, "PRESENT": 1, "SENT": 2, "OMITTED": 3, "STORED": 4, "ORPHANED": 5, "THROTTLED": 6, "PENDING": 7,
+    "MISS": 0, "PRESENT": 1, "SENT": 2, "OMITTED": 3, "STORED": 4, "ORPHANED": 5, "NO_ROOM": 6, "PENDING": 7,
     "REFUSED": 8, "SCHEDULED": 9, "DELETED": 10, "IN_USE": 11, "CONTINUED": 12,
+    "OVER_QUOTA": 13, "DECLINED": 14,
 }  # fmt: skip
 
 

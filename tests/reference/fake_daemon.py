@@ -48,7 +48,7 @@ class Knobs:
     staging_limit_bytes: int = 1 << 30
     max_keys: int = 1024
     lease_ttl_ms: int = 10_000
-    throttle_all: bool = False
+    no_room: bool = False
     mapped_blocks: int = 1 << 30  # what a get has of those that are stored, in time
     generation_skew: int = 0
     pending_then_durable: bool = False
@@ -277,8 +277,8 @@ class FakeDaemon:
                 status = pb.STORE_STATUS_WANTED
             elif parent != bytes(16) and parent not in self.blocks:
                 status = pb.STORE_STATUS_ORPHANED
-            elif self.knobs.throttle_all:
-                status = pb.STORE_STATUS_THROTTLED
+            elif self.knobs.no_room:
+                status = pb.STORE_STATUS_NO_ROOM
             else:
                 self._keep(client, key, parent, (page - 1) * 4096, store.payload_bytes)
             statuses.append(status)

@@ -11,6 +11,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.restore.session import NextStep
+
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -66,6 +68,7 @@ class MemorySession:
     leases: list[MemoryLease] = field(default_factory=list)
     puts: list[tuple[int, int]] = field(default_factory=list)
     answer_hints: list[tuple[int, int]] = field(default_factory=list)  # of answers: leading resident blocks, tokens
+    next_steps: list[NextStep | None] = field(default_factory=list)  # of all hints
     due: list[tuple[int, float]] = field(default_factory=list)  # of queued requests: blocks of the prompt, seconds
 
     def _key(self, tokens: Tokens, block: int) -> bytes:
@@ -114,8 +117,16 @@ class MemorySession:
             statuses.append(status)
         return MemoryReceipt(statuses)
 
-    def hint(self, tokens: Tokens, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int:
+    def hint(
+        self,
+        tokens: Tokens,
+        *,
+        answer_tokens: int = 0,
+        due_in_s: float | None = None,
+        next_step: NextStep | None = None,
+    ) -> int:
         self._maybe_fail()
+        self.next_steps.append(next_step)
         if answer_tokens:
             self.answer_hints.append((self._resident(tokens), answer_tokens))
         if due_in_s is not None:

@@ -88,10 +88,19 @@ def test_patience_with_other_clients_begins_with_the_wait_for_them(daemon: FakeD
 
 def test_an_orphan_is_sent_again_only_while_a_block_before_it_is_to_come(daemon: FakeDaemon, session: Session) -> None:
     """Block 0: to be sent again, and then without room. All others hang on it."""
-    daemon.knobs.present_as_pending, daemon.knobs.throttle_all = 1, True
-    assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["throttled"] * BLOCKS
+    daemon.knobs.present_as_pending, daemon.knobs.no_room = 1, True
+    receipt = session.put(TOKENS, payloads=PAYLOADS)
+    assert receipt.statuses == ["no_room"] * BLOCKS and "nothing in it may be evicted" in receipt.reason
     assert len(daemon.stores) == 2, "the second answer settles them all"
     assert staging_of(session).used_bytes() == 0
+
+
+def test_an_orphan_of_a_refused_block_says_why_that_was_refused(daemon: FakeDaemon) -> None:
+    """Of the second message and of those after it the daemon knows only that the block before is missing."""
+    daemon.knobs.max_keys, daemon.knobs.no_room = 5, True
+    with connect(daemon) as session:
+        assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["no_room"] * BLOCKS
+        assert len(daemon.stores) > 1
 
 
 def test_what_hangs_on_a_message_over_a_rate_is_sent_again_with_it(daemon: FakeDaemon) -> None:

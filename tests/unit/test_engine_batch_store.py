@@ -13,7 +13,7 @@ from kvstore_engine.restore import CostModel, KvSession, RestoreReport
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession
-from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
+from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, text_of, twin_pool
 
 
 def _prompt(seed: int, count: int) -> list[int]:
@@ -136,6 +136,24 @@ def test_a_prompt_has_one_answer_hint_and_none_for_what_is_not_stored_or_not_who
     assert session.answer_hints == [(1, 9)]
 
 
+def test_what_follows_an_answer_is_hinted_once_and_only_if_it_ended_by_itself() -> None:
+    session = _session()
+    engine = _engine(session)
+    seen: list[int] = []
+
+    def next_step(answer: Any) -> Any:
+        seen.append(len(answer))
+        return "tool_call"
+
+    engine.add(request("cut", _prompt(1, 100), 9, next_step=next_step))
+    run(engine)
+    stop = text_of(answer_alone(_prompt(2, 100), 9))
+    engine.add(request("stopped", _prompt(2, 100), 99, next_step=next_step, stop=(stop,)))
+    run(engine)
+    _stored(engine)
+    assert (session.next_steps, seen) == ([None, "tool_call"], [9])
+
+
 def test_a_request_that_has_to_wait_is_hinted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_engine.batching.engine._LEAST_HINT_S", 1e-9)  # the twin answers quickly
     session = _session()
@@ -179,6 +197,27 @@ def test_a_daemon_that_knows_no_hints_does_not_matter() -> None:
     _stored(engine)
     assert [outcome.tokens[str(n), 0] for n in range(3)] == [answer_alone(_prompt(n, 130), 70) for n in range(3)]
     assert len(session.blocks) == 9
+
+
+def test_a_daemon_that_does_not_answer_hints_delays_no_answer_and_receives_each_once() -> None:
+    session, answers = _session(), threading.Event()
+    hint = session.hint
+
+    def late(*tokens: Any, **expected: Any) -> int:
+        assert answers.wait(60)
+        return hint(*tokens, **expected)
+
+    session.hint = late  # type: ignore[method-assign]
+    engine = _engine(session)
+    for n in range(3):
+        engine.add(request(str(n), _prompt(n, 130), 9 + n, next_step=lambda answer: "end_of_turn", stop=(" ",)))
+    outcome = run(engine)
+    assert len(outcome.finished) == 3 and session.answer_hints == []
+    answers.set()
+    _stored(engine)
+    engine.close()
+    lengths = {end.usage.generated_tokens for end in outcome.finished.values()}
+    assert {tokens for _, tokens in session.answer_hints} == lengths and len(session.next_steps) == 3
 
 
 def test_a_prefix_that_several_want_is_restored_once() -> None:
@@ -524,8 +563,8 @@ class _HeldSession:
         assert self.stored.wait(60)
         return self.inner.put(tokens, first_block=first_block, payloads=payloads)
 
-    def hint(self, tokens: Any, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int:
-        return self.inner.hint(tokens, answer_tokens=answer_tokens, due_in_s=due_in_s)
+    def hint(self, tokens: Any, **expected: Any) -> int:
+        return self.inner.hint(tokens, **expected)
 
     def ping(self) -> float | None:
         return 0.0

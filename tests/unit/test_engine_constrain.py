@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
-from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, call_grammar
+from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, call_grammar, next_step
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, USER_DEFINED
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
@@ -132,6 +132,8 @@ def test_a_forced_call_is_marked_by_special_tokens_where_there_are_such(kind: in
         constraint.accept(chosen[-1])
     assert (chosen[0], chosen[-1]) == (first, first + 1)
     assert not {first, first + 1} & set(chosen[1:-1])
+    assert next_step(tokenizer, True, chosen) == "tool_call"
+    assert next_step(tokenizer, False, chosen) == next_step(tokenizer, True, chosen[1:]) == "end_of_turn"
     reader, stream = ToolCallReader(), tokenizer.stream(continues=True)
     found = [piece for token in chosen for piece in reader.push(stream.push(token) + marks.unseen.get(token, ""))]
     assert [call.name for call in found if isinstance(call, ToolCall)] == ["f"]

@@ -146,6 +146,18 @@ def test_the_end_of_an_answer_is_reported_with_all_blocks_that_were_ordered() ->
     assert reported == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
 
 
+def test_an_answer_carries_the_hints_that_its_request_came_with() -> None:
+    reported: list[Answer] = []
+    hints = SimpleNamespace(actions=[])
+    side = side_of(KeyedStore(), on_answer=reported.append)
+    asked = request("r", TOKENS, kv_hints=hints, num_output_tokens=1)
+    side.matched_tokens(asked, 0)
+    side.admitted(asked, 0)
+    side.orders(step(new={"r": (0, 22)}))
+    side.finished(asked)
+    assert [answer.kv_hints for answer in reported] == [hints]
+
+
 def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_reported() -> None:
     reported: list[Answer] = []
     side = side_of(KeyedStore(), on_answer=reported.append)

@@ -76,11 +76,12 @@ def test_who_ranks_no_chains_declines_nothing(policy: str) -> None:
     assert Replay(trace, ReplaySettings(policy, 60)).run().evicted["bypassed"] == 0
 
 
-def test_what_was_declined_is_remembered_as_evicted() -> None:
+def test_what_was_refused_is_remembered_and_counts_as_used_only_if_it_was_declined() -> None:
     shelf = Shelf()
-    shelf.residency.record_bypass(0, key(3), 5)
-    absence = shelf.residency.why_missing(0, key(3))
-    assert (absence.cause.name, absence.accesses) == ("EVICTED", 1)
+    for cause, uses in ((Cause.DECLINED, 1), (Cause.NO_ROOM, 1), (Cause.OVER_QUOTA, 1), (Cause.DECLINED, 2)):
+        shelf.residency.record_refusal(0, key(3), cause, 5)
+        absence = shelf.residency.why_missing(0, key(3))
+        assert (absence.cause, absence.accesses) == (cause, uses)
 
 
 def test_a_block_that_was_not_announced_is_not_declined() -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_tiers.testing.faulty import Fault
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import offer
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.get import LeasedRun, Wanted
 from kvstored.store.operations.offer import Durability, DurabilityMode, StoreStatus
+from kvstored.store.policies.base import Share
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import PAYLOAD_BYTES, small_store
 from tests.reference.tiers import HOST, NVME
@@ -83,6 +85,39 @@ async def test_another_tenant_finds_nothing_and_releases_nothing(driven: DrivenS
     nothing = await driven.operations.get.acquire(stranger, Wanted(PACKED))
     assert (nothing.blocks, nothing.run, nothing.cause) == (0, None, Cause.NEVER_STORED)
     assert driven.operations.get.release(stranger, [held.run.lease_id]) == 0
+
+
+@pytest.mark.parametrize("why", ["no_room", "over_quota", "declined"])
+def test_a_put_that_is_refused_says_why_and_so_does_a_later_miss(tmp_path: Path, why: str) -> None:
+    """DRAM for a few blocks, all of them leased or kept."""
+
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        store, tenant = driven.small.store, driven.client.tenant_id
+        driven.small.disk.plan(Fault("write", "fail"))
+        filled = keys_of(9, 2 * store.config.host.capacity_bytes // PAYLOAD_BYTES)
+        held = [status for answer in await driven.put(filled, DurabilityMode.NONE) for status in answer.statuses]
+        stored = held.count(StoreStatus.STORED)
+        assert 0 < stored < len(filled) and set(held[stored:]) == {StoreStatus.NO_ROOM}, "a chain keeps its own head"
+        before = store.counters.snapshot()
+        if why == "declined":
+            store.policies[HOST].declines = lambda *_: True  # type: ignore[method-assign]
+        else:
+            lease = driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(filled[:stored])))
+            assert lease is not None and lease.blocks == stored
+        if why == "over_quota":
+            store.policies[HOST].set_share(tenant, Share(max_bytes=PAYLOAD_BYTES))
+        (answer,) = await driven.put(KEYS, DurabilityMode.NONE)
+        assert list(answer.statuses) == [StoreStatus[why.upper()]] * BLOCKS
+        found = driven.operations.look_up.look_up(driven.client, PACKED)
+        assert (found.usable, found.cause) == (0, Cause[why.upper()])
+        counted = {name: count - before[name] for name, count in store.counters.snapshot().items()}
+        refused = {
+            name: counted[f"{name}_blocks"] for name in ("no_room", "over_quota", "declined", "stored", "evicted")
+        }
+        assert refused == {**dict.fromkeys(refused, 0), why: BLOCKS}
+
+    scenario(tmp_path)
 
 
 @pytest.mark.parametrize("from_back", [False, True])

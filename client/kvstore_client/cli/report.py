@@ -32,6 +32,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 
 _MIN_SAMPLES = 3
 _MODELS_SHOWN = 6
+_REFUSED_PUTS = ("no_room_blocks", "over_quota_blocks", "declined_blocks")
 _TIMED = ("lookup", "acquire", "store", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "xxhash")
 _TIERS = ("tier", "state", ">used", ">capacity", ">full", ">blocks", ">hits", ">read", ">written", ">evicted", ">bad")
@@ -111,6 +112,9 @@ def _charts(past: Past) -> list[str]:
     verbs = [verb for verb in _TIMED if verb in past.subjects("verb")]
     hits = [Series(f"from {tier}", past.rates("tier", tier, "hits")) for tier in past.subjects("tier")]
     misses = [Series(cause.replace("_", " "), past.rates("miss", cause, "blocks")) for cause in past.subjects("miss")]
+    refused = [
+        Series(name.removesuffix("_blocks").replace("_", " "), past.rates("daemon", "", name)) for name in _REFUSED_PUTS
+    ]
     moved = [Series("stored by clients", past.rates("daemon", "", "stored_bytes"))]
     moved += [Series(f"lane {lane}", past.rates("lane", lane, "moved_bytes")) for lane in past.subjects("lane")]
     queued = [Series(lane, past.values("lane", lane, "queued"), is_peak=True) for lane in past.subjects("lane")]
@@ -129,6 +133,7 @@ def _charts(past: Past) -> list[str]:
         draw("Hit ratio", "share of requested blocks", axes.PERCENT, [Series("blocks served", hit_ratios(past))]),
         draw("Hits by tier", "blocks a second", axes.COUNT_A_SECOND, hits, is_stacked=True),
         draw("Misses by cause", "blocks a second", axes.COUNT_A_SECOND, misses, is_stacked=True),
+        draw("Puts refused", "blocks a second, by reason", axes.COUNT_A_SECOND, refused, is_stacked=True),
         draw("Movement", "by lane", axes.BYTES_A_SECOND, moved),
         draw("Waiting in lanes", "blocks queued or in flight", axes.COUNT, queued),
         draw("Requests", "by verb", axes.COUNT_A_SECOND, requests),

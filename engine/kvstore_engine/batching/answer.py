@@ -5,6 +5,7 @@ Owns all of an answer except the K/V of its tokens. It never computes.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.errors import UsageError
+from kvstore_engine.restore.session import NextStep
 from kvstore_engine.sampler import Sampler, SamplingSettings
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 
@@ -70,16 +72,25 @@ class Answer:
         self._stream = tokenizer.stream(continues=True)
         self._stops = StopStrings(settings.stop)
         self._is_stopped = False
+        self._next_step = settings.next_step
+        self._tokens: list[int] = []  # where `next_step` needs them
 
     def push(self, token: int) -> tuple[str, bool]:
         """The text that can be shown after `token`, and whether the answer ends with it by a stop string or by its
         constraint. Raises what a constraint or a tokenizer that does not know the token raises.
         """
+        if self._next_step is not None:
+            self._tokens.append(token)
         shown, self._is_stopped = self._stops.push(self._stream.push(token))
         if self.constraint is None:
             return shown, self._is_stopped
         self.constraint.accept(token)
         return shown, self._is_stopped or self.constraint.finished
+
+    @property
+    def next_step(self) -> Callable[[], NextStep | None] | None:
+        """What follows, now that the answer has ended by itself; None where its request does not say how to know."""
+        return None if self._next_step is None else partial(self._next_step, self._tokens)
 
     def finish(self) -> str:
         """The rest of the text; nothing follows a stop string, not even the bytes of half a character."""

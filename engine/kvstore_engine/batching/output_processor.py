@@ -188,7 +188,7 @@ class OutputProcessor:
         if sequence.block_table is not None and reason != "failed":  # what led to a failure must not be restored
             self._storer.offer(sequence)
             if is_whole:
-                self._storer.hint_end(sequence)
+                self._storer.hint_end(sequence, by_itself=reason in ("end", "stop"))
         scheduler.run_queue.leave(sequence, is_sound=is_sound)
         usage = sequence.usage(now)
         self._observer.finished(request.id, sequence.index, reason, usage, now)

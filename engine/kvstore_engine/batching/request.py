@@ -1,6 +1,6 @@
 """A request: a prompt in token ids and how to answer it. Plain values, and the checks that need no model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.errors import UsageError
+from kvstore_engine.restore.session import NextStep
 from kvstore_engine.sampler import SamplingSettings
 
 Int32Array = npt.NDArray[np.int32]
@@ -50,6 +51,8 @@ class RequestSettings:
     logprobs:   None for none; k for the chosen token's and the k likeliest tokens' log probabilities, of the
                 distribution as the model gave it (before temperature, top-k, top-p and constraint).
     store:      put computed blocks into the daemon, if there is one.
+    next_step:  what follows an answer that has ended by itself, by its tokens; None where that is not known. It is a
+                hint for the daemon, and is called in the thread that sends it.
     constraint: makes one constraint for each answer.
     beams:      None to sample; else the answers are the `n` best of a beam search, the best first, all at its end. Not
                 together with stop strings, a constraint or sampling.
@@ -62,6 +65,7 @@ class RequestSettings:
     ignore_end: bool = False
     logprobs: int | None = None
     store: bool = True
+    next_step: Callable[[Sequence[int]], NextStep | None] | None = None
     constraint: Callable[[], Constraint] | None = None
     beams: BeamSettings | None = None
 

@@ -14,7 +14,7 @@ from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.restore.put_queue import MOST_BLOCKS, Hint, Put, PutQueue
-from kvstore_engine.restore.session import KvSession
+from kvstore_engine.restore.session import KvSession, NextStep
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
 
@@ -37,7 +37,7 @@ class Storer:
 
     @property
     def counts(self) -> Counter[str]:
-        """Blocks by result: "stored", "present", "throttled", "failed"."""
+        """Blocks by the status that their put gave them."""
         return self._queue.counts
 
     @property
@@ -69,21 +69,31 @@ class Storer:
             first = end
         sequence.offered_blocks = first
 
-    def hint_end(self, sequence: Sequence) -> None:
-        """The answer has ended, and all of it was offered. Its length is a hint for the daemon's eviction."""
+    def hint_end(self, sequence: Sequence, *, by_itself: bool) -> None:
+        """The answer has ended, and all of it was offered. Hints for the daemon's eviction are its length, and what
+        follows it where it ended by itself: an answer that was cut off at its greatest length does not show that."""
         is_first = sequence.search is None and not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
-            self._hint(sequence, sequence.storable, answer_tokens=sequence.generated)
+            next_step = sequence.answer.next_step if by_itself else None
+            self._hint(sequence, sequence.storable, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
         """The sequence will run in about `wait_s`: a hint to keep the stored blocks of its prompt."""
         self._hint(sequence, sequence.prompt_tokens, due_in_s=wait_s)
 
-    def _hint(self, sequence: Sequence, tokens: int, *, answer_tokens: int = 0, due_in_s: float | None = None) -> None:
+    def _hint(
+        self,
+        sequence: Sequence,
+        tokens: int,
+        *,
+        answer_tokens: int = 0,
+        due_in_s: float | None = None,
+        next_step: Callable[[], NextStep | None] | None = None,
+    ) -> None:
         session = sequence.session
         if session is not None and session.state == "connected" and tokens >= session.block_tokens:
             whole = np.array(sequence.tokens[: tokens // session.block_tokens * session.block_tokens], np.int32)
-            self._queue.hint(Hint(session, whole, answer_tokens, due_in_s))
+            self._queue.hint(Hint(session, whole, answer_tokens, due_in_s, next_step))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Unpin what is stored, and hand over the next put, for which this waits up to `patience_s`."""

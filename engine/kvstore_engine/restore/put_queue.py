@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvstore_engine.restore.session import Bytes, KvSession, Tokens
+from kvstore_engine.restore.session import Bytes, KvSession, NextStep, Tokens
 
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
@@ -64,13 +64,14 @@ class Put:
 @dataclass(slots=True, eq=False)
 class Hint:
     """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a request that
-    waits will need it in about `due_in_s` seconds.
+    waits will need it in about `due_in_s` seconds. `next_step()`, called when it is sent, says what follows the answer.
     """
 
     session: KvSession
     tokens: Tokens
     answer_tokens: int = 0
     due_in_s: float | None = None
+    next_step: Callable[[], NextStep | None] | None = None
 
 
 class PutQueue:
@@ -183,7 +184,8 @@ class PutQueue:
 
     def _send(self, each: Hint) -> None:
         try:
-            each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s)
+            step = None if each.next_step is None else each.next_step()
+            each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s, next_step=step)
         except Exception as error:  # as above
             _log.debug("a hint was not sent: %s: %s", type(error).__name__, error)
 

@@ -23,10 +23,16 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What a request stored, in blocks. `store_s` is the time in puts, for which generation did not wait."""
+    """What a request stored, in blocks, by the statuses of a put.
+
+    store_s: the time in puts, for which generation did not wait.
+    """
 
     stored: int = 0
     present: int = 0
+    no_room: int = 0
+    over_quota: int = 0
+    declined: int = 0
     throttled: int = 0
     failed: int = 0
     store_s: float = 0.0

@@ -7,7 +7,7 @@ only when it no longer needs the payload callables; the daemon may ignore a `hin
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 Payload = Callable[[Bytes], None]
+
+NextStep = Literal["tool_call", "end_of_turn", "closed"]
+"""What would have to happen before an answer is continued: a tool answers, a person answers, nothing."""
 
 
 class KvLease(Protocol):
@@ -41,7 +44,7 @@ class KvLease(Protocol):
 
 
 class KvReceipt(Protocol):
-    """What became of each block of a put: "stored", "present", "throttled" or "failed"."""
+    """What became of each block of a put: "stored", "present", or why it was not stored."""
 
     @property
     def statuses(self) -> Sequence[str]: ...
@@ -58,5 +61,13 @@ class KvSession(Protocol):
     def wake(self) -> None: ...
     def get(self, tokens: Tokens, /, *, max_blocks: int, deadline_s: float, promote: bool) -> KvLease: ...
     def put(self, tokens: Tokens, /, *, first_block: int, payloads: Sequence[Payload]) -> KvReceipt: ...
-    def hint(self, tokens: Tokens, /, *, answer_tokens: int = 0, due_in_s: float | None = None) -> int: ...
+    def hint(
+        self,
+        tokens: Tokens,
+        /,
+        *,
+        answer_tokens: int = 0,
+        due_in_s: float | None = None,
+        next_step: NextStep | None = None,
+    ) -> int: ...
     def close(self) -> None: ...

@@ -43,6 +43,7 @@ class Serving:
     executor: RemoteExecutor
     pool: BlockPool
     constrainer: Constrainer
+    tokenizer: Tokenizer
     sessions: TenantSessions | None
 
 
@@ -103,7 +104,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         stack.callback(engine.close)
         constrainer = Constrainer(tokenizer, config.vocabulary)
         threading.Thread(target=_prepare, args=(constrainer,), daemon=True).start()
-        yield Serving(engine, executor, pool, constrainer, sessions)
+        yield Serving(engine, executor, pool, constrainer, tokenizer, sessions)
 
 
 def _settings(options: EngineOptions) -> EngineSettings:

@@ -5,6 +5,7 @@ Owns the fields that only chats have.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -16,6 +17,7 @@ from kvstore_engine.server.chat_messages import MAX_MESSAGES, Message
 from kvstore_engine.server.completions import Plan
 from kvstore_engine.server.grammars import checked, read_grammar
 from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.messages import Turn
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
 from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
@@ -72,7 +74,9 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     renderer = ChatRenderer(service.model, body.n, with_logprobs=body.logprobs, reads_calls=reads_calls)
     logprobs = body.top_logprobs if body.logprobs else None
     ask = body.ask(renderer.id, tokens, service, caller, param="messages", logprobs=logprobs, grammar=grammar)
-    return Plan([ask], renderer, body.stream, body.include_usage)
+    # A call that we cannot read looks like text.
+    turn: Turn = "tool" if reads_calls else "unknown" if tools else "person"
+    return Plan([replace(ask, turn=turn)], renderer, body.stream, body.include_usage)
 
 
 async def _call_grammar(body: ChatBody, other: Grammar | None, service: Service) -> Grammar:

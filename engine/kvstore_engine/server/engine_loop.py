@@ -97,7 +97,7 @@ class EngineLoop:
 
     def _add(self, serving: Serving, header: Header, blob: bytes) -> None:
         try:
-            serving.engine.add(request_of(header, unpack_tokens(blob), serving.constrainer))
+            serving.engine.add(request_of(header, unpack_tokens(blob), serving.constrainer, serving.tokenizer))
         except UsageError as error:
             self._refuse(header["id"], "usage", str(error))
         except Overloaded as error:

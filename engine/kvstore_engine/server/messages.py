@@ -10,20 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from kvstore_engine.batching import BeamSettings, Event, Finished, Request, RequestSettings, Token, Usage
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
+from kvstore_engine.server.tools import next_step
+from kvstore_engine.tokenizer import Tokenizer
 
 Refusal = Literal["usage", "overloaded", "failed"]
+Turn = Literal["unknown", "person", "tool"]
 _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings`."""
+    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings`, and `turn`, who
+    speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person."""
 
     id: str
     tokens: Int32Array
@@ -37,6 +42,7 @@ class Ask:
     beams: BeamSettings | None = None
     tenant: str = ""
     priority: int = 0
+    turn: Turn = "unknown"
 
     def header(self) -> Header:
         fields: Header = {"op": "add", "id": self.id, "max_tokens": self.max_tokens, "n": self.n}
@@ -44,12 +50,12 @@ class Ask:
         fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
         fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
         fields |= {"beams": asdict(self.beams) if self.beams else None}
-        return fields | {"tenant": self.tenant, "priority": self.priority}
+        return fields | {"tenant": self.tenant, "priority": self.priority, "turn": self.turn}
 
 
-def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer) -> Request:
+def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
     """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
-    grammar, beams = header["grammar"], header["beams"]
+    grammar, beams, turn = header["grammar"], header["beams"], header["turn"]
     settings = RequestSettings(
         max_tokens=header["max_tokens"],
         sampling=SamplingSettings(**header["sampling"]),
@@ -59,6 +65,7 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer) -> 
         logprobs=header["logprobs"],
         constraint=constrainer.constraint(Grammar(**grammar)) if grammar else None,
         beams=BeamSettings(**beams) if beams else None,
+        next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn == "tool"),
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore_engine.constrain import JSON_OPTIONS, special_token
+from kvstore_engine.restore.session import NextStep
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL
 
@@ -104,6 +106,17 @@ class ToolCallReader:
         # The white space that separates calls is not an answer.
         if text.strip() or (text and not self.calls):
             found.append(text)
+
+
+def next_step(tokenizer: Tokenizer, reads_calls: bool, answer: Sequence[int]) -> NextStep:
+    """What follows an answer that has ended by itself: a tool, if it calls one that can be read, else a person."""
+    if reads_calls:
+        reader = ToolCallReader()
+        reader.push(tokenizer.decode(answer, special=True))
+        reader.finish()
+        if reader.calls:
+            return "tool_call"
+    return "end_of_turn"
 
 
 def _read(text: str) -> ToolCall | None:

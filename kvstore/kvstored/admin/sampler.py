@@ -18,7 +18,8 @@ OTHER_TENANTS = "(others)"
 # Of the counters, those that a person wants to see over time.
 COUNTED = (
     "lookups", "lookup_keys", "lookup_hit_keys", "acquires", "acquired_blocks", "acquire_timeouts",
-    "stored_blocks", "stored_bytes", "throttled_blocks", "evicted_blocks", "corrupt_blocks",
+    "stored_blocks", "stored_bytes", "no_room_blocks", "over_quota_blocks", "declined_blocks", "evicted_blocks",
+    "corrupt_blocks",
 )  # fmt: skip
 
 _Total = Iterator[tuple[SeriesKey, int]]

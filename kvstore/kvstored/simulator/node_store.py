@@ -139,14 +139,14 @@ class NodeStore:
         return self.store.counters["stored_blocks"]
 
     @property
-    def throttled_blocks(self) -> int:
+    def no_room_blocks(self) -> int:
         """Blocks for which no room could be made."""
-        return self.store.counters["throttled_blocks"]
+        return self.store.counters["no_room_blocks"]
 
     @property
-    def bypassed_blocks(self) -> int:
+    def declined_blocks(self) -> int:
         """Blocks that the policy thought worth less than what was there."""
-        return self.store.counters["bypassed_blocks"]
+        return self.store.counters["declined_blocks"]
 
     # Getting
 

@@ -212,7 +212,7 @@ class Replay:
                 filling.append(self._begin(keys, depth, tenant, now_ns))
                 continue
             for key in keys[depth:] if victim >= 0 else ():
-                residency.record_bypass(tenant, key, now_ns)
+                residency.record_refusal(tenant, key, Cause.DECLINED, now_ns)
                 self._bypassed += 1
             break
         for row in filling:

@@ -147,8 +147,8 @@ class TimingStudy:
             },
             "utilisation": self._utilisation(node),
             "stored_blocks": node.store.stored_blocks if node.store is not None else 0,
-            "bypassed_blocks": node.store.bypassed_blocks if node.store is not None else 0,
-            "throttled_blocks": node.store.throttled_blocks if node.store is not None else 0,
+            "declined_blocks": node.store.declined_blocks if node.store is not None else 0,
+            "no_room_blocks": node.store.no_room_blocks if node.store is not None else 0,
             "lasted_s": round(served.lasted_s, 3),
         }
 

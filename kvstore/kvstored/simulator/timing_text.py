@@ -98,9 +98,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             f"note: {refused:,} requests are longer than the engine's memory holds and are not in the figures."
         )
-    throttled = dict.fromkeys(row["plan"] for row in rows if row["throttled_blocks"])
-    if throttled:
+    no_room = dict.fromkeys(row["plan"] for row in rows if row["no_room_blocks"])
+    if no_room:
         found.append(
-            f"note: no room could be made for some blocks in time, they were not stored ({', '.join(throttled)})."
+            f"note: no room could be made for some blocks in time, they were not stored ({', '.join(no_room)})."
         )
     return found

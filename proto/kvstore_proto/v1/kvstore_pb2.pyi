@@ -117,6 +117,10 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_READ_FAILED: _MissReason.ValueType  # 9
     MISS_REASON_FORGOTTEN: _MissReason.ValueType  # 10
     """the tier below that had it, which may forget, has it no more"""
+    MISS_REASON_NO_ROOM: _MissReason.ValueType  # 11
+    """11 to 13: a put of it was answered with the StoreStatus of this name"""
+    MISS_REASON_OVER_QUOTA: _MissReason.ValueType  # 12
+    MISS_REASON_DECLINED: _MissReason.ValueType  # 13
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why a block is not served."""
@@ -133,6 +137,10 @@ MISS_REASON_DROPPED: MissReason.ValueType  # 8
 MISS_REASON_READ_FAILED: MissReason.ValueType  # 9
 MISS_REASON_FORGOTTEN: MissReason.ValueType  # 10
 """the tier below that had it, which may forget, has it no more"""
+MISS_REASON_NO_ROOM: MissReason.ValueType  # 11
+"""11 to 13: a put of it was answered with the StoreStatus of this name"""
+MISS_REASON_OVER_QUOTA: MissReason.ValueType  # 12
+MISS_REASON_DECLINED: MissReason.ValueType  # 13
 global___MissReason = MissReason
 
 class _Match:
@@ -269,8 +277,8 @@ class _StoreStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     STORE_STATUS_STORED: _StoreStatus.ValueType  # 1
     STORE_STATUS_PRESENT: _StoreStatus.ValueType  # 2
     """stored before, or another client was first with the same key"""
-    STORE_STATUS_THROTTLED: _StoreStatus.ValueType  # 4
-    """no room could be made"""
+    STORE_STATUS_NO_ROOM: _StoreStatus.ValueType  # 4
+    """DRAM is full, and nothing in it may be evicted for the block now"""
     STORE_STATUS_KEY_MISMATCH: _StoreStatus.ValueType  # 5
     """the tokens in the slot do not hash to the key"""
     STORE_STATUS_ORPHANED: _StoreStatus.ValueType  # 6
@@ -279,6 +287,12 @@ class _StoreStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """believed present, but it is not: write it and send it"""
     STORE_STATUS_AGAIN: _StoreStatus.ValueType  # 8
     """send it again, a moment later, as it is: another client is storing the same block"""
+    STORE_STATUS_OVER_QUOTA: _StoreStatus.ValueType  # 9
+    """just now, or the loan was renewed meanwhile
+    its tenant is at its maximum, and none of its own blocks may be evicted now
+    """
+    STORE_STATUS_DECLINED: _StoreStatus.ValueType  # 10
+    """the policy would rather keep what would have to be evicted for it"""
 
 class StoreStatus(_StoreStatus, metaclass=_StoreStatusEnumTypeWrapper): ...
 
@@ -286,8 +300,8 @@ STORE_STATUS_FAILED: StoreStatus.ValueType  # 0
 STORE_STATUS_STORED: StoreStatus.ValueType  # 1
 STORE_STATUS_PRESENT: StoreStatus.ValueType  # 2
 """stored before, or another client was first with the same key"""
-STORE_STATUS_THROTTLED: StoreStatus.ValueType  # 4
-"""no room could be made"""
+STORE_STATUS_NO_ROOM: StoreStatus.ValueType  # 4
+"""DRAM is full, and nothing in it may be evicted for the block now"""
 STORE_STATUS_KEY_MISMATCH: StoreStatus.ValueType  # 5
 """the tokens in the slot do not hash to the key"""
 STORE_STATUS_ORPHANED: StoreStatus.ValueType  # 6
@@ -296,6 +310,12 @@ STORE_STATUS_WANTED: StoreStatus.ValueType  # 7
 """believed present, but it is not: write it and send it"""
 STORE_STATUS_AGAIN: StoreStatus.ValueType  # 8
 """send it again, a moment later, as it is: another client is storing the same block"""
+STORE_STATUS_OVER_QUOTA: StoreStatus.ValueType  # 9
+"""just now, or the loan was renewed meanwhile
+its tenant is at its maximum, and none of its own blocks may be evicted now
+"""
+STORE_STATUS_DECLINED: StoreStatus.ValueType  # 10
+"""the policy would rather keep what would have to be evicted for it"""
 global___StoreStatus = StoreStatus
 
 @typing.final

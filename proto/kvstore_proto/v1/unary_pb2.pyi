@@ -47,8 +47,8 @@ class _KeyStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Put: visible to every client of the tenant from now on"""
     KEY_STATUS_ORPHANED: _KeyStatus.ValueType  # 5
     """Put: full attention, and the block it continues is not stored (any more)"""
-    KEY_STATUS_THROTTLED: _KeyStatus.ValueType  # 6
-    """Put: no room could be made now; try again later"""
+    KEY_STATUS_NO_ROOM: _KeyStatus.ValueType  # 6
+    """Put: DRAM is full, and nothing in it may be evicted now; try again later"""
     KEY_STATUS_PENDING: _KeyStatus.ValueType  # 7
     """Put: another client is writing the same block"""
     KEY_STATUS_REFUSED: _KeyStatus.ValueType  # 8
@@ -61,6 +61,10 @@ class _KeyStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Delete: kept, because somebody reads it under a lease or it is being moved; ask again"""
     KEY_STATUS_CONTINUED: _KeyStatus.ValueType  # 12
     """Delete: kept, because stored blocks that the call does not name continue it"""
+    KEY_STATUS_OVER_QUOTA: _KeyStatus.ValueType  # 13
+    """Put: the tenant is at its maximum, and none of its blocks may be evicted now"""
+    KEY_STATUS_DECLINED: _KeyStatus.ValueType  # 14
+    """Put: the policy would rather keep what would have to be evicted for it"""
 
 class KeyStatus(_KeyStatus, metaclass=_KeyStatusEnumTypeWrapper):
     """What became of one key."""
@@ -77,8 +81,8 @@ KEY_STATUS_STORED: KeyStatus.ValueType  # 4
 """Put: visible to every client of the tenant from now on"""
 KEY_STATUS_ORPHANED: KeyStatus.ValueType  # 5
 """Put: full attention, and the block it continues is not stored (any more)"""
-KEY_STATUS_THROTTLED: KeyStatus.ValueType  # 6
-"""Put: no room could be made now; try again later"""
+KEY_STATUS_NO_ROOM: KeyStatus.ValueType  # 6
+"""Put: DRAM is full, and nothing in it may be evicted now; try again later"""
 KEY_STATUS_PENDING: KeyStatus.ValueType  # 7
 """Put: another client is writing the same block"""
 KEY_STATUS_REFUSED: KeyStatus.ValueType  # 8
@@ -91,6 +95,10 @@ KEY_STATUS_IN_USE: KeyStatus.ValueType  # 11
 """Delete: kept, because somebody reads it under a lease or it is being moved; ask again"""
 KEY_STATUS_CONTINUED: KeyStatus.ValueType  # 12
 """Delete: kept, because stored blocks that the call does not name continue it"""
+KEY_STATUS_OVER_QUOTA: KeyStatus.ValueType  # 13
+"""Put: the tenant is at its maximum, and none of its blocks may be evicted now"""
+KEY_STATUS_DECLINED: KeyStatus.ValueType  # 14
+"""Put: the policy would rather keep what would have to be evicted for it"""
 global___KeyStatus = KeyStatus
 
 @typing.final
@@ -262,16 +270,18 @@ class UnaryPutReply(google.protobuf.message.Message):
     RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     retry_after_ms: builtins.int
-    """where one is THROTTLED or PENDING: when to try again"""
+    """where one is NO_ROOM, OVER_QUOTA or PENDING: when to try again"""
     keys: builtins.bytes
     """16 a key, as computed from token_ids or object"""
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
-        """a key: STORED, PRESENT, ORPHANED, THROTTLED, PENDING, REFUSED; MISS: failed"""
+        """a key: STORED, PRESENT, ORPHANED, NO_ROOM, OVER_QUOTA, DECLINED, PENDING,"""
 
     @property
     def durability(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvstore_proto.v1.kvstore_pb2.Durability.ValueType]:
-        """a key: of what this call stored or found stored"""
+        """REFUSED; MISS: failed
+        a key: of what this call stored or found stored
+        """
 
     def __init__(
         self,

@@ -177,6 +177,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             logger.info("kvstored: %s", self._worker.close(_CLOSE_PATIENCE_S))
         if self._answers is not None:
             self._answers.close()
+            hints = self._answers.kv_hints
+            if hints.ignored or hints.malformed:
+                logger.info("kv_hints: %d actions not known here, %d malformed", hints.ignored, hints.malformed)
         for session in self._sessions:
             session.close()
         self._sessions = []
@@ -209,7 +212,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         hashed = config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
         served = [session for session in sessions if session is not None] if None not in sessions else []
         if served and self._saves:
-            self._answers = AnswerReporter(served)
+            self._answers = AnswerReporter(served, say=logger.warning)
         return SchedulerSide(
             served,
             partial(describe_extras, hashed_items=bool(hashed)),

@@ -118,7 +118,8 @@ class SchedulerSide:
             and blocks
             and tokens
         ):
-            self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens))
+            hints = getattr(request, "kv_hints", None)  # not every vLLM has it
+            self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens, hints))
 
     def orders(self, output: Any) -> StepOrders:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""

@@ -39,10 +39,13 @@ _ANSWER_OVERHEAD_BYTES = 1024
 _OF_STORE: dict[int, unary.KeyStatus.ValueType] = {
     pb.STORE_STATUS_STORED: unary.KEY_STATUS_STORED,
     pb.STORE_STATUS_PRESENT: unary.KEY_STATUS_PRESENT,
-    pb.STORE_STATUS_THROTTLED: unary.KEY_STATUS_THROTTLED,
+    pb.STORE_STATUS_NO_ROOM: unary.KEY_STATUS_NO_ROOM,
+    pb.STORE_STATUS_OVER_QUOTA: unary.KEY_STATUS_OVER_QUOTA,
+    pb.STORE_STATUS_DECLINED: unary.KEY_STATUS_DECLINED,
     pb.STORE_STATUS_ORPHANED: unary.KEY_STATUS_ORPHANED,
     pb.STORE_STATUS_AGAIN: unary.KEY_STATUS_PENDING,
 }
+_WORTH_ANOTHER_TRY = frozenset({unary.KEY_STATUS_NO_ROOM, unary.KEY_STATUS_OVER_QUOTA, unary.KEY_STATUS_PENDING})
 _OF_FATE = {
     Fate.DELETED: unary.KEY_STATUS_DELETED,
     Fate.IN_USE: unary.KEY_STATUS_IN_USE,
@@ -110,7 +113,7 @@ class InlineCalls:
         for position, (key, parent) in enumerate(zip(blocks.keys, blocks.parents, strict=True)):
             if key in (parent, NO_PARENT):
                 reply.statuses[position] = unary.KEY_STATUS_REFUSED
-        if unary.KEY_STATUS_THROTTLED in reply.statuses or unary.KEY_STATUS_PENDING in reply.statuses:
+        if not _WORTH_ANOTHER_TRY.isdisjoint(reply.statuses):
             reply.retry_after_ms = RETRY_AFTER_MS
         return reply
 

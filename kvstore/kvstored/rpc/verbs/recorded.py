@@ -26,7 +26,10 @@ def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> V
     return RecordedVerbs(verbs, recorder, clock)
 
 
-_OFFERED = (pb.STORE_STATUS_STORED, pb.STORE_STATUS_THROTTLED, pb.STORE_STATUS_ORPHANED)
+_OFFERED = (
+    pb.STORE_STATUS_STORED, pb.STORE_STATUS_NO_ROOM, pb.STORE_STATUS_OVER_QUOTA, pb.STORE_STATUS_DECLINED,
+    pb.STORE_STATUS_ORPHANED,
+)  # fmt: skip
 
 
 class RecordedVerbs(Verbs):

@@ -50,7 +50,8 @@ class AccessLog:
         for tier, listener in enumerate(self._listeners.by_tier):
             listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
 
-    def record_bypass(self, tenant: int, key: bytes, now_ns: int) -> None:
-        """A block that was to be stored is not worth its room: as if it had been stored, used and evicted at once."""
+    def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
+        """A block that was to be stored is not. One that was DECLINED counts as if it had been stored, used and evicted
+        at once."""
         ghost = self._view.tenants[tenant].ghost
-        ghost.remember(key, Cause.EVICTED, now_ns, ghost.accesses(key) + 1)
+        ghost.remember(key, cause, now_ns, ghost.accesses(key) + (cause is Cause.DECLINED))

@@ -69,7 +69,7 @@ class Residency(ResidencyView):
         access = AccessLog(self, listeners)
         self.touch_run = access.touch_run
         self.request_run = access.request_run
-        self.record_bypass = access.record_bypass
+        self.record_refusal = access.record_refusal
         pins = Pins(self, listeners)
         self.pin = pins.pin
         self.pin_run = pins.pin_run

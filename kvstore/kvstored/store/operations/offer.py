@@ -27,11 +27,13 @@ class StoreStatus(IntEnum):
     FAILED = 0
     STORED = 1
     PRESENT = 2
-    THROTTLED = 4
+    NO_ROOM = 4
     KEY_MISMATCH = 5
     ORPHANED = 6
     WANTED = 7
     AGAIN = 8
+    OVER_QUOTA = 9
+    DECLINED = 10
 
 
 class Durability(IntEnum):

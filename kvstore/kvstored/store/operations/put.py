@@ -27,7 +27,7 @@ from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
-from kvstored.lifecycle import CopyState
+from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks import CyclicChainError, Residency
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.offer import (
@@ -44,7 +44,7 @@ from kvstored.store.operations.offer import (
 from kvstored.store.operations.present import Present
 from kvstored.store.operations.token_check import tokens_hash_to_key
 from kvstored.store.tiering import MAPPED
-from kvstored.store.transfer.room import BYPASSED, Room
+from kvstored.store.transfer.room import NoSlot, Room
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters
 
@@ -54,6 +54,11 @@ log = logging.getLogger(__name__)
 PART_BYTES = 32 * 2**20
 PART_BLOCKS, HASHES_A_PART = 32, 1024
 ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
+_REFUSED = {
+    NoSlot.NO_ROOM: (StoreStatus.NO_ROOM, Cause.NO_ROOM, "no_room_blocks"),
+    NoSlot.OVER_QUOTA: (StoreStatus.OVER_QUOTA, Cause.OVER_QUOTA, "over_quota_blocks"),
+    NoSlot.DECLINED: (StoreStatus.DECLINED, Cause.DECLINED, "declined_blocks"),
+}
 
 
 @dataclass(slots=True)
@@ -304,28 +309,28 @@ class Put:
                     if self._writeback is None or intake.mode == DurabilityMode.NONE:
                         newcomer = block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
                     found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
-                    if found is BYPASSED:
-                        self._record_bypass(intake)
+                    if isinstance(found, NoSlot):
+                        self._refuse(intake, found)
                         continue
                     slot = found
-                if slot is None:
-                    intake.statuses[block.position] = StoreStatus.THROTTLED
-                    self._counters.add("throttled_blocks")
-                    intake.begun += 1
-                    continue
             self._begin_blocks(intake, end, slot)
         if part.writes:
             part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
 
-    def _record_bypass(self, intake: _Intake) -> None:
-        """The policy would rather keep what is here than the next block: nor are those stored that continue it."""
-        now_ns, key = self._clock.monotonic_ns(), intake.blocks[intake.begun].parent
+    def _refuse(self, intake: _Intake, why: NoSlot) -> None:
+        """The next block gets no slot, nor do those that continue it: they could not be reached without it, or are
+        worth no more. A later miss of any of them says the same."""
+        status, cause, counter = _REFUSED[why]
+        first = intake.blocks[intake.begun]
+        group = intake.client.fingerprint.group(first.group)
+        takes_others = why is NoSlot.DECLINED or (group is not None and group.kind == "full")
+        now_ns, key = self._clock.monotonic_ns(), first.parent
         for block in intake.blocks[intake.begun :]:
-            if block.parent != key:
+            if block.parent != key or not (block is first or takes_others):
                 return
-            intake.statuses[block.position] = StoreStatus.THROTTLED
-            self._residency.record_bypass(intake.client.tenant_id, block.key, now_ns)
-            self._counters.add("bypassed_blocks")
+            intake.statuses[block.position] = status
+            self._residency.record_refusal(intake.client.tenant_id, block.key, cause, now_ns)
+            self._counters.add(counter)
             intake.begun += 1
             key = block.key
 

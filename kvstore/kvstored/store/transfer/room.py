@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from enum import Enum
-from typing import Final
+from enum import Enum, auto
 
 from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Slot, Tier, TierState
@@ -27,13 +26,12 @@ PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies 
 UNLIMITED = 1 << 62
 
 
-class Bypass(Enum):
-    """Instead of a slot: the policy would rather keep what would have to go for it."""
+class NoSlot(Enum):
+    """Why there is none."""
 
-    BYPASSED = "bypassed"
-
-
-BYPASSED: Final = Bypass.BYPASSED
+    NO_ROOM = auto()  # nothing (more) may be evicted now, or the tier takes nothing
+    OVER_QUOTA = auto()  # the tenant is at its maximum, and none of its own blocks may be evicted now
+    DECLINED = auto()  # the policy would rather keep what would have to go
 
 
 class Room:
@@ -67,7 +65,7 @@ class Room:
         """A slot, evicting for it what the policy names; None when nothing (more) may be evicted. `is_patient`: wait a
         little for copies in flight and for others that make room."""
         slot = await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
-        return None if slot is BYPASSED else slot
+        return slot if isinstance(slot, Slot) else None
 
     async def allocate_for(
         self,
@@ -78,14 +76,14 @@ class Room:
         parent: int = -1,
         is_patient: bool = True,
         writable: bool = False,
-    ) -> Slot | Bypass | None:
-        """As `allocate`, for the block of this key and depth: BYPASSED when the policy would rather keep its victim.
+    ) -> Slot | NoSlot:
+        """As `allocate`, for the block of this key and depth, which the policy may decline; says why there is no slot.
 
         Row `parent`, which the block continues, is not given up for it: the block could not be reached without it, and
         its client has just learned that it is there.
         """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
-            return None  # it takes nothing, however much is evicted
+            return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
         passed = SkippedRows(copies, self._not_for(parent))
@@ -95,9 +93,10 @@ class Room:
             if slot is not None:
                 return slot
             confined = tenant if self._victims.is_over_maximum(tenant, nbytes) else None
+            refused = NoSlot.NO_ROOM if confined is None else NoSlot.OVER_QUOTA
             row = self._next(passed, confined)
             if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):
-                return BYPASSED
+                return NoSlot.DECLINED
             if row < 0:
                 if passed.containers and patience:  # copies in flight end soon, and their containers may be emptied
                     patience -= 1
@@ -105,16 +104,15 @@ class Room:
                 elif turns and self._evacuation.is_under_way:
                     turns -= 1  # else callers that wait without effect would keep each other waiting
                     if not await self._evacuation.wait():
-                        return None
+                        return refused
                 elif not is_patient or not await self._eviction.demoter.progress():
-                    return None
+                    return refused
                 # A block may be evicted now, or its container be emptied.
                 passed = SkippedRows(copies, self._not_for(parent))
                 continue
             if confined is not None or self._tier.makes_room(copies.container[row], nbytes, owner):
-                cause = Cause.EVICTED if confined is None else Cause.QUOTA
-                if not await self._evict(row, cause, allowance, passed):
-                    return None
+                if not await self._evict(row, Cause.EVICTED if confined is None else Cause.QUOTA, allowance, passed):
+                    return refused
             else:
                 container = copies.container[row]
                 found = await self._evacuation.convert(
@@ -123,12 +121,12 @@ class Room:
                 if isinstance(found, Slot):
                     return found
                 if found is BUSY:
-                    return None
+                    return refused
                 if found is None:  # none of that kind can be emptied now
                     passed.containers |= self._evacuation.kind_of(container)
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
-        return None
+        return refused
 
     async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: SkippedRows) -> bool:
         """Evict a victim, or pass it over if it cannot go. False when no more may be evicted for one block."""
