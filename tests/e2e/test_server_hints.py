@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.simulator.readers import ReadOptions, read_trace
 from tests.reference.running_daemon import running_daemon
 from tests.reference.running_server import RunningServer
+from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
@@ -39,10 +39,7 @@ _CHOICE = {"structured_outputs": {"choice": ["red", "green"]}, "max_tokens": 100
 def test_what_follows_an_answer_is_hinted_where_it_is_known(
     tmp_path: Path, path: str, fields: dict[str, Any], reason: str, step: int
 ) -> None:
-    try:
-        load_library()
-    except GGMLError as error:
-        pytest.skip(f"no ggml: {error}")
+    skip_without_ggml()
     model = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary() | {"tokenizer.chat_template": _TEMPLATE})
     record = tmp_path / "trace.jsonl.gz"
     with running_daemon(f"daemon.record={record}") as daemon:

@@ -1005,7 +1005,7 @@ class ReserveSlots(google.protobuf.message.Message):
     give_back: builtins.int
     """a reservation whose slots that were not stored are not written any more"""
     ahead: builtins.bool
-    """for a put that may follow: few are granted, and none where DRAM is small"""
+    """for a put that may follow: few are granted, and nothing is evicted for them"""
     def __init__(
         self,
         *,

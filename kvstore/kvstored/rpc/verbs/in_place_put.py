@@ -151,7 +151,7 @@ class InPlacePut:
             left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes())
         for count in range(1, min(request.blocks, left_bytes // nbytes) + 1):
             slot = room.allocate_now(nbytes, tenant, writable=True)
-            if slot is None:
+            if slot is None and not request.ahead:
                 slot = await self._make_room(request, nbytes, tenant)
             if slot is None or not self._reservations.add(reservation, slot):
                 return
