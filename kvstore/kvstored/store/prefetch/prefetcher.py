@@ -27,7 +27,9 @@ from kvstored.store.transfer.promote import Promoter
 PLAN_S = 0.25  # at least, from one plan to the next
 GUESSES = 64
 PLANNED_BLOCKS = 2048
-STEPS = 1024  # up a chain, of one slice: 0.3 ms
+STEPS = 512  # up a chain, of one slice: 0.3 ms
+WALK_BLOCKS = 16_384  # of a chain
+AGAIN_S = 2.0  # after which what a chain lacks is looked at again, at most
 LOOKED_AT = 256  # blocks brought and not used yet, a tick
 AHEAD_BYTES = 64 << 20  # under way on a link at once
 HOUR_S = 3600.0
@@ -46,6 +48,14 @@ class PrefetchStatus:
     cancelled_blocks: int
     all: PrefetchFigures
     tenants: dict[int, PrefetchFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """What a chain lacked when it was looked at; until when that is taken to hold."""
+
+    blocks: list[Block]
+    until_s: float
 
 
 class Prefetcher:
@@ -72,6 +82,7 @@ class Prefetcher:
         self._accounts = accounts
         self.is_enabled = settings.enabled
         self._queue = PrefetchQueue(settings.budget_bytes_per_s, AHEAD_BYTES)
+        self._walked: dict[tuple[int, bytes], _Walked] = {}
         self._planned_s = -PLAN_S
         self._planning: asyncio.Task[None] | None = None
         self._guesses = self._cancelled = 0
@@ -122,15 +133,23 @@ class Prefetcher:
         now_s = self._now_s()
         guesses = self._predictor.guesses(now_s, self._settings.horizon_s, GUESSES)
         self._guesses = len(guesses)
+        former, self._walked = self._walked, {}
         candidates: list[Candidate] = []
         left = PLANNED_BLOCKS
         for guess in guesses:
-            if guess.probability >= self._accounts.least_probability(guess.tenant, now_s):
-                candidate = self._candidate(guess, left)
-                if candidate is not None:
-                    candidates.append(candidate)
-                    left -= len(candidate.blocks)
-                await asyncio.sleep(0)
+            if guess.probability < self._accounts.least_probability(guess.tenant, now_s):
+                continue
+            chain = (guess.tenant, guess.key)
+            walked = former.get(chain)
+            if walked is None or now_s >= walked.until_s:
+                blocks = await self._missing(guess)
+                pause_s = (guess.first_s - now_s) / 4 if blocks else AGAIN_S
+                walked = _Walked(blocks, now_s + min(max(pause_s, PLAN_S), AGAIN_S))
+            self._walked[chain] = walked
+            if walked.blocks:
+                blocks = walked.blocks[:left]
+                left -= len(blocks)
+                candidates.append(Candidate(*chain, guess.probability, guess.first_s, guess.due_s, blocks))
             if left <= 0:
                 break
         for token in self._queue.plan(candidates):
@@ -142,23 +161,30 @@ class Prefetcher:
         if not planning.cancelled():
             planning.result()
 
-    def _candidate(self, guess: Guess, limit: int) -> Candidate | None:
-        """With those of its blocks that are not mapped, from its end up to the first that is: as a rule all."""
-        residency, promoter, tenant = self._residency, self._promoter, guess.tenant
+    async def _missing(self, guess: Guess) -> list[Block]:
+        """The blocks of the chain that are not mapped, the last first, in slices: a part of a chain may have come by a put
+        while what is before it is on NVMe alone, so all of it is looked at."""
+        residency, tenant = self._residency, guess.tenant
         rows = (residency.find(tenant, key) for key in self._recent.names(tenant, guess.key))
         row = next((row for row in rows if row >= 0), -1)
+        mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
+        took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
-        mask, parents = residency.rows.mask, residency.rows.parent
-        for _ in range(STEPS):
-            if row < 0 or mask[row] >> MAPPED & 1 or len(blocks) == limit:
+        for step in range(1, WALK_BLOCKS):
+            if row < 0:
                 break
-            source, load_s = promoter.seconds_of(row)
-            if source >= 0:
-                blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
+            if not mask[row] >> MAPPED & 1:
+                like = (mask[row], payload_bytes[row])
+                source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
+                if source >= 0:
+                    blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
             row = parents[row]
-        if not blocks:
-            return None
-        return Candidate(tenant, guess.key, guess.probability, guess.first_s, guess.due_s, blocks[::-1])
+            if step % STEPS == 0 and row >= 0:
+                token = residency.token(row)
+                await asyncio.sleep(0)
+                row = residency.current(token)
+        await asyncio.sleep(0)
+        return blocks
 
     # Moving
 
