@@ -23,10 +23,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.policies.base import Piece, State
-from kvstored.store.policies.chains.features import AWAITED, Features
-from kvstored.store.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
-from kvstored.store.policies.chains.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
+from kvstore_predictor.base import Piece, State
+from kvstore_predictor.features import AWAITED, Features
+from kvstore_predictor.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
+from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
