@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import sys
 import time
@@ -24,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_predictor.base import Predictor, Request
+from kvstore_predictor.ensemble import Ensemble
+from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
@@ -34,7 +37,11 @@ BINS = 10
 LEAST = 1e-6
 TOKEN_S = 0.02
 SHARED_FAN = 4
-PREDICTORS: dict[str, Callable[[], Predictor]] = {SessionReturn.name: SessionReturn}
+PREDICTORS: dict[str, Callable[[], Predictor]] = {
+    SessionReturn.name: SessionReturn,
+    Markov.name: Markov,
+    Ensemble.name: Ensemble,
+}
 Floats = npt.NDArray[np.float64]
 
 
@@ -155,10 +162,10 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def memory_mb(make: Callable[[], Predictor], blocks: int) -> float:
+def memory_mb(name: str, blocks: int) -> float:
     """What a predictor takes after requests for so many blocks, 16 new ones each; the keys that it keeps, too."""
     chance, before = random.Random(1), _resident_bytes()
-    predictor = make()
+    predictor = PREDICTORS[name]()
     for at in range(blocks // 16):
         predictor.requested(Request(at % 4, [chance.randbytes(16) for _ in range(16)], at), at * 0.01)
     return (_resident_bytes() - before) / 1e6
@@ -180,12 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.quick == bool(given.traces):
         parser.error("traces or --quick, one of them")
     names = given.only or list(PREDICTORS)
-    memory = {name: memory_mb(PREDICTORS[name], 100_000 if given.quick else 1_000_000) for name in names}
+    blocks = 100_000 if given.quick else 1_000_000
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+        taken_mb = fresh.starmap(memory_mb, [(name, blocks) for name in names], chunksize=1)
     traces = [made_up(3000, 1)] if given.quick else [_read(name) for name in given.traces]
     for trace in traces:
-        for name in names:
+        for name, memory in zip(names, taken_mb, strict=True):
             figures = judged(trace, PREDICTORS[name](), given.learn, given.questions)
-            print(f"{trace.name}: {name}, {memory[name]:.1f} MB")
+            print(f"{trace.name}: {name}, {memory:.1f} MB")
             for part, values in figures.items():
                 print(f"  {part:>6}  {json.dumps(values, default=float)}")
     return 0

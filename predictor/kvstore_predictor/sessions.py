@@ -23,12 +23,19 @@ class _Names:
     is shared by many sessions.
     """
 
-    __slots__ = ("chains", "ends", "marks")
+    __slots__ = ("chains", "ends", "marks", "old_marks")
 
     def __init__(self) -> None:
         self.ends: dict[bytes, int] = {}
         self.marks: dict[bytes, bool] = {}
+        self.old_marks: dict[bytes, bool] = {}
         self.chains = 0
+
+    def is_marked(self, key: bytes) -> bool:
+        return key in self.marks or key in self.old_marks
+
+    def is_shared(self, key: bytes) -> bool:
+        return bool(self.marks.get(key) or self.old_marks.get(key))
 
 
 class Sessions:
@@ -61,7 +68,7 @@ class Sessions:
                 packed = ends[key]
                 if packed >= 0:
                     return packed, at
-                if not names.marks.get(key):
+                if not names.is_shared(key):
                     return ~packed, at
             at -= 1
         return -1, 0
@@ -69,7 +76,7 @@ class Sessions:
     def known(self, tenant: int, keys: Sequence[bytes]) -> int:
         """How many leading `keys` other requests had, as far as marks show it."""
         names, found, depth = self._names.get(tenant), 0, 2
-        while names is not None and depth <= len(keys) and keys[depth - 1] in names.marks:
+        while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
             found, depth = depth, 2 * depth
         return found
 
@@ -143,8 +150,8 @@ class Sessions:
         for key in wanted:
             while (packed := names.ends.get(key)) is not None:
                 self.drop(packed if packed >= 0 else ~packed)
-            if names.marks.pop(key, None) is not None:
-                self._marks -= 1
+            self._marks -= names.marks.pop(key, None) is not None
+            names.old_marks.pop(key, None)
         gone = set(wanted)  # chains whose names others have taken over
         for slot in np.flatnonzero(np.frombuffer(self.tenant, np.int64) == tenant).tolist():
             if self.live[slot] and (keys is None or self.last[slot] in gone or self.above[slot] in gone):
@@ -152,7 +159,12 @@ class Sessions:
         self._drop_if_empty(tenant)
 
     def marks(self) -> list[tuple[int, bytes, bool]]:
-        return [(tenant, key, mark) for tenant, names in self._names.items() for key, mark in names.marks.items()]
+        return [
+            (tenant, key, mark)
+            for tenant, names in self._names.items()
+            for marks in (names.old_marks, names.marks)
+            for key, mark in marks.items()
+        ]
 
     def restore_marks(self, marks: Iterable[tuple[int, bytes, bool]]) -> None:
         for tenant, key, mark in marks:
@@ -160,9 +172,9 @@ class Sessions:
                 self._mark(self._names[tenant], key, mark)
 
     def _mark(self, names: _Names, key: bytes, is_shared: bool) -> None:
-        if key not in names.marks:
-            if self._marks >= 2 * self.slots and names.marks:
-                del names.marks[next(iter(names.marks))]
-                self._marks -= 1
-            self._marks += 1
-        names.marks[key] = is_shared
+        self._marks += key not in names.marks
+        names.marks[key] = is_shared or names.is_shared(key)
+        if self._marks > self.slots:
+            self._marks = 0
+            for each in self._names.values():
+                each.old_marks, each.marks = each.marks, {}

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 
 from kvstore_predictor.base import Array, Guess, Hint, Predictor, Request
+from kvstore_predictor.ensemble import Ensemble
+from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 
-PREDICTORS: dict[str, Callable[[], Predictor]] = {SessionReturn.name: SessionReturn}
+PREDICTORS: dict[str, Callable[[], Predictor]] = {
+    SessionReturn.name: SessionReturn,
+    Markov.name: Markov,
+    Ensemble.name: Ensemble,
+}
 
 
 @pytest.fixture(params=sorted(PREDICTORS))
