@@ -11,7 +11,6 @@ Owns calibrations, weights and open questions. Bounded: `_NOTED` guesses a membe
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -27,7 +26,7 @@ _EDGES: Floats = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9])
 _BINS = len(_EDGES) + 1
 _PRIOR = 10.0  # guesses that it takes in a bin for what came to count as much as what was foretold
 _DECAY = 0.98  # of what was seen, a question
-_EVERY, _EVERY_FIRST, _OPEN, _NOTED = 128, 16, 64, 128  # requests, questions, guesses
+_EVERY, _EVERY_FIRST, _OPEN, _NOTED = 256, 16, 64, 128  # requests, questions, guesses
 _FOLLOWED = 1 << 13  # requests: to know which of them continue a chain
 _TRUST = 4.0  # how sharply log loss separates members
 Name = tuple[int, bytes]
@@ -54,20 +53,22 @@ class Ensemble(Predictor):
         shape = (len(members), len(HORIZONS_S), _BINS)
         self._foretold, self._came, self._guessed = (np.zeros(shape) for _ in range(3))
         self._loss = np.zeros((len(members), len(HORIZONS_S), 2))  # sum and guesses
-        self._open: deque[_Question] = deque()
-        self._awaited: dict[Name, list[_Question]] = {}
+        self._open: list[_Question] = []
+        self._awaited: dict[int, dict[bytes, list[_Question]]] = {}  # by tenant and key
+        self._due_s = math.inf  # when the first open question is over
         self._sessions = Sessions(_FOLLOWED)
         self._requests = self._asked = 0
 
     def requested(self, request: Request, now_s: float) -> None:
         if not request.keys:
             return
-        self._close(now_s)
+        if now_s > self._due_s:
+            self._close(now_s)
         self._seen(request)
         for member in self.members:
             member.requested(request, now_s)
         self._requests += 1
-        if self._requests % (_EVERY if self._requests > 4 * _EVERY else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
+        if self._requests % (_EVERY if self._requests > 2 * _EVERY else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
             self._ask(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
@@ -87,27 +88,27 @@ class Ensemble(Predictor):
             for name in [each for each in question.chances if each[0] == tenant and (gone is None or each[1] in gone)]:
                 del question.chances[name]
                 question.came.discard(name)
-                self._awaited.pop(name, None)
+                self._awaited.get(tenant, {}).pop(name[1], None)
 
     # Questions of its own
 
     def _seen(self, request: Request) -> None:
         """Which awaited chains the request uses."""
-        tenant, keys, awaited, sessions = request.tenant, request.keys, self._awaited, self._sessions
+        tenant, keys, sessions = request.tenant, request.keys, self._sessions
         prev, _ = sessions.find(tenant, keys)
         fan, last = 0, None
         if prev >= 0:
             fan, last = sessions.fan_of(prev, keys), sessions.last[prev]
             sessions.drop(prev)
         sessions.take(tenant, keys, fan)
-        if not awaited:
-            return
-        names = [(tenant, key) for key in keys if (tenant, key) in awaited]
-        if last is not None and (tenant, last) in awaited:
-            names.append((tenant, last))
-        for name in names:
-            for question in awaited.pop(name, ()):
-                question.came.add(name)  # it counts with the others: those that come soon are no fair sample
+        awaited = self._awaited.get(tenant)
+        if awaited:
+            came = [key for key in keys if key in awaited]
+            if last is not None and last in awaited:
+                came.append(last)
+            for key in came:
+                for question in awaited.pop(key, ()):
+                    question.came.add((tenant, key))  # counted when the question closes, as the others are
 
     def _ask(self, now_s: float) -> None:
         horizon = self._asked % len(HORIZONS_S)
@@ -117,23 +118,27 @@ class Ensemble(Predictor):
                 said = chances.setdefault((guess.tenant, guess.key), [-1.0] * len(self.members))
                 said[number] = guess.probability
         question = _Question(now_s + HORIZONS_S[horizon], horizon, chances)
-        for name in chances:
-            self._awaited.setdefault(name, []).append(question)
+        for tenant, key in chances:
+            self._awaited.setdefault(tenant, {}).setdefault(key, []).append(question)
         self._open.append(question)
+        self._due_s = min(self._due_s, question.due_s)
         self._asked += 1
         for column in (self._foretold, self._came, self._guessed, self._loss):
             column[:, horizon] *= _DECAY
 
     def _close(self, now_s: float) -> None:
         """Count what came, and what did not, of the questions whose horizon is over."""
-        while self._open and min(each.due_s for each in self._open) < now_s:
-            question = min(self._open, key=lambda each: each.due_s)
+        for question in [each for each in self._open if each.due_s < now_s]:
             self._open.remove(question)
-            for name, said in question.chances.items():
-                self._score(question.horizon, said, float(name in question.came))
-                left = [each for each in self._awaited.pop(name, ()) if each is not question]
+            for (tenant, key), said in question.chances.items():
+                self._score(question.horizon, said, float((tenant, key) in question.came))
+                awaited = self._awaited.get(tenant, {})
+                left = [each for each in awaited.pop(key, ()) if each is not question]
                 if left:
-                    self._awaited[name] = left
+                    awaited[key] = left
+        for tenant in [each for each, awaited in self._awaited.items() if not awaited]:
+            del self._awaited[tenant]
+        self._due_s = min((each.due_s for each in self._open), default=math.inf)
 
     def _score(self, horizon: int, said: Sequence[float], came: float) -> None:
         for member, chance in enumerate(said):
@@ -203,6 +208,7 @@ class Ensemble(Predictor):
         self._loss = loss.copy()
         self._open.clear()
         self._awaited.clear()
+        self._due_s = math.inf
         self._sessions = Sessions(_FOLLOWED)
         self._requests = self._asked = 0
 
