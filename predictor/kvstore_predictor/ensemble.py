@@ -156,7 +156,7 @@ class Ensemble(Predictor):
         bins = np.searchsorted(_EDGES, chances, side="right")
         foretold, came, guessed = (each[member, horizon] for each in (self._foretold, self._came, self._guessed))
         factors = (came + _PRIOR * _CENTRES) / (foretold + _PRIOR * _CENTRES)
-        limits = np.maximum.accumulate((came + _PRIOR * _CENTRES) / (guessed + _PRIOR))
+        limits = np.maximum.accumulate(came / (guessed + _PRIOR))  # what was seen alone: an empty bin says nothing
         lower = np.concatenate([[0.0], limits[:-1]])
         found: Floats = np.clip(np.maximum(chances * factors[bins], lower[bins]), 1e-4, 1.0 - 1e-4)
         return found
