@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_read_write
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.slot_requests import SlotRequests
 from kvstore_client.staging import Staging
 from kvstore_client.stream import Stream
 from kvstore_client.transport.base import Transport
@@ -93,6 +95,7 @@ class DaemonSession:
         self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
         self.arenas = Arenas(handshake, welcome.arena_ids, former._arenas_in(welcome) if former is not None else None)
         self.writable = WritableArenas(handshake, welcome.writable_arena_ids, is_offered=welcome.put_in_place)
+        self.slots = SlotRequests(self.begin, self._call_later)
         self.staging: Staging | None = None  # also None when the daemon had no room to grant any
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
@@ -204,8 +207,12 @@ class DaemonSession:
 
     def close(self) -> None:
         self._dead = True
+        self.slots.close()
         self.stream.close()
         self._handshake.close()
+
+    def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        self.stream.call_later(delay_s, function)
 
     def _arenas_in(self, welcome: handshake_pb2.Welcome) -> dict[int, Bytes]:
         """Our mappings of arenas that the daemon of `welcome` still has: the same memory, if its epoch is the same."""

@@ -2,8 +2,8 @@
 
 Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
 room, another client stores the same block, too late) is left to `put`, which goes through staging.
-The first reservation is small, so it is granted soon; the daemon finds the other slots while the first are written. The
-last message is small too, so that little is left to do after it.
+The first slots are those held ahead for it (`slot_requests`), or a small reservation, which is granted soon; the daemon
+finds the other slots while the first are written. The last message is small too, so that little is left to do after it.
 Never sends a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about to
 end; slots that were not sent are given back, even when a payload function raises.
 """
@@ -22,7 +22,7 @@ from kvstore_client.payload import write_payload, write_tokens
 from kvstore_client.put_order import PutOrder
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import REASON_DEADLINE
-from kvstore_proto.arena import slot_bytes
+from kvstore_client.slot_requests import Granted, SlotSize
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -30,7 +30,7 @@ MIN_BYTES = 1 << 20  # requesting slots costs a round trip, 0.2 ms: the copy of 
 FIRST_BYTES, RESERVE_BYTES = 8 << 20, 64 << 20  # of the first reservation; of each one after it
 SEND_EVERY_S = 0.001
 LAST_BYTES = 1 << 20  # of the last message: the daemon checksums so much without a hand-over to a thread
-USABLE_SHARE = 0.9  # of a reservation's time
+LEAST_USABLE_S = 1.0  # time that slots held ahead must have left
 _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wire.STORE_STATUS_ORPHANED})
 
 
@@ -70,7 +70,7 @@ class InPlacePut:
         self._daemon, self._order = daemon, order
         self._receipt, self._believed = receipt, believed
         self._deadline, self._clock = deadline, clock
-        self._slot_bytes = slot_bytes(order.payload_bytes)
+        self._slots, self._size = daemon.slots, SlotSize(order.group_id, order.payload_bytes)
         self._todo = deque(range(len(order.payloads)))
         self._undecided: list[int] = []
         self._sent: deque[tuple[Call, list[int], _Reserved]] = deque()
@@ -80,8 +80,15 @@ class InPlacePut:
     def run(self) -> list[int]:
         """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
         daemon finds a request wrong."""
+        written = len(self._todo)
         try:
-            self._requested = self._request(FIRST_BYTES)
+            ahead = self._take_ahead()
+            if ahead is None:
+                self._requested = self._request(FIRST_BYTES)
+            else:
+                self._requested = self._request(RESERVE_BYTES, behind=ahead.slots)
+                if (reserved := self._mapped(ahead)) is not None:
+                    self._write(reserved)
             while (requested := self._requested) is not None:
                 self._requested = self._request(RESERVE_BYTES, behind=requested.blocks)
                 reserved, left = self._granted(requested), len(self._todo)
@@ -98,49 +105,58 @@ class InPlacePut:
             self._collect_all()
         finally:
             self._leave()
+        written -= len(self._todo)
+        if self._is_worth_it(written):
+            self._slots.request_ahead(self._size, written)
         return sorted([*self._undecided, *self._todo])
 
     # Slots
 
+    def _is_worth_it(self, blocks: int) -> bool:
+        return blocks * self._order.payload_bytes >= MIN_BYTES
+
+    def _take_ahead(self) -> Granted | None:
+        if not self._is_worth_it(len(self._todo) - len(self._believed)):
+            return None
+        return self._slots.take_ahead(self._size, LEAST_USABLE_S)
+
     def _request(self, most_bytes: int, behind: int = 0) -> _Requested | None:
         """Request slots for the next blocks, after the next `behind`; None where too little is to be written."""
         order, now = self._order, self._clock()
-        most = max(1, min(most_bytes // self._slot_bytes, self._daemon.max_keys))
+        most = max(1, min(most_bytes // self._size.nbytes, self._daemon.max_keys))
         ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
-        if not ahead or (not behind and len(ahead) * order.payload_bytes < MIN_BYTES) or now >= self._deadline:
+        if not ahead or (not behind and not self._is_worth_it(len(ahead))) or now >= self._deadline:
             return None
-        request = wire.ReserveSlots(
-            group=order.group_id,
-            payload_bytes=order.payload_bytes,
-            blocks=len(ahead),
-            parent=order.chain.parent_of(order.first_block + ahead[0]),
-        )
-        call = self._daemon.begin(wire.Request(reserve_slots=request), self._deadline - now)
+        parent = order.chain.parent_of(order.first_block + ahead[0])
+        call = self._slots.request(self._size, len(ahead), self._deadline - now, parent)
         return _Requested(call, len(ahead), now, behind > 0)
 
     def _granted(self, requested: _Requested) -> _Reserved | None:
         """The slots, mapped; None where none are granted."""
-        granted = self._answer(requested.call)
-        if granted is None or not granted.reservation:
-            return None
-        until = requested.at + granted.expires_in_ms / 1000 * USABLE_SHARE
+        reply = self._answer(requested.call)
+        granted = None if reply is None else self._slots.granted(self._size, reply, requested.at)
+        return None if granted is None else self._mapped(granted)
+
+    def _mapped(self, granted: Granted) -> _Reserved | None:
+        """The slots, mapped; None where an arena cannot be."""
+        reply, slot_bytes = granted.reply, self._size.nbytes
         places: list[tuple[Bytes, int]] = []
-        reserved = _Reserved(granted.reservation, places, until, len(granted.offsets))
+        reserved = _Reserved(reply.reservation, places, granted.usable_until, granted.slots)
         self._reserved.append(reserved)
-        for arena_id, offset in zip(granted.arena_ids, granted.offsets, strict=True):
+        for arena_id, offset in zip(reply.arena_ids, reply.offsets, strict=True):
             arena = self._daemon.writable.arena(arena_id, self._daemon.deadline_s)
-            if arena is None or offset + self._slot_bytes > len(arena):
+            if arena is None or offset + slot_bytes > len(arena):
                 return None
             places.append((arena, offset))
-        for arena_id in set(granted.arena_ids):
-            offsets = [at for which, at in zip(granted.arena_ids, granted.offsets, strict=True) if which == arena_id]
-            self._daemon.writable.enter(arena_id, offsets, self._slot_bytes)
+        for arena_id in set(reply.arena_ids):
+            offsets = [at for which, at in zip(reply.arena_ids, reply.offsets, strict=True) if which == arena_id]
+            self._daemon.writable.enter(arena_id, offsets, slot_bytes)
         return reserved
 
     def _answer(self, call: Call) -> wire.ReserveSlotsReply | None:
         response = call.wait(min(self._daemon.deadline_s, self._deadline - self._clock()))
         if response is None:  # it is making room: staging serves meanwhile
-            self._abandon(call)
+            self._slots.abandon(call)
             return None
         try:
             answer = call.judge(response)
@@ -151,25 +167,17 @@ class InPlacePut:
             return None
         return None if isinstance(answer, str) else answer.reserve_slots
 
-    def _abandon(self, call: Call) -> None:
-        call.abandon(lambda late: self._give_back(late.reserve_slots.reservation))
-
     def _leave(self) -> None:
         """Give back what is not used."""
         if self._requested is not None:
-            self._abandon(self._requested.call)
+            self._slots.abandon(self._requested.call)
         for call, blocks, _ in self._sent:  # a payload function raised: the daemon decides what was sent
             call.abandon()
             self._undecided += blocks
         self._sent.clear()
         for reserved in self._reserved:
             if reserved.left:
-                self._give_back(reserved.number)
-
-    def _give_back(self, reservation: int) -> None:
-        if reservation:
-            request = wire.Request(reserve_slots=wire.ReserveSlots(give_back=reservation))
-            self._daemon.stream.submit(request).abandon()
+                self._slots.give_back(reserved.number)
 
     # Writing
 
@@ -205,7 +213,7 @@ class InPlacePut:
 
     def _write_tokens(self, reserved: _Reserved) -> None:
         """The token ids of all blocks that the slots are for, run by run."""
-        order, size, first = self._order, self._slot_bytes, 0
+        order, size, first = self._order, self._size.nbytes, 0
         ahead = [block for block in self._todo if block not in self._believed][: len(reserved.places)]
         for length in self._runs(ahead, reserved.places):
             arena, offset = reserved.places[first]
@@ -218,7 +226,7 @@ class InPlacePut:
         length = 1
         for at in range(1, len(blocks)):
             (before, offset), (arena, next_offset) = places[at - 1], places[at]
-            if blocks[at] == blocks[at - 1] + 1 and arena is before and next_offset == offset + self._slot_bytes:
+            if blocks[at] == blocks[at - 1] + 1 and arena is before and next_offset == offset + self._size.nbytes:
                 length += 1
             else:
                 yield length

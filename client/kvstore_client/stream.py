@@ -13,11 +13,12 @@ once; a lease id given to `release` is sent until the daemon has confirmed it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore_client.call import Call, Health, Late
@@ -43,6 +44,7 @@ class Stream:
         self._releases: dict[int, list[int]] = {}  # sent, not yet confirmed
         self._unreleased = unreleased
         self._release_waits = False
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._releasing = threading.Lock()  # so that a delete cannot pass what was given back before it
         self._ids = itertools.count(1)
         self.health = health
@@ -126,6 +128,14 @@ class Stream:
         self._unreleased.extend(lease_ids)
         self._nudge_releases()
 
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Call `function` after a delay, on a thread of the transport. Not after the stream has ended."""
+        at = time.monotonic() + delay_s
+        with self._lock:
+            heapq.heappush(self._timers, (at, next(self._ids), function))
+            if self._timers[0][0] == at:
+                self._transport.call_in(delay_s)
+
     def close(self) -> None:
         """End the stream; calls in flight end as unavailable."""
         self._finish("the session was closed")
@@ -163,9 +173,14 @@ class Stream:
             late(response)
 
     def alarm(self) -> None:
+        now, due = time.monotonic(), []
         with self._lock:
-            self._release_waits = False
-        self._send_releases()
+            while self._timers and self._timers[0][0] <= now:
+                due.append(heapq.heappop(self._timers)[2])
+            if self._timers:
+                self._transport.call_in(self._timers[0][0] - now)
+        for function in due:
+            function()
 
     def transport_ended(self, reason: str) -> None:
         reason = self._last_words or reason
@@ -177,7 +192,12 @@ class Stream:
             if self._release_waits or self.ended:
                 return
             self._release_waits = True
-        self._transport.call_in(RELEASE_DELAY_S)
+        self.call_later(RELEASE_DELAY_S, self._release_due)
+
+    def _release_due(self) -> None:
+        with self._lock:
+            self._release_waits = False
+        self._send_releases()
 
     def _send_releases(self) -> None:
         with self._releasing:

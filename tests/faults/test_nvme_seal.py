@@ -12,7 +12,7 @@ import pytest
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
-from kvstore_tiers.nvme.seal import FORMER_INDEX, Seal
+from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.testing.powerloss import CompilerMissing, replay
 from kvstore_tiers.testing.powerloss.campaign import record_seal
 from kvstore_tiers.testing.transfers import block, put
@@ -106,31 +106,6 @@ def test_a_seal_that_says_anything_else_is_none(directory: Path, syncs: Syncs, l
     (directory / "seal").write_bytes(left)
     open_tier(directory).close()
     assert syncs.slabs == 1
-
-
-def test_a_directory_with_an_index_of_an_earlier_version_opens_and_loses_it(directory: Path, syncs: Syncs) -> None:
-    """That version knows nothing of our seal: it may have changed records since."""
-    index = directory / "index"
-    index.mkdir()
-    for name in FORMER_INDEX:
-        (index / name).write_bytes(b"1\n")
-    assert check_directory(directory, capacity_bytes=CAPACITY_BYTES, notes=True) == []
-    with closing(open_tier(directory)) as tier:
-        assert syncs.slabs == 1
-        assert len(list(tier.recover())) == len(NUMBERS)
-        assert not index.exists()
-    open_tier(directory).close()
-    assert syncs.slabs == 1, "sealed since"
-
-
-def test_files_of_others_beside_such_an_index_stay(directory: Path, syncs: Syncs) -> None:
-    (directory / "index").mkdir()
-    (directory / "index" / "version").write_text("1\n")
-    (directory / "index" / "notes").write_text("milk")
-    open_tier(directory).close()
-    assert [path.name for path in (directory / "index").iterdir()] == ["notes"]
-    open_tier(directory).close()
-    assert syncs.slabs == 1, "what is left is no index: the seal holds"
 
 
 @pytest.mark.slow  # ten seconds of states

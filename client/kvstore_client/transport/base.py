@@ -64,7 +64,7 @@ class Transport(Protocol):
         ...
 
     def call_in(self, delay_s: float) -> None:
-        """Have `alarm` called once, after a delay. The caller MUST NOT call it again before that."""
+        """Have `alarm` called once, after a delay. A call before that replaces the delay. Never blocks."""
         ...
 
     def close(self) -> None:

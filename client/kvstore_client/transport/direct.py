@@ -215,9 +215,15 @@ class DirectTransport:
                 with self._as_reader(waits=bool(events & _HANGUP)) as reads:
                     while reads and not self._is_over and self._receive():
                         pass
-            if self._alarm_at is not None and time.monotonic() >= self._alarm_at:
-                self._alarm_at = None
+            if self._is_alarm_due():
                 self._receiver.alarm()
+
+    def _is_alarm_due(self) -> bool:
+        with self._lock:
+            if self._alarm_at is None or time.monotonic() < self._alarm_at:
+                return False
+            self._alarm_at = None
+            return True
 
     def _events(self, attends: bool) -> int:
         """Which events wake the attendant, apart from the end, which always does."""

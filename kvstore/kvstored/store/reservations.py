@@ -17,12 +17,13 @@ from kvstore_tiers.base import Slot
 
 @dataclass(slots=True)
 class Reservation:
-    """`slots` by their place, those that were not stored from."""
+    """`slots` by their place, those that were not stored from. `is_ahead`: no put was waiting for it."""
 
     number: int
     session_id: int
     tenant: int
     expires_ns: int
+    is_ahead: bool = False
     slots: dict[int, Slot] = field(default_factory=dict)
 
 
@@ -43,10 +44,15 @@ class Reservations:
         """Of slots that the client holds, expired or not."""
         return sum(slot.nbytes for each in self._of(session_id) for slot in each.slots.values())
 
-    def begin(self, session_id: int, tenant: int, expires_ns: int) -> Reservation:
+    def ahead_bytes(self) -> int:
+        """Of slots that clients hold for puts that may follow."""
+        ahead = (each for each in self._reservations.values() if each.is_ahead)
+        return sum(slot.nbytes for each in ahead for slot in each.slots.values())
+
+    def begin(self, session_id: int, tenant: int, expires_ns: int, *, is_ahead: bool = False) -> Reservation:
         """Without a slot yet."""
         self._last_number += 1
-        reservation = Reservation(self._last_number, session_id, tenant, expires_ns)
+        reservation = Reservation(self._last_number, session_id, tenant, expires_ns, is_ahead)
         self._reservations[reservation.number] = reservation
         return reservation
 

@@ -975,6 +975,7 @@ class ReserveSlots(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     group: builtins.int
     payload_bytes: builtins.int
     blocks: builtins.int
@@ -983,6 +984,8 @@ class ReserveSlots(google.protobuf.message.Message):
     """the key that the first block continues: it is not evicted to make room. Empty: none"""
     give_back: builtins.int
     """a reservation whose slots that were not stored are not written any more"""
+    ahead: builtins.bool
+    """for a put that may follow: few are granted, and none where DRAM is small"""
     def __init__(
         self,
         *,
@@ -991,8 +994,9 @@ class ReserveSlots(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         parent: builtins.bytes = ...,
         give_back: builtins.int = ...,
+        ahead: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "give_back", b"give_back", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ahead", b"ahead", "blocks", b"blocks", "give_back", b"give_back", "group", b"group", "parent", b"parent", "payload_bytes", b"payload_bytes"]) -> None: ...
 
 global___ReserveSlots = ReserveSlots
 

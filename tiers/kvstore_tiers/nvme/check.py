@@ -25,11 +25,11 @@ from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
 from kvstore_tiers.nvme.directory import TierDirectory, read_format, version_text
 from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
-from kvstore_tiers.nvme.seal import FORMER_INDEX, SEAL
+from kvstore_tiers.nvme.seal import SEAL
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 
-_EXPECTED = {"lock", "format", "slabs", "index", SEAL, IDENTITY_FILE}
+_EXPECTED = {"lock", "format", "slabs", SEAL, IDENTITY_FILE}
 _TEMPORARY = {"format.new", f"{IDENTITY_FILE}.new", f"{SEAL}.new", "slabs/probe.new"}
 _MAX_NAMED = 3  # keys that one finding names
 
@@ -94,9 +94,7 @@ def stray_files(directory: TierDirectory) -> list[Path]:
         for number in directory.numbers(suffix)
     }
     known = slabs | {directory.path / name for name in _EXPECTED | _TEMPORARY}
-    former = directory.path / "index"  # the next start removes it
-    known |= {former / name for name in FORMER_INDEX}
-    folders = (directory.path, directory.slabs, former)
+    folders = (directory.path, directory.slabs)
     found = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     return sorted(path for path in found if path not in known)
 

@@ -2,19 +2,15 @@
 
 Owns DIR/seal. It saves the next start the sync of all slabs. A file that says anything else is no seal.
 Invariants: it is written only when the last commit held; it is gone from the medium before a record changes.
-A version that kept an index of the keys left DIR/index and knows nothing of DIR/seal: while something of that index is
-there, no seal holds. It is removed with the seal, and after it.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from kvstore_tiers.nvme.directory import sync_directory
 
 SEAL = "seal"
-FORMER_INDEX = ("data.mdb", "lock.mdb", "version", "version.new", "seal", "seal.new")
 _TEXT = b"no record waits to be synced\n"
 
 
@@ -23,18 +19,12 @@ class Seal:
 
     def __init__(self, path: Path) -> None:
         self._path = path / SEAL
-        self._index = path / "index"
         self.held = self._holds()
 
     def remove(self) -> None:
         """From here on records may change. Raises OSError."""
         self._path.unlink(missing_ok=True)
         sync_directory(self._path.parent)  # also for a process that was killed before it came to that
-        if self._index.is_dir():
-            for name in FORMER_INDEX:
-                (self._index / name).unlink(missing_ok=True)
-            with suppress(OSError):  # files of others are in it
-                self._index.rmdir()
 
     def write(self) -> None:
         """Everything that changed is committed. Raises OSError."""
@@ -43,8 +33,6 @@ class Seal:
         temporary.replace(self._path)
 
     def _holds(self) -> bool:
-        if any((self._index / name).exists() for name in FORMER_INDEX):
-            return False
         try:
             return self._path.read_bytes() == _TEXT
         except OSError:

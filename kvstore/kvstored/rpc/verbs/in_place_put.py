@@ -35,6 +35,7 @@ from kvstored.store.reservations import Reservation, Reservations
 from kvstored.store.transfer.room import Room
 
 LOOK_AGAIN_S = 0.25
+AHEAD_SHARE = 128  # at most one part in so many of DRAM is held for puts that may follow
 SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
@@ -79,7 +80,9 @@ class InPlacePut:
                 ErrorKind.TOO_LARGE, f"{request.blocks} slots in one message, the limit is {limits.max_keys}: split it"
             )
         expires_ns = self._clock.monotonic_ns() + limits.lease_ttl_ms * NS_PER_MS
-        reservation = self._reservations.begin(session.session_id, session.tenant_id, expires_ns)
+        reservation = self._reservations.begin(
+            session.session_id, session.tenant_id, expires_ns, is_ahead=request.ahead
+        )
         try:
             await self._fill(session, reservation, request)
         except BaseException:  # cancelled too: the client gets no answer
@@ -143,6 +146,9 @@ class InPlacePut:
         """Find slots one by one, evicting for them; fewer where there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
+        if request.ahead:
+            most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
+            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes())
         for count in range(1, min(request.blocks, left_bytes // nbytes) + 1):
             slot = room.allocate_now(nbytes, tenant, writable=True)
             if slot is None:

@@ -1,0 +1,159 @@
+"""Slots for puts in place: requested from the daemon, given back, and held ahead for the next put.
+
+A put waits a round trip for its first slots, and that is a sixth of the time of a put of 32 MiB. So when one has ended,
+as many slots as it took are requested for the next one, which begins to write at once if it has blocks of the same
+size. Slots that no put takes within `IDLE_S` are given back.
+
+Owns the slots that are held ahead. Never writes to one. Invariant: slots that were granted are with one put, held
+ahead, or given back, however late the answer arrives.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore_client.call import Call
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+IDLE_S: Final = 5.0
+AHEAD_BYTES: Final = 32 << 20  # held ahead at most
+USABLE_SHARE = 0.9  # of a reservation's time
+_AHEAD_DEADLINE_S = 1.0
+_CLOSE_WAIT_S = 0.1
+_LATE_S = 1.0  # a look so late was lost with its stream
+
+Begin = Callable[[wire.Request, float], Call]
+CallLater = Callable[[float, Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSize:
+    """Slots of one size, for payloads of `payload_bytes` of a layer group."""
+
+    group_id: int
+    payload_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return slot_bytes(self.payload_bytes)
+
+
+@dataclass(slots=True)
+class Granted:
+    """Slots that this client may write to until `usable_until`."""
+
+    size: SlotSize
+    reply: wire.ReserveSlotsReply
+    usable_until: float
+
+    @property
+    def slots(self) -> int:
+        return len(self.reply.offsets)
+
+
+class SlotRequests:
+    """Those of one session of the daemon. `begin` sends a request; `call_later` calls after some seconds, in a thread
+    of its own."""
+
+    def __init__(self, begin: Begin, call_later: CallLater, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._begin, self._call_later, self._clock = begin, call_later, clock
+        self._lock = threading.Lock()
+        self._ahead: Granted | None = None
+        self._held_since = 0.0
+        self._looks_at = -math.inf  # when `_give_back_unused` is called next
+        self._awaited_until = 0.0  # the answer to a request for slots ahead,
+        self._awaited: Call | None = None  # which is this one
+
+    def request(
+        self, size: SlotSize, blocks: int, deadline_s: float, parent: bytes = b"", *, ahead: bool = False
+    ) -> Call:
+        """Request slots; `parent`: the block that the first of the blocks continues, which is not to be evicted."""
+        request = wire.ReserveSlots(
+            group=size.group_id, payload_bytes=size.payload_bytes, blocks=blocks, parent=parent, ahead=ahead
+        )  # fmt: skip
+        return self._begin(wire.Request(reserve_slots=request), deadline_s)
+
+    def granted(self, size: SlotSize, reply: wire.ReserveSlotsReply, requested_at: float) -> Granted | None:
+        """What the daemon granted; None for no slot."""
+        if not reply.reservation:
+            return None
+        return Granted(size, reply, requested_at + reply.expires_in_ms / 1000 * USABLE_SHARE)
+
+    def abandon(self, call: Call) -> None:
+        """The slots are given back, even if they are granted late."""
+        call.abandon(lambda late: self.give_back(late.reserve_slots.reservation))
+
+    def give_back(self, reservation: int) -> None:
+        if reservation:
+            request = wire.Request(reserve_slots=wire.ReserveSlots(give_back=reservation))
+            self._begin(request, _AHEAD_DEADLINE_S).abandon()
+
+    # Ahead
+
+    def take_ahead(self, size: SlotSize, usable_s: float) -> Granted | None:
+        """The slots held ahead, the caller's now, if they are of `size` and may be written to for `usable_s` yet."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if ahead.size == size and self._clock() + usable_s <= ahead.usable_until:
+            return ahead
+        self.give_back(ahead.reply.reservation)
+        return None
+
+    def request_ahead(self, size: SlotSize, blocks: int) -> None:
+        """Request slots for the next put, if none are held or requested yet. Does not wait for the answer."""
+        blocks, now = min(blocks, AHEAD_BYTES // size.nbytes), self._clock()
+        with self._lock:
+            if not blocks or self._ahead is not None or now < self._awaited_until:
+                return
+            self._awaited_until = now + _AHEAD_DEADLINE_S
+        call = self.request(size, blocks, _AHEAD_DEADLINE_S, ahead=True)
+        call.abandon(lambda late: self.hold(self.granted(size, late.reserve_slots, now)))
+        self._awaited = call
+
+    def close(self) -> None:
+        """Give back what is held or about to be granted: no put follows."""
+        if self._awaited is not None and self._awaited_until:
+            self._awaited.wait(_CLOSE_WAIT_S)
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.give_back(ahead.reply.reservation)
+
+    def hold(self, granted: Granted | None) -> None:
+        """Keep the slots for the next put, unless others are held."""
+        now = self._clock()
+        with self._lock:
+            self._awaited_until = 0.0
+            is_taken = granted is not None and self._ahead is None
+            if is_taken:
+                self._ahead, self._held_since = granted, now
+        if granted is not None and not is_taken:
+            self.give_back(granted.reply.reservation)
+        elif now > self._looks_at + _LATE_S:
+            self._look_in(IDLE_S)
+
+    def _look_in(self, delay_s: float) -> None:
+        self._looks_at = self._clock() + delay_s
+        self._call_later(delay_s, self._give_back_unused)
+
+    def _give_back_unused(self) -> None:
+        unused = None
+        with self._lock:
+            left_s = self._held_since + IDLE_S - self._clock()
+            if left_s <= 0:
+                unused, self._ahead = self._ahead, None
+            is_held = self._ahead is not None
+        if is_held:
+            self._look_in(left_s)
+        else:
+            self._looks_at = -math.inf
+        if unused is not None:
+            self.give_back(unused.reply.reservation)
