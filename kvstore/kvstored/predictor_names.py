@@ -12,4 +12,7 @@ ON_HINT: Final = "on-hint"
 PREDICTORS: Final[dict[str, str]] = {
     NONE: "",
     ON_HINT: "kvstored.store.prefetch.on_hint:OnHint",
+    "session-return": "kvstore_predictor.session_return:SessionReturn",
+    "markov": "kvstore_predictor.markov:Markov",
+    "ensemble": "kvstore_predictor.ensemble:Ensemble",
 }

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore_predictor.base import Guess
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.schema import PrefetchSection
 from kvstored.store.blocks import Residency
@@ -142,7 +141,11 @@ class Prefetcher:
             chain = (guess.tenant, guess.key)
             walked = former.get(chain)
             if walked is None or now_s >= walked.until_s:
-                blocks = await self._missing(guess)
+                rows = (self._residency.find(guess.tenant, key) for key in self._recent.names(*chain))
+                row = next((row for row in rows if row >= 0), -1)
+                if row < 0:
+                    continue  # its put may come yet
+                blocks = await self._missing(row)
                 pause_s = (guess.first_s - now_s) / 4 if blocks else AGAIN_S
                 walked = _Walked(blocks, now_s + min(max(pause_s, PLAN_S), AGAIN_S))
             self._walked[chain] = walked
@@ -161,12 +164,10 @@ class Prefetcher:
         if not planning.cancelled():
             planning.result()
 
-    async def _missing(self, guess: Guess) -> list[Block]:
-        """The blocks of the chain that are not mapped, the last first, in slices: a part of a chain may have come by a put
-        while what is before it is on NVMe alone, so all of it is looked at."""
-        residency, tenant = self._residency, guess.tenant
-        rows = (residency.find(tenant, key) for key in self._recent.names(tenant, guess.key))
-        row = next((row for row in rows if row >= 0), -1)
+    async def _missing(self, row: int) -> list[Block]:
+        """The blocks of the chain that ends with `row` that are not mapped, the last first, in slices. All of it is
+        looked at: its end may have come by a put, while what is before it is on NVMe alone."""
+        residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
