@@ -1,7 +1,7 @@
 """Fit the model file that ships with the policy chain-hazard, on traces.
 
     benchmarks/fit_chain_hazard.py --chat conversation.jsonl.gz --chat arxiv.jsonl.gz --agent claude_code.jsonl.gz \
-        --write kvstore/kvstored/store/policies/chains/chain_hazard.json
+        --write predictor/kvstore_predictor/chain_hazard.json
 
 Each trace is replayed once with the production policy, learning without forgetting, in a tier so large that little is
 evicted; the counts of its hazard tables are the model. Chat traces are Mooncake's format; of agent traces (Claude
@@ -14,6 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.prior import Prior, write
 from kvstored.policy_names import POLICIES
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
@@ -22,8 +24,6 @@ from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.follower import PRIOR_ORDERS, UNTRAINED_ORDERS, LearningSettings
-from kvstored.store.policies.chains.hazards import Ladder
-from kvstored.store.policies.chains.prior import Prior, write
 
 _ROOMY = 0.2
 _LEAST_USES = 4

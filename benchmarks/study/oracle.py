@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvstore_predictor.hazards import Ladder
 from kvstored.policy_names import POLICIES
 from kvstored.simulator.future import next_uses
 from kvstored.simulator.trace import Trace
@@ -22,7 +23,6 @@ from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.follower import UNTRAINED_ORDERS, LearningSettings, starting_tables
-from kvstored.store.policies.chains.hazards import Ladder
 
 # Named after what the policy knows: whether, when (in classes), the exact time, the answer.
 UNPRIMED = "no shipped tables"  # not an oracle: what is learnt on site alone

@@ -14,11 +14,11 @@ Obligations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 
@@ -71,8 +71,9 @@ class Guess:
     confidence: float
 
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Piece = tuple[str, Array]  # pieces of one name are joined
+State = Mapping[str, Array]
 
 
 class Predictor(ABC):

@@ -203,3 +203,17 @@ def test_the_estimates_of_a_run_add_up_to_about_what_loading_it_takes(daemon: Ru
         whole, half = session.lookup(tokens).estimated_load_s, session.lookup(tokens[: 16 * 64]).estimated_load_s
         assert 0 < half < whole < 2.5 * half, "twice the blocks take about twice as long, not four times"
         assert session.get(tokens, promote=False).estimated_load_s == pytest.approx(whole, rel=0.2)
+
+
+def test_what_a_hint_says_is_due_is_in_dram_before_the_get() -> None:
+    with running_daemon("prefetch.predictor=on-hint") as daemon, daemon.connect() as session:
+        tokens, payloads = tokens_of(9, 16), payloads_of(9, 16, MODEL)
+        session.put(tokens, payloads=payloads, durability="always")
+        assert eventually(lambda: daemon.status().leases == 0)
+        daemon.drop("host")
+        assert session.lookup(tokens).tiers == ("nvme",) * 16
+        session.hint(tokens, due_in_s=3.0)
+        assert eventually(lambda: set(session.lookup(tokens).tiers) == {"host"})
+        with session.get(tokens) as lease:
+            assert holds(lease, payloads) and lease.promoted_bytes == 0
+        assert eventually(lambda: daemon.status().counters["predicted_used_blocks"] == 16)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Outcome, Slot
@@ -45,7 +46,14 @@ FAR_S = 60.0  # a wait that never ends by itself in a test that passes
 class SmallStore:
     """See the module. `store` is the real thing; `disk` injects faults between it and the medium."""
 
-    def __init__(self, directory: Path, clock: ManualClock, *settings: str, keyed: Sequence[KeyedTier] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        clock: ManualClock,
+        *settings: str,
+        keyed: Sequence[KeyedTier] = (),
+        predictor: Predictor | None = None,
+    ) -> None:
         chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
         self.config = load_config(None, chosen)
         self.clock = clock
@@ -61,7 +69,8 @@ class SmallStore:
         self.disk = FaultyTier(self.nvme)
         memory = [section.open(Start()) for section in self.config.tiers if section is not nvme]
         tiers = [*memory, self.disk, *keyed]
-        self.store = Store(self.config, clock, self.completions, make_residency(self.config, tiers), tiers)
+        residency = make_residency(self.config, tiers)
+        self.store = Store(self.config, clock, self.completions, residency, tiers, predictor)
         self.residency = self.store.residency
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker

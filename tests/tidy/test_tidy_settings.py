@@ -62,8 +62,8 @@ def test_a_setting_changes_the_configuration(section: str, key: str, value: Any)
     company = _COMPANY.get(f"{section}.{key}", ())
     if isinstance(value, bool):
         others: list[object] = [str(not value).lower()]
-    elif isinstance(value, int):
-        others = [value + 1, value * 2]
+    elif isinstance(value, (int, float)):
+        others = [value + 1, value / 2, value * 2]
     else:
         others = [other for other in _OTHER_VALUES if other != value]
     tried = [f"{section}.{key}={other}" for other in (json.dumps(value), *others)]

@@ -49,6 +49,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
         "put",
         "limits",
         "movement",
+        "prefetch",
         "scrub",
         "index",
         "unary",

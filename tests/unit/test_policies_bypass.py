@@ -24,12 +24,16 @@ from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
 from kvstored.store.operations.hints import DUE_MAX_MS, Hints
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.prefetch.feed import Feed
+from kvstored.store.prefetch.guarded import Guarded
 from tests.reference.blocks import Shelf, key
 from tests.unit.test_policies_chain_hazard import in_force
 
 S = 1_000_000_000
 SESSION: Any = SimpleNamespace(
-    tenant_id=0, fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),))
+    session_id=1,
+    tenant_id=0,
+    fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),)),
 )
 
 
@@ -108,12 +112,15 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
     assert policy.declines(0, key(5), 4, rows[-1], 2 * S)
 
 
+def feed_of(shelf: Shelf, policy: ChainHazard) -> Feed:
+    unused: Any = None
+    return Feed(shelf.residency, [policy], Guarded(None), unused, unused)
+
+
 def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
     unused: Any = None
-    return Get(
-        shelf.residency, unused, SimpleNamespace(promoter=unused), ManualClock(S), unused, unused, [policy],
-        GetLimits(1, 1),
-    )  # fmt: skip
+    loader, feed = SimpleNamespace(promoter=unused), feed_of(shelf, policy)
+    return Get(shelf.residency, unused, loader, ManualClock(S), unused, unused, feed, GetLimits(1, 1))
 
 
 def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
@@ -156,8 +163,9 @@ def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
 
 def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> HintVerb:
     unused: Any = None
+    feed = feed_of(shelf, policy)
     hints = Hints(
-        shelf.residency, unused, unused, ManualClock(now_ns), [policy], lease_ttl_ms=1000, prefetch_budget_bytes=0
+        shelf.residency, unused, unused, ManualClock(now_ns), feed, lease_ttl_ms=1000, prefetch_budget_bytes=0
     )
     return HintVerb(hints, max_keys=8)
 

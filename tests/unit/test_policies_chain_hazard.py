@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore_predictor import prior
+from kvstore_predictor.features import features_of, with_answer
+from kvstore_predictor.gittins import EDGES_S
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains import prior
 from kvstored.store.policies.chains.candidates import _DRAW_US
-from kvstored.store.policies.chains.features import features_of, with_answer
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
-from kvstored.store.policies.chains.gittins import EDGES_S
 from kvstored.store.policies.chains.guard import LruGuard
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once

@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 
+from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
+from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.hint_factors import HintFactors
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.simulator.hints import Hints
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
-from kvstored.store.policies.chains.hazards import HazardTables, Ladder
-from kvstored.store.policies.chains.hint_factors import HintFactors
 
 
 def agents(sessions: int) -> Trace:

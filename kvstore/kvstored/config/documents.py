@@ -154,6 +154,7 @@ def _check_type(name: str, default: Any, value: Any) -> None:
         and isinstance(value, int)
         and not isinstance(value, bool)
     )
-    is_number = name.endswith(("_s", "_worth")) and isinstance(value, float)
-    if not (fits or is_size or is_number):
+    is_fraction = name.endswith(("_s", "_worth")) and isinstance(value, float)
+    is_whole = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+    if not (fits or is_size or is_fraction or is_whole):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")

@@ -18,16 +18,18 @@ from typing import Any, get_type_hints
 from kvstore_console.units import human_bytes
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
 from kvstored.config.mistakes import ConfigError, need, one_of
-from kvstored.config.schema import Config, UnarySection
+from kvstored.config.schema import Config, PrefetchSection, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
 from kvstored.config.written import TENANT, names_in, written
+from kvstored.predictor_names import PREDICTORS
 
 Table = dict[str, Any]
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
+HORIZON_MAX_S = 86_400
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -100,6 +102,17 @@ def _check_address(name: str, value: str, example: str) -> None:
     )
 
 
+def _check_prefetch(prefetch: PrefetchSection) -> None:
+    one_of("prefetch.predictor", prefetch.predictor, tuple(PREDICTORS))
+    need(
+        0 < prefetch.horizon_s <= HORIZON_MAX_S,
+        f"prefetch.horizon_s must be more than 0 and at most {HORIZON_MAX_S}, got {prefetch.horizon_s}",
+    )
+    for name in ("min_probability", "waste_limit"):
+        share = getattr(prefetch, name)
+        need(0 <= share <= 1, f"prefetch.{name} must be from 0 to 1, got {share}")
+
+
 def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
@@ -125,6 +138,7 @@ def _check(config: Config) -> None:
     for name in ("in_flight", "queue_blocks", "acquire_wait_ms"):
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
+    _check_prefetch(config.prefetch)
     need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")

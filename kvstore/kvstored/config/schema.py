@@ -70,6 +70,18 @@ class MovementSection:
 
 
 @dataclass(frozen=True)
+class PrefetchSection:
+    """`budget_bytes_per_s`: 0 is no limit of its own."""
+
+    enabled: bool
+    predictor: str
+    horizon_s: float
+    min_probability: float
+    waste_limit: float
+    budget_bytes_per_s: int
+
+
+@dataclass(frozen=True)
 class IndexSection:
     slots: int
 
@@ -139,6 +151,7 @@ class Config:
     put: PutSection
     limits: LimitsSection
     movement: MovementSection
+    prefetch: PrefetchSection
     scrub: ScrubSection
     index: IndexSection
     unary: UnarySection

@@ -3,8 +3,9 @@
 `will-continue:AUC` gives each request, when it ends, a chance in five steps that its session goes on; a session that
 does outscores one that does not with probability AUC. `tool-call:AUC` says in the same way why the engine stopped: a
 tool call, after which it goes on within a minute, the end of a turn, or nothing. `queue:S` announces requests S seconds
-before they are looked up, as a scheduler with a queue could. All use the future, which is what they are: an
-experiment in what hints are worth. Without them nothing in a replay does.
+before they are looked up, as a scheduler with a queue could. `pause:NOISE` says when the session will come back, as an
+engine that knows its tools could: its pause times a lognormal factor of that deviation, 0: exactly. All use the future,
+which is what they are: an experiment in what hints are worth. Without them nothing in a replay does.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ _TOOL_STEPS = (-0.6, 0.6)
 _NEXT_STEPS = (NextStep.NEXT_STEP_END_OF_TURN, NextStep.NEXT_STEP_UNSPECIFIED, NextStep.NEXT_STEP_TOOL_CALL)
 _TOOL_NS = 60_000_000_000
 _APART_MAX, _APART_SURE = 20.0, 1e-9
-_FORM = "will-continue:AUC, tool-call:AUC (both between 0.5 and 1) and queue:SECONDS, separated by commas"
+_NOISE_MAX = 4.0
+_FORM = (
+    "will-continue:AUC, tool-call:AUC (both between 0.5 and 1), queue:SECONDS and pause:NOISE (0 to 4), "
+    "separated by commas"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """`will_continue_auc`, `tool_call_auc`: None is no such hint; `queue_s`: 0 is none."""
+    """`will_continue_auc`, `tool_call_auc`, `pause_noise`: None is no such hint; `queue_s`: 0 is none."""
 
     will_continue_auc: float | None = None
     queue_s: float = 0.0
     seed: int = 0
     tool_call_auc: float | None = None
+    pause_noise: float | None = None
 
 
 NO_HINTS = Hints()
@@ -43,7 +49,7 @@ NO_HINTS = Hints()
 
 def parse_hints(text: str, seed: int) -> Hints:
     """Raises ValueError with one line."""
-    auc, tool_auc, queue_s = None, None, 0.0
+    auc, tool_auc, queue_s, noise = None, None, 0.0, None
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
         try:
@@ -56,17 +62,20 @@ def parse_hints(text: str, seed: int) -> Hints:
             tool_auc = number
         elif name == "queue" and 0.0 < number <= 3600.0:
             queue_s = number
+        elif name == "pause" and 0.0 <= number <= _NOISE_MAX:
+            noise = number
         else:
             raise ValueError(f"--hints {part.strip()!r}: takes {_FORM}")
-    return Hints(auc, queue_s, seed, tool_auc)
+    return Hints(auc, queue_s, seed, tool_auc, noise)
 
 
 def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
-    """For each request the hint when it ends; None throughout without such hints.
+    """For each request the hint when it ends; None throughout without such hints. `due_ns` counts from the first
+    request.
 
     A session goes on when a later request uses the last block but one (the last is often partial) of this one.
     """
-    if hints.will_continue_auc is None and hints.tool_call_auc is None:
+    if hints.will_continue_auc is None and hints.tool_call_auc is None and hints.pause_noise is None:
         return [None] * trace.requests
     uses = next_uses(trace)
     lengths = np.diff(trace.starts)
@@ -83,7 +92,18 @@ def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
         later_ns = trace.times_ns[np.minimum(following, trace.requests - 1)]
         is_soon = goes_on & (later_ns - trace.times_ns < _TOOL_NS)
         next_steps = [_NEXT_STEPS[step] for step in _steps(is_soon, hints.tool_call_auc, _TOOL_STEPS, chance).tolist()]
-    return [ChainHint(each, next_step=after) for each, after in zip(chances, next_steps, strict=True)]
+    due = [None] * trace.requests if hints.pause_noise is None else _due(trace, goes_on, following, hints)
+    return [ChainHint(*each) for each in zip(chances, due, next_steps, strict=True)]
+
+
+def _due(
+    trace: Trace, goes_on: npt.NDArray[np.bool_], following: npt.NDArray[np.int64], hints: Hints
+) -> list[int | None]:
+    since_ns = trace.times_ns - trace.times_ns[0]
+    pause_ns = since_ns[np.minimum(following, trace.requests - 1)] - since_ns
+    noise = np.random.default_rng(hints.seed + 1).lognormal(0.0, hints.pause_noise or 0.0, trace.requests)
+    due_ns = (since_ns + pause_ns * noise).astype(np.int64).tolist()
+    return [at if known else None for at, known in zip(due_ns, goes_on.tolist(), strict=True)]
 
 
 def _steps(

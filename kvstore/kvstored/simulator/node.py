@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
 from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS
+from kvstored.simulator.hints import made_up
 from kvstored.simulator.machine import ENGINE
 from kvstored.simulator.media import Medium
 from kvstored.simulator.node_store import NodeSettings, NodeStore
@@ -23,7 +25,7 @@ from kvstored.simulator.served import Served
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.simulator.visit import Visit
-from kvstored.store.policies import Policy
+from kvstored.store.policies import ChainHint, Policy
 
 RACE_TOKENS = 512  # computed at once before looking again what has been loaded meanwhile
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here
@@ -51,14 +53,14 @@ class Node:
         block_bytes = settings.model.kv_bytes_per_token * trace.block_tokens
         self.link = Medium(settings.machine.link)
         self.media = [self.link, *(Medium(settings.machine.media[name]) for name, _ in settings.tiers)]
-        tenants = int(trace.tenants.max()) + 1
         self.store: NodeStore | None = None
         if plan.has_store:
-            self.store = NodeStore(settings, block_bytes, loop, clock, self.media, tenants)
+            self.store = NodeStore(settings, block_bytes, loop, clock, self.media, trace)
         self.pool = EnginePool(settings.pool_bytes // block_bytes, block_bytes)
-        for number in range(tenants):
+        for number in range(int(trace.tenants.max()) + 1):
             self.pool.residency.tenant(f"tenant-{number}")
         self.served = Served()
+        self._hints = made_up(trace, settings.hints)
         self._loop = loop
         self._queue: deque[Visit] = deque()
         self._waiting = 0  # requests in it
@@ -291,9 +293,18 @@ class Node:
             self.pool.release(rows)
 
     def _report_answer(self, visit: Visit, store: NodeStore) -> None:
-        """Report the answer to the policies when it has been written."""
+        """Report the answer to the store when it has been written, and what the engine expects then."""
+        answered_ns = visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS
         if visit.answer_tokens:
-            self._loop.at_ns(visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS, store.answered, visit)
+            self._loop.at_ns(answered_ns, store.answered, visit)
+        hint = self._hints[visit.number]
+        if hint is None or hint == ChainHint():
+            return
+        due_in_ms = None
+        if hint.due_ns is not None:
+            due_in_ms = max(0, round((hint.due_ns / self.settings.speed - answered_ns) / NS_PER_MS))
+            hint = replace(hint, due_ns=None)
+        self._loop.at_ns(answered_ns, store.hint, visit, hint, due_in_ms)
 
     # Time
 

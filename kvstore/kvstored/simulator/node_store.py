@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
@@ -19,10 +20,12 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
 from kvstored.config.tiers import MemorySection
 from kvstored.policy_names import ALWAYS
+from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.machine import Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_tiers import SimulatedTier
+from kvstored.simulator.trace import Trace
 from kvstored.simulator.virtual_time import VirtualLoop
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model
@@ -31,10 +34,11 @@ from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.operations import Operations
 from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode
-from kvstored.store.policies import RequestContext
+from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import DeletionLog
 
+MakePredictor = Callable[[Trace, float], Predictor]
 Answers = AsyncGenerator[Expected | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _EXPIRED_A_TICK = 320
@@ -43,7 +47,8 @@ _SETTLE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast."""
+    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast.
+    `predictor(trace, speed)` makes the one that prefetch listens to."""
 
     machine: Machine
     model: Model
@@ -56,6 +61,8 @@ class NodeSettings:
     speed: float = 1.0
     keep_worth: float = 0.0
     policy_below: str | None = None  # of the second tier; None: the daemon's default
+    hints: Hints = NO_HINTS
+    predictor: MakePredictor | None = None  # None: nothing is predicted
 
 
 def config_of(settings: NodeSettings, block_bytes: int) -> Config:
@@ -82,6 +89,7 @@ def config_of(settings: NodeSettings, block_bytes: int) -> Config:
     return replace(
         config,
         listed=(host, *memory, nvme),
+        prefetch=replace(config.prefetch, enabled=settings.predictor is not None),
         limits=replace(
             config.limits, max_block_bytes=max(config.limits.max_block_bytes, block_bytes),
             ghosts_per_tenant=settings.ghost_keys,
@@ -99,7 +107,7 @@ class NodeStore:
         loop: VirtualLoop,
         clock: ManualClock,
         media: Sequence[Medium],
-        tenants: int,
+        trace: Trace,
     ) -> None:
         link, first, *rest = media
         self._loop, self._clock = loop, clock
@@ -129,10 +137,13 @@ class NodeStore:
             kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
             self.tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))
             above = medium
-        self.store = Store(config, clock, CompletionQueue(loop), make_residency(config, self.tiers), self.tiers)
+        predictor = settings.predictor(trace, settings.speed) if settings.predictor is not None else None
+        self.store = Store(
+            config, clock, CompletionQueue(loop), make_residency(config, self.tiers), self.tiers, predictor
+        )
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._operations = Operations(self.store, DeletionLog(clock))
-        self._clients = [client_of(self.store.residency, number) for number in range(tenants)]
+        self._clients = [client_of(self.store.residency, number) for number in range(int(trace.tenants.max()) + 1)]
 
     @property
     def stored_blocks(self) -> int:
@@ -209,9 +220,12 @@ class NodeStore:
         visit.leases.clear()
 
     def answered(self, visit: Visit) -> None:
-        """Notify the policies that the request has ended."""
-        for policy in self.store.policies:
-            policy.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
+        """The request has ended."""
+        self.store.feed.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
+
+    def hint(self, visit: Visit, hint: ChainHint, due_in_ms: int | None) -> None:
+        """What the engine expects of the chain of a request that has ended."""
+        self._operations.hints.hint(self._clients[visit.tenant], visit.keys, hint, due_in_ms)
 
     # Putting
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
+from kvstore_predictor.base import Predictor
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
@@ -21,6 +22,11 @@ from kvstored.store.degraded import DegradedModes, TierBreaker
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
+from kvstored.store.prefetch.accounts import Accounts
+from kvstored.store.prefetch.feed import Feed
+from kvstored.store.prefetch.guarded import Guarded, create_predictor
+from kvstored.store.prefetch.prefetcher import Prefetcher
+from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
@@ -45,6 +51,7 @@ from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
+HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
@@ -63,7 +70,8 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
     clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
-    of the slowest of the others are demoted there, and blocks that other processes stored there can be found."""
+    of the slowest of the others are demoted there, and blocks that other processes stored there can be found.
+    `predictor`: instead of the configuration's."""
 
     def __init__(
         self,
@@ -72,6 +80,7 @@ class Store:
         completions: CompletionQueue,
         residency: Residency,
         tiers: Sequence[Tier],
+        predictor: Predictor | None = None,
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
@@ -110,6 +119,7 @@ class Store:
             residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
+        self.prefetcher, self.feed = self._make_prefetch(predictor)
 
     def _make_breaker(self, position: int) -> TierBreaker:
         def on_open() -> None:
@@ -122,6 +132,21 @@ class Store:
             self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
             self.counters, on_open,
         )  # fmt: skip
+
+    def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed]:
+        settings, residency, recent = self.config.prefetch, self.residency, RecentRequests()
+        if predictor is None and settings.enabled:
+            predictor = create_predictor(settings.predictor)
+        guarded = Guarded(predictor)
+        accounts = Accounts(
+            settings.waste_limit, settings.min_probability, self.config.host.capacity_bytes // HELD_SHARE, self.counters
+        )  # fmt: skip
+        prefetcher = Prefetcher(
+            settings, guarded, residency, self.promoter, self.policies, self.clock, recent, accounts
+        )  # fmt: skip
+        feed = Feed(residency, self.policies, guarded, recent, prefetcher)
+        residency.forget_with(feed.forgotten)
+        return prefetcher, feed
 
     def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
         """What demotes to the first of them, and their rooms."""
@@ -232,6 +257,7 @@ class Store:
         self.endurance.tick()
         for breaker in self._breakers.values():
             breaker.tick()
+        self.prefetcher.tick()
 
     def _make_writeback(self, room: Room, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[self._write_lane]

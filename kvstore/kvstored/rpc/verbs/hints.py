@@ -38,7 +38,7 @@ class HintVerb:
             known_step(request.next_step), request.answer_tokens,
         )  # fmt: skip
         due_in_ms = request.due_in_ms if request.HasField("due_in_ms") else None
-        return pb.HintReply(known_blocks=self._hints.hint(session, request.set.keys, keys[-1], hint, due_in_ms))
+        return pb.HintReply(known_blocks=self._hints.hint(session, keys, hint, due_in_ms))
 
     def touch(self, session: Session, request: pb.Touch) -> pb.TouchReply:
         """Count an access of the leading run, and renew leases."""

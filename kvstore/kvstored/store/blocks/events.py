@@ -5,7 +5,7 @@ Residency calls; a listener only updates its own state and never calls back into
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvstored.store.blocks.view import ResidencyView
@@ -58,14 +58,16 @@ class PresenceListener(Protocol):
 
 
 class Listeners:
-    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one."""
+    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one.
+    `forgets`: who else keeps names of blocks, if there is one."""
 
-    __slots__ = ("_view", "by_tier", "presence")
+    __slots__ = ("_view", "by_tier", "forgets", "presence")
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: PresenceListener | None = None
+        self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
@@ -74,6 +76,10 @@ class Listeners:
     def observe(self, listener: PresenceListener) -> None:
         """Notify `listener` where blocks can be read, from now on; there is one."""
         self.presence = listener
+
+    def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
+        """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
+        self.forgets = listener
 
     def presence_changed(self, row: int) -> None:
         """Where `row` can be read has changed."""
@@ -85,6 +91,8 @@ class Listeners:
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         for listener in self.by_tier:
             listener.forget(tenant, keys)
+        if self.forgets is not None:
+            self.forgets(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
         """`row` may perhaps be evicted from the tiers whose bit in `tiers` is set."""

@@ -48,6 +48,7 @@ class Residency(ResidencyView):
         listeners = Listeners(self)
         self.listen = listeners.listen
         self.observe = listeners.observe
+        self.forget_with = listeners.forget_with
         tree = ChainTree(self, listeners)
         self.forget_empty = tree.forget_empty
         self.parent_or_placeholder = tree.parent_or_placeholder

@@ -14,7 +14,6 @@ from kvstored.store.operations.hints import Hints
 from kvstored.store.operations.loader import Loader
 from kvstored.store.operations.lookup import LookUp
 from kvstored.store.operations.put import Put
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import DeletionLog
 
 __all__ = ["Client", "Operations"]
@@ -26,19 +25,16 @@ class Operations:
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         residency, promoter, clock, counters = store.residency, store.promoter, store.clock, store.counters
         limits, movement = store.config.limits, store.config.movement
-        self.put = Put(
-            residency, store.host, store.rooms[MAPPED], store.writeback, store.completions, clock, counters,
-            promoter.needs_new_copy,
-        )  # fmt: skip
+        self.put = Put(store)
         self.discovery = Discovery(residency, store.keyed, store.rooms, store.completions, clock, counters)
         loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
         self.get = Get(
-            residency, store.leases, loader, clock, counters, store.flows, store.policies,
+            residency, store.leases, loader, clock, counters, store.flows, store.feed,
             GetLimits(limits.lease_ttl_ms, movement.acquire_wait_ms),
         )  # fmt: skip
         self.look_up = LookUp(residency, promoter, counters, store.flows)
         self.hints = Hints(
-            residency, store.leases, promoter, clock, store.policies, lease_ttl_ms=limits.lease_ttl_ms,
+            residency, store.leases, promoter, clock, store.feed, lease_ttl_ms=limits.lease_ttl_ms,
             prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self.delete = Delete(

@@ -21,7 +21,8 @@ from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import DEADLINE_MS
 from kvstored.store.operations.loader import Loader
-from kvstored.store.policies import Policy, RequestContext
+from kvstored.store.policies import RequestContext
+from kvstored.store.prefetch.feed import Feed
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
@@ -102,7 +103,7 @@ class Get:
         clock: Clock,
         counters: Counters,
         flows: Flows,
-        policies: Sequence[Policy],
+        feed: Feed,
         limits: GetLimits,
     ) -> None:
         self._residency = residency
@@ -112,7 +113,7 @@ class Get:
         self._clock = clock
         self._counters = counters
         self._flows = flows
-        self._policies = policies
+        self._feed = feed
         self.limits = limits
 
     def acquire_mapped(self, client: Client, wanted: Wanted) -> Acquired | None:
@@ -272,10 +273,11 @@ class Get:
         rows = [row for row in map(residency.current, tokens) if row >= 0]
         missing = self._missing(client, wanted, found)
         if wanted.context is not None and (rows or missing):
-            for policy in self._policies:
+            for policy in self._feed.policies:
                 if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
                     policy.expect(wanted.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns)
+        self._feed.got(client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
 
     def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""

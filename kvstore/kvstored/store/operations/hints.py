@@ -12,7 +12,8 @@ from kvstored.clock import NS_PER_MS, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
-from kvstored.store.policies import ChainHint, Policy, deliver_hint
+from kvstored.store.policies import ChainHint, deliver_hint
+from kvstored.store.prefetch.feed import Feed
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.promote import Promoter
 
@@ -28,7 +29,7 @@ class Prefetched:
 
 
 class Hints:
-    """See the module. `policies` are those of all tiers. A prefetch takes `prefetch_budget_bytes` at most."""
+    """See the module. A prefetch takes `prefetch_budget_bytes` at most."""
 
     def __init__(
         self,
@@ -36,12 +37,12 @@ class Hints:
         leases: LeaseTable,
         promoter: Promoter,
         clock: Clock,
-        policies: Sequence[Policy],
+        feed: Feed,
         *,
         lease_ttl_ms: int,
         prefetch_budget_bytes: int,
     ) -> None:
-        self._policies = policies
+        self._feed = feed
         self._residency = residency
         self._leases = leases
         self._promoter = promoter
@@ -58,7 +59,7 @@ class Hints:
         if rows and in_ms:
             now_ns = self._clock.monotonic_ns()
             due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
-            deliver_hint(self._policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
+            deliver_hint(self._feed.policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
         resident = scheduled = 0
         for row in rows:
             if residency.has(row, MAPPED):
@@ -70,14 +71,14 @@ class Hints:
             scheduled += 1
         return Prefetched(resident, scheduled)
 
-    def hint(self, client: Client, keys: bytes, last_key: bytes, hint: ChainHint, due_in_ms: int | None) -> int:
-        """Pass on what is expected of the chain `keys` (packed), which ends with `last_key`, and in how long a request
-        for it is due; how many of its leading blocks are stored."""
+    def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
+        """Pass on what is expected of the chain `keys`, and in how long a request for it is due; how many of its blocks
+        are stored, from the first on."""
         now_ns = self._clock.monotonic_ns()
-        known = self._residency.find_run(client.tenant_id, keys)
+        known = self._residency.find_keys(client.tenant_id, keys)
         if due_in_ms is not None:
             hint = replace(hint, due_ns=now_ns + due_in_ms * NS_PER_MS)
-        deliver_hint(self._policies, self._residency, client.tenant_id, last_key, known, hint, now_ns)
+        self._feed.hinted(client.tenant_id, keys, known, hint, now_ns)
         return len(known)
 
     def touch(self, client: Client, keys: bytes) -> int:

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
-from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
-from kvstored.clock import Clock
-from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import Cause, CopyState
-from kvstored.store.blocks import CyclicChainError, Residency
+from kvstored.store.assembly import Store
+from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.offer import (
     NOWHERE,
@@ -44,9 +42,7 @@ from kvstored.store.operations.offer import (
 from kvstored.store.operations.present import Present
 from kvstored.store.operations.token_check import tokens_hash_to_key
 from kvstored.store.tiering import MAPPED
-from kvstored.store.transfer.room import NoSlot, Room
-from kvstored.store.transfer.writeback import WriteBack
-from kvstored.telemetry import Counters
+from kvstored.store.transfer.room import NoSlot
 
 log = logging.getLogger(__name__)
 # A part's copies run while the next part begins and the one before is published. None is more than half a millisecond
@@ -85,29 +81,19 @@ class _Intake:
 
 
 class Put:
-    """See the module. `writeback` is None without a durable tier: everything is volatile then. `needs_new_copy(row)`:
-    whether a block that is stored should get a new copy, since no tier that has it can be read now."""
+    """See the module. Without a durable tier everything is volatile."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        host: HostTier,
-        room: Room,
-        writeback: WriteBack | None,
-        completions: CompletionQueue,
-        clock: Clock,
-        counters: Counters,
-        needs_new_copy: Callable[[int], bool],
-    ) -> None:
-        self._residency = residency
-        self._host = host
-        self._room = room
-        self._writeback = writeback
-        self._present = Present(residency, writeback)
-        self._completions = completions
-        self._clock = clock
-        self._counters = counters
-        self._needs_new_copy = needs_new_copy
+    def __init__(self, store: Store) -> None:
+        self._residency = store.residency
+        self._host = store.host
+        self._room = store.rooms[MAPPED]
+        self._writeback = store.writeback
+        self._present = Present(store.residency, store.writeback)
+        self._completions = store.completions
+        self._clock = store.clock
+        self._counters = store.counters
+        self._needs_new_copy = store.promoter.needs_new_copy  # of a block that is stored, where it cannot be read now
+        self._feed = store.feed
         self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
@@ -159,6 +145,9 @@ class Put:
         self._running.add(storing)
         client.copying.add(storing)
         storing.add_done_callback(partial(self._ended, client, offer, intake.blocks))
+        self._feed.put(
+            tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
+        )
         return _answers(storing, intake.statuses, durability, settling, mode)
 
     def _ended(
@@ -379,6 +368,12 @@ class Put:
             row = self._residency.current(block.token)
             if row >= 0 and self._residency.state(row, MAPPED) is CopyState.FILLING:
                 self._host.free(self._residency.detach(row, MAPPED))
+
+
+def _leading_chain(offer: Offer) -> Sequence[bytes]:
+    """The keys of the offer's first chain; as a rule it has no other."""
+    keys, parents = offer.keys, offer.parents
+    return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]
 
 
 async def _answers(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
@@ -41,6 +41,7 @@ class _Promotion:
     link: Link
     ticket: int = 0
     waiters: int = 1  # a hint is one, and never gives up
+    ended: Callable[[bool, bool], None] | None = None
 
 
 class Promoter:
@@ -68,6 +69,7 @@ class Promoter:
         self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
         self._under_way: dict[int, _Promotion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._demanded: Counter[int] = Counter()  # by tenant
 
     @property
     def reaches_all(self) -> bool:
@@ -118,24 +120,28 @@ class Promoter:
                 if known.ticket:
                     known.link.raise_priority(known.ticket, priority)
             return known.future
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         link = self._link_of(row)
         if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
+            future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             future.set_result(self._residency.has(row, MAPPED))
             return future
-        nbytes = self._residency.slot_bytes(row)
-        promotion = _Promotion(token, priority, nbytes, future, link)
-        self._under_way[token] = promotion
+        slot = self._room.allocate_now(self._residency.slot_bytes(row), self._residency.tenant_of(row))
+        return self._new(row, priority, link, slot).future
+
+    def _new(self, row: int, priority: Priority, link: Link, slot: Slot | None) -> _Promotion:
+        """Begin to read into `slot`, or into one for which room is made first."""
+        nbytes, future = self._residency.slot_bytes(row), asyncio.get_running_loop().create_future()
+        promotion = _Promotion(self._residency.token(row), priority, nbytes, future, link)
+        self._under_way[promotion.token] = promotion
         self._hold_room(promotion, +1)
         self._residency.pin(row)
-        slot = self._room.allocate_now(nbytes, self._residency.tenant_of(row))
         if slot is not None:
             self._begin(promotion, slot)
         else:
             task = asyncio.create_task(self._find_room(promotion, row))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return promotion.future
+        return promotion
 
     def give_up(self, token: int) -> None:
         """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
@@ -152,6 +158,36 @@ class Promoter:
             return False
         self.promote(row, Priority.PREFETCH)
         return True
+
+    def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
+        """As `prefetch`, of a block that is not coming yet: into a free slot, or one that the policy's next victim
+        leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a request has come for
+        it meanwhile."""
+        residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
+        if link is None or self.is_coming(row) or self._prefetch_room_bytes < nbytes:
+            return False
+        slot = self._room.allocate_now(nbytes, residency.tenant_of(row))
+        if slot is None:
+            victim = self._room.next_victim(nbytes, residency.tenant_of(row))
+            if victim < 0 or not pays(victim):
+                return False
+        self._new(row, Priority.PREFETCH, link, slot).ended = ended
+        return True
+
+    def is_coming(self, row: int) -> bool:
+        """Whether the block is mapped, or is being promoted or put."""
+        return bool(self._residency.state(row, MAPPED)) or self._residency.token(row) in self._under_way
+
+    def seconds_of(self, row: int) -> tuple[int, float]:
+        """The tier that the block would be read from, and how long its bytes take on the way; -1: from none."""
+        link = self._link_of(row)
+        if link is None:
+            return -1, 0.0
+        return link.source, link.lane.estimate_us(self._residency.slot_bytes(row), queued=False) / 1e6
+
+    def demanded_blocks(self, tenant: int | None) -> int:
+        """Blocks of the tenant (None: of all) that were promoted because a request waited for them."""
+        return self._demanded.total() if tenant is None else self._demanded[tenant]
 
     def estimate_us(self, rows: Sequence[int]) -> list[int]:
         """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
@@ -223,6 +259,8 @@ class Promoter:
             self._counters.add("promoted_bytes", promotion.nbytes)
             if promotion.priority is Priority.PREFETCH:
                 self._counters.add("prefetched_blocks")
+            else:
+                self._demanded[self._residency.tenant_of(row)] += 1
             self._flows.tiers[promotion.link.source].promoted_blocks += 1
         elif outcome.kind is OutcomeKind.CORRUPT:
             self._damage.found(promotion.link.source, row, outcome.message)
@@ -265,6 +303,8 @@ class Promoter:
             self._residency.unpin(row)
         if not promotion.future.done():
             promotion.future.set_result(mapped)
+        if promotion.ended is not None:
+            promotion.ended(mapped, promotion.priority is not Priority.PREFETCH)
 
     def _hold_room(self, promotion: _Promotion, sign: int) -> None:
         if promotion.priority is Priority.PREFETCH:

@@ -57,6 +57,10 @@ class Room:
             return None
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
+    def next_victim(self, nbytes: int, tenant: int) -> int:
+        """The row that would be evicted first for so many bytes of the tenant, or -1."""
+        return self._victims.next((), tenant if self._victims.is_over_maximum(tenant, nbytes) else None)
+
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
         self._victims.announce(tenant, parent, keys)

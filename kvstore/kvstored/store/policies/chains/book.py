@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore_predictor.features import Features, features_of, grown, with_answer, with_hint
+from kvstore_predictor.gittins import Floats, Ints
+from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
 from kvstored.store.policies.chains.collector import Collector
-from kvstored.store.policies.chains.features import Features, features_of, grown, with_answer, with_hint
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
-from kvstored.store.policies.chains.gittins import Floats, Ints
-from kvstored.store.policies.chains.hazards import Ladder
 from kvstored.store.policies.chains.learner import Learner
 from kvstored.store.policies.chains.path import Path, next_above, path_of
 from kvstored.store.policies.chains.table import ChainTable

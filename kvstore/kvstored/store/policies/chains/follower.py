@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.prior import shipped
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.candidates import Candidates
 from kvstored.store.policies.chains.expiry import WorthExpiry
 from kvstored.store.policies.chains.guard import LruGuard
-from kvstored.store.policies.chains.hazards import Ladder
-from kvstored.store.policies.chains.prior import shipped
 from kvstored.store.policies.chains.upkeep import US_A_BLOCK
 from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstored.store.policies.chains.gittins import BINS, passed, passed_by
-from kvstored.store.policies.chains.hazards import HazardTables, Ladder
+from kvstore_predictor.gittins import BINS, passed, passed_by
+from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstored.store.policies.chains.table import ChainTable
 
 FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks are used again alike

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.features import Features
+from kvstore_predictor.gittins import BINS, EDGES_S, Ints, passed_by
+from kvstore_predictor.hazards import LATE, STEP, Ladder, ladders_of
 from kvstored.store.policies.base import Array, Origin, Piece, State
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
-from kvstored.store.policies.chains.features import Features
 from kvstored.store.policies.chains.follower import ChainFollower
 from kvstored.store.policies.chains.ghost import FAN_BITS
-from kvstored.store.policies.chains.gittins import BINS, EDGES_S, Ints, passed_by
-from kvstored.store.policies.chains.hazards import LATE, STEP, Ladder, ladders_of
 from kvstored.store.policies.chains.table import CHAIN
 
 FORMAT = 1

@@ -23,10 +23,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.policies.base import Piece, State
-from kvstored.store.policies.chains.features import AWAITED, Features
-from kvstored.store.policies.chains.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
-from kvstored.store.policies.chains.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
+from kvstore_predictor.base import Piece, State
+from kvstore_predictor.features import AWAITED, Features
+from kvstore_predictor.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
+from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
@@ -43,8 +43,6 @@ STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  #
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
 FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
-
-
 _KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
@@ -361,6 +359,14 @@ class HazardTables:
         found *= fading(ages_s)
         return found
 
+    def hazards(self, cells: Ints | Sequence[int]) -> Floats:
+        """The chance of return in each age bin, as it was made last."""
+        mixed, hints = self._mixed[cells], self._hints[:, cells]
+        if hints.any():
+            chance, next_step = self.hint_factors()
+            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], _LEAST, _MOST)
+        return mixed
+
     def rank_of_new(self, cell: int) -> float:
         """At age 0."""
         return float(self._ranks[cell, 0])
@@ -379,12 +385,8 @@ class HazardTables:
             estimate *= above[step]
             estimate += own[step]
         self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, _LEAST), _MOST)
-        self._mixed[cells] = mixed = np.matmul(self.weights(), estimate)
-        hints = self._hints[:, cells]
-        if hints.any():
-            chance, next_step = self.hint_factors()
-            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], _LEAST, _MOST)
-        self._ranks[cells] = ranks(mixed)
+        self._mixed[cells] = np.matmul(self.weights(), estimate)
+        self._ranks[cells] = ranks(self.hazards(cells))
 
 
 def coarse(features: Features) -> Features:

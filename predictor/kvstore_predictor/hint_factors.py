@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstored.store.policies.chains.features import CHANCES, NEXT_STEPS
-from kvstored.store.policies.chains.gittins import BINS, Floats, Ints
+from kvstore_predictor.features import CHANCES, NEXT_STEPS
+from kvstore_predictor.gittins import BINS, Floats, Ints
 
 _WEIGHT = 20.0  # returns that it takes for what was seen to count as much as the meaning,
 _BIN_WEIGHT = 10.0  # and in one age bin, as much as in all of them

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstored.store.policies.chains import hazards
-from kvstored.store.policies.chains.features import Features, features_of
-from kvstored.store.policies.chains.gittins import (
+from kvstore_predictor import hazards
+from kvstore_predictor.features import Features, features_of
+from kvstore_predictor.gittins import (
     BINS,
     EDGES_S,
     WIDTHS_S,
@@ -18,7 +18,7 @@ from kvstored.store.policies.chains.gittins import (
     places_of,
     ranks,
 )
-from kvstored.store.policies.chains.hazards import HazardTables, Ladder
+from kvstore_predictor.hazards import HazardTables, Ladder
 
 
 def cell_features(turn: int) -> Features:

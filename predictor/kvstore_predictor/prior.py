@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstored.store.policies.chains.gittins import BINS, EDGES_S, Floats
+from kvstore_predictor.gittins import BINS, EDGES_S, Floats
 
 FORMAT = 1
 FILE = "chain_hazard.json"
@@ -32,7 +32,7 @@ class Prior(NamedTuple):
 def shipped() -> tuple[Prior, ...]:
     """The priors of the model file; none where it is not installed: then every table starts empty."""
     try:
-        text = resources.files("kvstored.store.policies.chains").joinpath(FILE).read_text()
+        text = resources.files("kvstore_predictor").joinpath(FILE).read_text()
     except FileNotFoundError:
         return ()
     return read(json.loads(text))

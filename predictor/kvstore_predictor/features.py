@@ -7,9 +7,7 @@ reports of a request (tokens of prompt and answer). What is not known is bucket 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
-
-from kvstored.store.policies.base import ChainHint
+from typing import NamedTuple, Protocol
 
 _NEW_BLOCKS = (2, 5, 15)
 _LENGTH = (3, 7, 15, 40)
@@ -19,6 +17,16 @@ _GAP_S = tuple(1.5 * 1.6**step for step in range(11))
 _TEXT_TOKENS = tuple(16 * 2**step for step in range(11))
 AWAITED = -1  # may be known later: as long as it is not, the step above stands for it
 CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
+
+
+class Expected(Protocol):
+    """What an engine expects of a chain, as a `Hint` has it: None and 0 are not said."""
+
+    @property
+    def will_continue(self) -> float | None: ...
+
+    @property
+    def next_step(self) -> int: ...
 
 
 class Features(NamedTuple):
@@ -76,7 +84,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
     return features._replace(answer=1 + bisect_right(_ANSWER_TOKENS, output_tokens))
 
 
-def with_hint(features: Features, hint: ChainHint) -> Features:
+def with_hint(features: Features, hint: Expected) -> Features:
     """What a hint leaves out stays as it was."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:

@@ -1,0 +1,91 @@
+"""What the store's operations report: each request once, what an engine expects, and what was deleted.
+
+Policies get all of it, as it is reported. The predictor gets one event for a request, whatever gets and puts it is made
+of. Never moves a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_predictor.base import Hint, NextStep, Request
+from kvstore_proto.identity import split_keys
+from kvstored.clock import NS_PER_S
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
+from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.prefetcher import Prefetcher
+from kvstored.store.prefetch.recent import RecentRequests
+
+_STEPS = frozenset(step.value for step in NextStep)
+_NOT_KNOWN = RequestContext(-1)
+
+
+class Feed:
+    """`policies` are those of all tiers."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        policies: Sequence[Policy],
+        predictor: Guarded,
+        recent: RecentRequests,
+        prefetcher: Prefetcher,
+    ) -> None:
+        self.policies = policies
+        self._residency = residency
+        self._predictor = predictor
+        self._recent = recent
+        self._prefetcher = prefetcher
+
+    def got(
+        self, tenant: int, session: int, packed: bytes, found: int, context: RequestContext | None, now_ns: int
+    ) -> None:
+        """A get of the chain `packed`, whose first `found` blocks were there, has been answered."""
+        if not self._predictor.works or not packed:
+            return
+        keys = split_keys(packed)
+        if self._recent.got(tenant, session, keys, found, now_ns):
+            self._requested(tenant, keys, context or _NOT_KNOWN, now_ns)
+
+    def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
+        """A put of blocks `keys`, which continue the block `parent`."""
+        if self._predictor.works and keys and self._recent.put(tenant, keys, parent, now_ns):
+            self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
+
+    def answered(self, number: int, output_tokens: int, now_ns: int) -> None:
+        """The request that its context named so has ended."""
+        for policy in self.policies:
+            policy.answered(number, output_tokens, now_ns)
+        self._predictor.attempt(lambda it: it.answered(number, output_tokens, now_ns / NS_PER_S), None)
+
+    def hinted(self, tenant: int, keys: Sequence[bytes], rows: Sequence[int], hint: ChainHint, now_ns: int) -> None:
+        """What an engine expects of the chain `keys`; `rows` are its leading blocks that are stored."""
+        deliver_hint(self.policies, self._residency, tenant, keys[-1], rows, hint, now_ns)
+        if not self._predictor.works:
+            return
+        key, due_s = self._recent.end_of(tenant, keys), None if hint.due_ns is None else hint.due_ns / NS_PER_S
+        step = NextStep(hint.next_step) if hint.next_step in _STEPS else NextStep.UNSPECIFIED
+        said = Hint(hint.will_continue, due_s, step, hint.answer_tokens)
+        self._predictor.attempt(lambda it: it.hinted(tenant, key, said, now_ns / NS_PER_S), None)
+        self._prefetcher.wake()
+
+    def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Keep nothing that names these blocks (None: any of the tenant's): they were deleted."""
+        self._predictor.attempt(lambda it: it.forget(tenant, keys), None)
+        self._recent.forget(tenant, keys)
+        self._prefetcher.forgotten(tenant, keys)
+
+    def _requested(self, tenant: int, keys: Sequence[bytes], context: RequestContext, now_ns: int) -> None:
+        request = Request(tenant, keys, context.number, context.input_tokens, context.kind)
+        self._predictor.attempt(lambda it: it.requested(request, now_ns / NS_PER_S), None)
+        self._prefetcher.requested(tenant, keys, now_ns)
+
+    def _above(self, tenant: int, key: bytes) -> list[bytes]:
+        """The chain down to the block `key`, as far as it is stored."""
+        residency, found = self._residency, []
+        row = residency.find_any(tenant, key)
+        while row >= 0:
+            found.append(residency.key(row))
+            row = residency.parent(row)
+        return found[::-1]

@@ -1,0 +1,57 @@
+"""A predictor behind a guard: its mistakes cost predictions, and no request.
+
+Owns whether the predictor still works. After its first exception it is not asked again: what it would say next rests on
+a state that is half changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import TypeVar
+
+from kvstore_predictor.base import Guess, Predictor
+from kvstored.predictor_names import NONE, PREDICTORS
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+def create_predictor(name: str) -> Predictor | None:
+    """The predictor `name`; None for the one that predicts nothing. Its module is imported here."""
+    address = PREDICTORS[name]
+    if not address:
+        return None
+    module, _, maker = address.partition(":")
+    predictor = getattr(import_module(module), maker)()
+    if not isinstance(predictor, Predictor):
+        raise RuntimeError(f"{address} is no Predictor")
+    return predictor
+
+
+class Guarded:
+    """`failure`: what the predictor raised; "" while it works."""
+
+    def __init__(self, predictor: Predictor | None) -> None:
+        self._predictor = predictor
+        self.name = NONE if predictor is None else predictor.name
+        self.failure = ""
+
+    @property
+    def works(self) -> bool:
+        return self._predictor is not None and not self.failure
+
+    def attempt(self, call: Callable[[Predictor], Answer], otherwise: Answer) -> Answer:
+        """What `call` answers of the predictor; `otherwise` where there is none, or none that works."""
+        if self._predictor is None or self.failure:
+            return otherwise
+        try:
+            return call(self._predictor)
+        except Exception as error:  # a mistake of ours: requests go on without predictions
+            self.failure = f"{type(error).__name__}: {error}"
+            log.exception("predictor %s failed and is off until the daemon starts again", self.name)
+            return otherwise
+
+    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        return self.attempt(lambda predictor: predictor.guesses(now_s, horizon_s, limit), [])

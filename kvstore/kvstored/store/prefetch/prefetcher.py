@@ -1,0 +1,248 @@
+"""Moves to the mapped tier what will be requested: asks the predictor, plans, and hands blocks to the promoter.
+
+Owns when that happens: a few times a second, and soon after a hint. Every part of it is bounded: a slice of the control
+thread's time looks at one chain. What it begins waits behind demand in the lanes, takes a free slot or one whose block
+is worth less, and is judged by `accounts`. While the predictor fails, or is none, it does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.config.schema import PrefetchSection
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import ChainHint, Policy, ResidencyClass
+from kvstored.store.prefetch.accounts import Accounts, Held, PrefetchFigures
+from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
+from kvstored.store.prefetch.recent import RecentRequests
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.promote import Promoter
+
+PLAN_S = 0.25  # at least, from one plan to the next
+GUESSES = 64
+PLANNED_BLOCKS = 2048
+STEPS = 512  # up a chain, of one slice: 0.3 ms
+WALK_BLOCKS = 16_384  # of a chain
+AGAIN_S = 2.0  # after which what a chain lacks is looked at again, at most
+LOOKED_AT = 256  # blocks brought and not used yet, a tick
+AHEAD_BYTES = 64 << 20  # under way on a link at once
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """`failure`: why the predictor is off, "" while it works. `tenants`: figures by tenant's number."""
+
+    is_enabled: bool
+    predictor: str
+    failure: str
+    guesses: int
+    planned_blocks: int
+    under_way_blocks: int
+    cancelled_blocks: int
+    all: PrefetchFigures
+    tenants: dict[int, PrefetchFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """What a chain lacked when it was looked at; until when that is taken to hold."""
+
+    blocks: list[Block]
+    until_s: float
+
+
+class Prefetcher:
+    """See the module."""
+
+    def __init__(
+        self,
+        settings: PrefetchSection,
+        predictor: Guarded,
+        residency: Residency,
+        promoter: Promoter,
+        policies: Sequence[Policy],
+        clock: Clock,
+        recent: RecentRequests,
+        accounts: Accounts,
+    ) -> None:
+        self._settings = settings
+        self._predictor = predictor
+        self._residency = residency
+        self._promoter = promoter
+        self._policies = policies
+        self._clock = clock
+        self._recent = recent
+        self._accounts = accounts
+        self.is_enabled = settings.enabled
+        self._queue = PrefetchQueue(settings.budget_bytes_per_s, AHEAD_BYTES)
+        self._walked: dict[tuple[int, bytes], _Walked] = {}
+        self._planned_s = -PLAN_S
+        self._planning: asyncio.Task[None] | None = None
+        self._guesses = self._cancelled = 0
+
+    def tick(self) -> None:
+        """A few times a second."""
+        if not self._predictor.works:
+            return
+        self._look_after_held()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something was learned: plan anew, unless that was just done."""
+        is_due = self._now_s() - self._planned_s >= PLAN_S
+        if self.is_enabled and self._predictor.works and is_due and self._planning is None:
+            self._planned_s = self._now_s()
+            self._planning = asyncio.get_running_loop().create_task(self._plan())
+            self._planning.add_done_callback(self._planning_ended)
+
+    def requested(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> None:
+        """A request has asked for these blocks, and what could be had of them is mapped."""
+        held_of = self._accounts.held_of(tenant)
+        if held_of:
+            now_s = now_ns / NS_PER_S
+            for key in [key for key in keys if key in held_of]:
+                if self._slot(tenant, key) == held_of[key].slot:
+                    self._accounts.used(tenant, key, now_s)
+                else:
+                    self._accounts.wasted(tenant, key, now_s, is_evicted=True)
+
+    def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Blocks were deleted: nothing of them is expected or judged any more."""
+        held_of = self._accounts.held_of(tenant)
+        for key in list(held_of) if keys is None else [key for key in keys if key in held_of]:
+            self._accounts.wasted(tenant, key, self._now_s(), is_evicted=True)
+
+    def statistics(self) -> PrefetchStatus:
+        accounts, demanded = self._accounts, self._promoter.demanded_blocks
+        return PrefetchStatus(
+            self.is_enabled, self._predictor.name, self._predictor.failure, self._guesses, len(self._queue),
+            self._queue.under_way, self._cancelled, accounts.statistics(None, demanded(None)),
+            {tenant: accounts.statistics(tenant, demanded(tenant)) for tenant in accounts.tenants},
+        )  # fmt: skip
+
+    # Planning
+
+    async def _plan(self) -> None:
+        now_s = self._now_s()
+        guesses = self._predictor.guesses(now_s, self._settings.horizon_s, GUESSES)
+        self._guesses = len(guesses)
+        former, self._walked = self._walked, {}
+        candidates: list[Candidate] = []
+        left = PLANNED_BLOCKS
+        for guess in guesses:
+            if guess.probability < self._accounts.least_probability(guess.tenant, now_s):
+                continue
+            chain = (guess.tenant, guess.key)
+            walked = former.get(chain)
+            if walked is None or now_s >= walked.until_s:
+                rows = (self._residency.find(guess.tenant, key) for key in self._recent.names(*chain))
+                row = next((row for row in rows if row >= 0), -1)
+                if row < 0:
+                    continue  # its put may come yet
+                blocks = await self._missing(row)
+                pause_s = (guess.first_s - now_s) / 4 if blocks else AGAIN_S
+                walked = _Walked(blocks, now_s + min(max(pause_s, PLAN_S), AGAIN_S))
+            self._walked[chain] = walked
+            if walked.blocks:
+                blocks = walked.blocks[:left]
+                left -= len(blocks)
+                candidates.append(Candidate(*chain, guess.probability, guess.first_s, guess.due_s, blocks))
+            if left <= 0:
+                break
+        for token in self._queue.plan(candidates):
+            self._promoter.give_up(token)
+        self._pump()
+
+    def _planning_ended(self, planning: asyncio.Task[None]) -> None:
+        self._planning = None
+        if not planning.cancelled():
+            planning.result()
+
+    async def _missing(self, row: int) -> list[Block]:
+        """The blocks of the chain that ends with `row` that are not mapped, the last first, in slices. All of it is
+        looked at: its end may have come by a put, while what is before it is on NVMe alone."""
+        residency = self._residency
+        mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
+        took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
+        blocks: list[Block] = []
+        for step in range(1, WALK_BLOCKS):
+            if row < 0:
+                break
+            if not mask[row] >> MAPPED & 1:
+                like = (mask[row], payload_bytes[row])
+                source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
+                if source >= 0:
+                    blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
+            row = parents[row]
+            if step % STEPS == 0 and row >= 0:
+                token = residency.token(row)
+                await asyncio.sleep(0)
+                row = residency.current(token)
+        await asyncio.sleep(0)
+        return blocks
+
+    # Moving
+
+    def _pump(self) -> None:
+        """Hand out what may go now."""
+        now_s = self._now_s()
+        while self.is_enabled and (found := self._queue.next(now_s)) is not None:
+            candidate, block = found
+            row = self._residency.current(block.token)
+            if row < 0 or self._promoter.is_coming(row):
+                self._queue.skip(block)
+            elif not self._accounts.may_bring(candidate.tenant, self._queue.under_way):
+                self._queue.drop(candidate.tenant, candidate.key)
+            else:
+                pays = partial(self._pays, candidate.probability, max(1.0, candidate.due_s - now_s))
+                if self._promoter.prefetch_if(row, pays, partial(self._ended, candidate, block)):
+                    self._queue.started(candidate, block)
+                else:
+                    self._queue.drop(candidate.tenant, candidate.key)
+
+    def _pays(self, probability: float, wait_s: float, victim: int) -> bool:
+        """Whether a block that will be used so probably, in so long, is worth more than `victim`."""
+        policy, now_ns = self._policies[MAPPED], self._clock.monotonic_ns()
+        worth = policy.worth(victim, now_ns)
+        if worth is None:
+            return policy.residency_class(victim, now_ns) is ResidencyClass.COLD
+        return probability * HOUR_S / wait_s > worth
+
+    def _ended(self, candidate: Candidate, block: Block, is_mapped: bool, is_late: bool) -> None:
+        self._queue.ended(block.token)
+        row, now_s = self._residency.current(block.token), self._now_s()
+        if not is_mapped or row < 0:
+            self._cancelled += 1
+        elif is_late:
+            self._accounts.late(candidate.tenant, block.nbytes, now_s)
+        else:
+            until_s = max(candidate.due_s, now_s) + self._settings.horizon_s
+            key = self._residency.key(row)
+            held = Held(candidate.tenant, block.nbytes, block.load_s, until_s, now_s, self._slot(candidate.tenant, key))
+            self._accounts.brought(candidate.tenant, key, held)
+            due = ChainHint(due_ns=round(candidate.due_s * NS_PER_S))  # else the policy's order evicts it first
+            self._policies[MAPPED].on_hint(candidate.tenant, row, key, due, round(now_s * NS_PER_S))
+        asyncio.get_running_loop().call_soon(self._pump)
+
+    # Looking after
+
+    def _look_after_held(self) -> None:
+        now_s = self._now_s()
+        for tenant, key, held in self._accounts.to_look_at(LOOKED_AT):
+            is_evicted = self._slot(tenant, key) != held.slot
+            if is_evicted or now_s >= held.until_s:
+                self._accounts.wasted(tenant, key, now_s, is_evicted=is_evicted)
+
+    def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
+        """The place of the block's mapped copy; () where there is none."""
+        row = self._residency.find(tenant, key)
+        return tuple(self._residency.slot(row, MAPPED)) if row >= 0 and self._residency.has(row, MAPPED) else ()
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / NS_PER_S

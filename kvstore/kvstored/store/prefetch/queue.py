@@ -1,0 +1,159 @@
+"""What to prefetch next, of what a predictor guesses: pure, times and facts are arguments.
+
+Owns the plan: for each chain that is guessed, the blocks that are not mapped yet; which of them were handed out; and
+the budget of each link. Never looks at residency, a policy or a clock.
+
+Rules
+- A block is handed out once its chain is ripe: when loading it, and everything as urgent on its link, would end just
+  before the request may come. Earlier costs room for longer, later is of no use.
+- Of the ripe ones that goes first which saves the most waiting for each byte: probability x time saved / bytes.
+- A link has at most `ahead_bytes` under way, so that what is not handed out yet can still be cancelled by forgetting
+  it, and its budget, if it has one, is kept on the average.
+- A plan replaces the one before: what is not in it any more is given up, also what waits to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstored.clock import NS_PER_S
+from kvstored.store.transfer.rates import TokenBucket
+
+MARGIN_S = 0.5  # the plan is looked at a few times a second
+LEAD = 2.0  # times the time that loading takes by itself: prefetch has only what demand leaves of a link
+ROOM_FOR_OTHERS = 2.0  # ... and as much again for what is as urgent
+BURST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block that is not mapped: its `token`, the tier `source` that it is read from, and how long that takes."""
+
+    token: int
+    nbytes: int
+    source: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A chain that may be requested, and its blocks that are not mapped, in the order in which they are of use."""
+
+    tenant: int
+    key: bytes
+    probability: float
+    first_s: float
+    due_s: float
+    blocks: Sequence[Block]
+
+    @property
+    def value(self) -> float:
+        """Seconds of waiting that a byte saves, on the mean."""
+        nbytes = sum(block.nbytes for block in self.blocks)
+        return self.probability * sum(block.load_s for block in self.blocks) / nbytes if nbytes else 0.0
+
+
+@dataclass(slots=True)
+class _Source:
+    bucket: TokenBucket
+    under_way_bytes: int = 0
+    planned_s: float = 0.0  # what loading all that is planned from it takes
+
+
+@dataclass(slots=True)
+class _Entry:
+    candidate: Candidate
+    value: float
+    left: list[Block]  # the next one last
+    load_s: float  # of those
+
+
+class PrefetchQueue:
+    """See the module. `budget_bytes_per_s`: of each link, 0: no limit. `ahead_bytes`: of each link."""
+
+    def __init__(self, budget_bytes_per_s: int, ahead_bytes: int) -> None:
+        self._budget_bytes_per_s = budget_bytes_per_s
+        self._ahead_bytes = ahead_bytes
+        self._sources: dict[int, _Source] = {}
+        self._plan: list[_Entry] = []  # the most valuable first
+        self._under_way: dict[int, tuple[Block, int, bytes]] = {}  # by token: with its tenant and its chain's key
+
+    def __len__(self) -> int:
+        """Blocks that are planned and not handed out."""
+        return sum(len(entry.left) for entry in self._plan)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
+
+    def plan(self, candidates: Iterable[Candidate]) -> list[int]:
+        """From now on these are wanted, and nothing else; the tokens under way of which no candidate is left."""
+        wanted: set[tuple[int, bytes]] = set()
+        entries = []
+        for source in self._sources.values():
+            source.planned_s = 0.0
+        for candidate in candidates:
+            wanted.add((candidate.tenant, candidate.key))
+            left = [block for block in reversed(candidate.blocks) if block.token not in self._under_way]
+            if left:
+                entries.append(_Entry(candidate, candidate.value, left, sum(block.load_s for block in left)))
+                for block in left:
+                    self._source(block.source).planned_s += block.load_s
+        self._plan = sorted(entries, key=lambda entry: (-entry.value, entry.candidate.due_s))
+        return [token for token, (_, tenant, key) in self._under_way.items() if (tenant, key) not in wanted]
+
+    def drop(self, tenant: int, key: bytes) -> None:
+        """The chain is not wanted any more."""
+        kept = []
+        for entry in self._plan:
+            if (entry.candidate.tenant, entry.candidate.key) != (tenant, key):
+                kept.append(entry)
+                continue
+            for block in entry.left:
+                self._source(block.source).planned_s -= block.load_s
+        self._plan = kept
+
+    def next(self, now_s: float) -> tuple[Candidate, Block] | None:
+        """The block to hand out now, or None. It stays where it is until `started`, `skip` or `drop`."""
+        for entry in self._plan:
+            block = entry.left[-1]
+            source = self._source(block.source)
+            lead_s = MARGIN_S + LEAD * min(ROOM_FOR_OTHERS * entry.load_s, source.planned_s)
+            if now_s >= entry.candidate.first_s - lead_s and self._may_start(source, block, now_s):
+                return entry.candidate, block
+        return None
+
+    def started(self, candidate: Candidate, block: Block) -> None:
+        """It has been handed out: it is under way until `ended`."""
+        source = self._source(block.source)
+        source.bucket.spend(block.nbytes)
+        source.under_way_bytes += block.nbytes
+        self._under_way[block.token] = (block, candidate.tenant, candidate.key)
+        self.skip(block)
+
+    def skip(self, block: Block) -> None:
+        """The block, which `next` named, need not be brought any more."""
+        for at, entry in enumerate(self._plan):
+            if entry.left[-1] is block:
+                entry.left.pop()
+                entry.load_s -= block.load_s
+                self._source(block.source).planned_s -= block.load_s
+                if not entry.left:
+                    del self._plan[at]
+                return
+
+    def ended(self, token: int) -> None:
+        block, _, _ = self._under_way.pop(token)
+        self._source(block.source).under_way_bytes -= block.nbytes
+
+    def _may_start(self, source: _Source, block: Block, now_s: float) -> bool:
+        is_full = source.under_way_bytes and source.under_way_bytes + block.nbytes > self._ahead_bytes
+        return not is_full and source.bucket.ready(round(now_s * NS_PER_S))
+
+    def _source(self, position: int) -> _Source:
+        source = self._sources.get(position)
+        if source is None:
+            rate = self._budget_bytes_per_s
+            source = self._sources[position] = _Source(TokenBucket(rate or None, round(rate * BURST_S)))
+        return source

@@ -1,0 +1,109 @@
+"""Which blocks belong to the requests of the last minutes: what was asked for, and what was put of it.
+
+An engine's request is a get, perhaps two (of what is mapped, then of the rest), and puts of what it computed. Bounded
+by tenant: the oldest are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvstored.clock import NS_PER_S
+
+SAME_GET_NS = NS_PER_S  # two gets of one session of the same chain within this are one request
+PUT_AFTER_GET_NS = 600 * NS_PER_S  # what an answer takes to be computed and stored, at most
+PUT_AFTER_PUT_NS = 10 * NS_PER_S  # between the puts of one request
+MARKS_MAX = 16_384  # of one tenant
+LOOKED_BACK = 64  # blocks of a chain, from its end, at which a request may have ended
+_NO_MARK = (b"", 0)
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`marks`: by a key at which a put of a request may begin or end, the last key of the request, and until when.
+    `names`: by the last key of a request, keys of its chain, the deepest first: the first one is the last that was put
+    of it. `gets`: by session and last key, when."""
+
+    marks: OrderedDict[bytes, tuple[bytes, int]] = field(default_factory=OrderedDict)
+    names: OrderedDict[bytes, tuple[bytes, ...]] = field(default_factory=OrderedDict)
+    gets: OrderedDict[tuple[int, bytes], int] = field(default_factory=OrderedDict)
+
+
+class RecentRequests:
+    """See the module. O(1) each."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[int, _Tenant] = {}
+
+    def got(self, tenant: int, session: int, keys: Sequence[bytes], found: int, now_ns: int) -> bool:
+        """A get of the chain `keys`, whose first `found` blocks were there. Whether it is a new request."""
+        recent, last = self._of(tenant), keys[-1]
+        asked = (session, last)
+        before_ns = recent.gets.get(asked)
+        _keep(recent.gets, asked, now_ns)
+        if before_ns is not None and now_ns - before_ns < SAME_GET_NS:
+            return False
+        mark = (last, now_ns + PUT_AFTER_GET_NS)
+        _keep(recent.marks, last, mark)
+        if found < len(keys):
+            _keep(recent.marks, keys[found], mark)
+        _keep(recent.names, last, _ladder(keys))
+        return True
+
+    def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> bool:
+        """A put of blocks that continue `parent`. Whether it is a new request: no get or put of one led to it."""
+        recent, last = self._of(tenant), keys[-1]
+        marks = (recent.marks.get(key, _NO_MARK) for key in (keys[0], parent, last))
+        end = next((end for end, until_ns in marks if now_ns < until_ns), b"")
+        if not end:
+            _keep(recent.names, last, _ladder(keys))
+        elif end != last and (names := recent.names.get(end)) is not None:
+            recent.names[end] = (last, *names[1:])
+        if recent.marks.get(last, _NO_MARK)[1] <= now_ns:
+            _keep(recent.marks, last, (end or last, now_ns + PUT_AFTER_PUT_NS))
+        return not end
+
+    def end_of(self, tenant: int, keys: Sequence[bytes]) -> bytes:
+        """The last key of the request that the chain `keys` is of, or the chain's own."""
+        marks = self._of(tenant).marks
+        return next((marks[key][0] for key in keys[: -LOOKED_BACK - 1 : -1] if key in marks), keys[-1])
+
+    def names(self, tenant: int, end: bytes) -> Sequence[bytes]:
+        """Blocks of the request that ended with block `end`, the deepest first: its answer may be stored too, or its
+        last blocks may not be."""
+        recent = self._tenants.get(tenant)
+        return (end,) if recent is None else recent.names.get(end, (end,))
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Keep nothing under the names of these blocks (None: of any of the tenant's)."""
+        if keys is None:
+            self._tenants.pop(tenant, None)
+        elif (recent := self._tenants.get(tenant)) is not None:
+            for key in keys:
+                recent.marks.pop(key, None)
+                recent.names.pop(key, None)
+
+    def _of(self, tenant: int) -> _Tenant:
+        recent = self._tenants.get(tenant)
+        if recent is None:
+            recent = self._tenants[tenant] = _Tenant()
+        return recent
+
+
+def _ladder(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The last key, twice, then those 1, 2, 4, … before it."""
+    steps = (1 << step for step in range(len(keys).bit_length()))
+    return (keys[-1], keys[-1], *(keys[-1 - step] for step in steps if step < len(keys)))
+
+
+def _keep(table: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    """As the newest entry of a table that forgets its oldest."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > MARKS_MAX:
+        table.popitem(last=False)

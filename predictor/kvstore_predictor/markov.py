@@ -1,0 +1,245 @@
+"""What is requested again without being a session: documents asked for in a cycle, fixed sequences of prompts.
+
+A *document* is a prefix that was requested twice: the deepest of depths 1, 2, 4, 8, ... that an earlier request had,
+too, or the end of what two requests in a row had in common, if that is near the last one's end. Two things are learned:
+which document follows which (`successors.py`), and how long it is until the same one comes again (log-logistic, its
+mean and spread learned for each). Of the two chances that give, the greater is the guess.
+
+Owns documents and their intervals. Bounded: `documents_max` documents, four times as many marks and contexts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
+from kvstore_predictor.generations import Generations
+from kvstore_predictor.gittins import Floats
+from kvstore_predictor.successors import FOLLOWER, ORDER, Successors
+
+FORMAT = 1
+_TAIL = 4  # blocks at the end of a request in which its question may be
+_TENANTS_MAX = 1024
+_SPREAD, _SPREAD_MIN = 0.8, 0.15  # of the logarithm of an interval: before it is known, and the least
+_STEP_SPREAD = 0.5  # of the time of a foreseen follower
+_LEAST = 0.01
+_COPIED = 512
+_SLOPE = math.pi / math.sqrt(3.0)
+DOCUMENT = np.dtype(
+    [
+        ("tenant", "i8"), ("mark", "V16"), ("key", "V16"), ("depth", "i4"), ("number", "i8"), ("uses", "f8"),
+        ("returns", "f8"), ("mean", "f8"), ("spread", "f8"), ("last_s", "f8"),
+    ]
+)  # fmt: skip
+MARK = np.dtype([("tenant", "i8"), ("key", "V16"), ("last_s", "f8")])
+HISTORY = np.dtype([("tenant", "i8"), ("numbers", "i8", (ORDER,)), ("last_s", "f8")])
+Name = tuple[int, bytes]  # tenant and key
+
+
+class _Document:
+    """`mark`: by what it is known; `key`, `depth`: the end of what is requested again. `mean`, `spread`: of the
+    logarithm of the seconds between two requests.
+    """
+
+    __slots__ = ("depth", "key", "last_s", "mark", "mean", "number", "returns", "spread", "tail", "tenant", "uses")
+
+    def __init__(self, tenant: int, mark: bytes, depth: int, number: int) -> None:
+        self.tenant, self.mark, self.number = tenant, mark, number
+        self.key, self.depth = mark, depth
+        self.tail: dict[bytes, int] = {}  # the last keys of its last request, with their depths
+        self.uses, self.returns, self.mean, self.spread, self.last_s = 1.0, 0.0, 0.0, _SPREAD, 0.0
+
+    def used(self, now_s: float, gap_s: float) -> None:
+        value = math.log(max(gap_s, 0.05))
+        self.returns += 1.0
+        weight = 1.0 / min(self.returns, 8.0)
+        apart = value - self.mean if self.returns > 1.0 else 0.0
+        self.mean = self.mean + weight * apart if self.returns > 1.0 else value
+        self.spread += 0.25 * (abs(apart) - self.spread) if self.returns > 1.0 else 0.0
+        self.uses, self.last_s = self.uses + 1.0, now_s
+
+
+class Markov(Predictor):
+    """See the module."""
+
+    name = "markov"
+
+    def __init__(self, documents_max: int = 1 << 13) -> None:
+        self._max = documents_max
+        self._documents: OrderedDict[Name, _Document] = OrderedDict()
+        self._by_number: dict[int, _Document] = {}
+        self._marks = Generations[Name, float](4 * documents_max)
+        self._history: dict[int, tuple[tuple[int, ...], float]] = {}
+        self._numbers = 0
+        self._successors = Successors(4 * documents_max)
+
+    def requested(self, request: Request, now_s: float) -> None:
+        keys, tenant, marks = request.keys, request.tenant, self._marks
+        if not keys:
+            return
+        depth = 1 << (len(keys).bit_length() - 1)
+        last_s = None
+        while depth:
+            name = (tenant, keys[depth - 1])
+            last_s = marks.pop(name)
+            marks[name] = now_s
+            if last_s is not None:
+                break
+            depth >>= 1
+        if last_s is None:
+            return
+        document = self._document(tenant, keys[depth - 1], depth)
+        document.used(now_s, now_s - last_s)
+        common = [each for each in keys[-2 * _TAIL :] if each in document.tail]
+        document.key, document.depth = keys[depth - 1], depth
+        if common and document.tail[common[-1]] > depth:
+            document.key, document.depth = common[-1], document.tail[common[-1]]
+        first = max(len(keys) - _TAIL, 0)
+        document.tail = {key: first + at + 1 for at, key in enumerate(keys[first:])}
+        history, before_s = self._history.pop(tenant, ((), now_s))
+        self._successors.came(history, document.number, now_s - before_s)
+        self._history[tenant] = ((*history, document.number)[-ORDER:], now_s)
+        if len(self._history) > _TENANTS_MAX:
+            del self._history[next(iter(self._history))]
+
+    def _document(self, tenant: int, mark: bytes, depth: int) -> _Document:
+        found = self._documents.pop((tenant, mark), None)
+        if found is None:
+            found = _Document(tenant, mark, depth, self._numbers)
+            self._by_number[self._numbers] = found
+            self._numbers += 1
+        self._documents[tenant, mark] = found
+        if len(self._documents) > self._max:
+            _, oldest = self._documents.popitem(last=False)
+            del self._by_number[oldest.number]
+        return found
+
+    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        if limit < 1:
+            return []
+        found: dict[Name, Guess] = {}
+        for each in (*self._again(now_s, horizon_s, limit), *self._next(now_s, horizon_s)):
+            name = (each.tenant, each.key)
+            if name not in found or each.probability > found[name].probability:
+                found[name] = each
+        ranked = sorted(found.values(), key=lambda each: (-each.probability, each.tenant, each.key))
+        return ranked[:limit]
+
+    def _again(self, now_s: float, horizon_s: float, limit: int) -> Iterator[Guess]:
+        """The most probable by the documents' own intervals."""
+        documents = list(self._documents.values())
+        if not documents:
+            return
+        columns = np.array([(each.mean, each.spread, each.last_s, each.returns, each.uses) for each in documents])
+        mean, spread, last_s, returns, uses = columns.T
+        slope = _SLOPE / np.maximum(1.25 * spread, _SPREAD_MIN)
+        comes = returns / (uses + 0.5)  # at all
+        age_s = now_s - last_s
+        before, after = _come_by(age_s, mean, slope), _come_by(age_s + horizon_s, mean, slope)
+        chances = comes * (after - before) / np.maximum(1.0 - comes * before, 1e-9)
+        picked = np.flatnonzero(chances >= _LEAST)
+        if len(picked) > limit:
+            picked = picked[np.argsort(-chances[picked], kind="stable")[:limit]]
+        for at in picked.tolist():
+            each, chance = documents[at], float(chances[at])
+            shares = [before[at] + part * (after[at] - before[at]) for part in (0.1, 0.5)]
+            in_s = [_when(share, mean[at], slope[at]) - age_s[at] for share in shares]
+            first_s, due_s = (now_s + min(max(each_s, 0.0), horizon_s) for each_s in in_s)
+            yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
+
+    def _next(self, now_s: float, horizon_s: float) -> Iterator[Guess]:
+        """By what follows what was requested last."""
+        slope = _SLOPE / _STEP_SPREAD
+        for history, last_s in self._history.values():
+            waited_s = now_s - last_s
+            for follower in self._successors.ahead(history, waited_s + horizon_s):
+                each = self._by_number.get(follower.symbol)
+                if each is None:
+                    continue
+                mean = np.array([math.log(max(follower.gap_s, 0.05))])
+                before, after = (
+                    float(_come_by(np.array([age_s]), mean, slope)[0]) for age_s in (waited_s, waited_s + horizon_s)
+                )
+                chance = follower.chance * (after - before) / max(1.0 - follower.chance * before, 1e-9)
+                if chance < _LEAST:
+                    continue
+                due_s = min(max(last_s + follower.gap_s, now_s), now_s + horizon_s)
+                first_s = min(max(last_s + 0.7 * follower.gap_s, now_s), due_s)
+                yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
+
+    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        gone = None if keys is None else set(keys)
+        for name, each in list(self._documents.items()):
+            if name[0] == tenant and (gone is None or each.mark in gone or each.key in gone):
+                del self._documents[name], self._by_number[each.number]
+            elif name[0] == tenant and gone is not None:
+                each.tail = {key: depth for key, depth in each.tail.items() if key not in gone}
+        if gone is None:
+            self._history.pop(tenant, None)
+            gone = {key for owner, key in [name for name, _ in self._marks.items()] if owner == tenant}
+        for key in gone:
+            self._marks.pop((tenant, key))
+
+    # Over a restart
+
+    def export_state(self) -> Iterator[Piece]:
+        yield "numbers", np.array([FORMAT, self._numbers], np.float64)
+        documents = [
+            (each.tenant, each.mark, each.key, each.depth, each.number, each.uses, each.returns, each.mean, each.spread,
+             each.last_s)
+            for each in self._documents.values()
+        ]  # fmt: skip
+        marks = [(*name, last_s) for name, last_s in self._marks.items()]
+        histories = [
+            (tenant, (-1,) * (ORDER - len(numbers)) + numbers, last_s)
+            for tenant, (numbers, last_s) in self._history.items()
+        ]
+        for name, rows in (
+            ("documents", np.array(documents, DOCUMENT)), ("marks", np.array(marks, MARK)),
+            ("histories", np.array(histories, HISTORY)), ("followers", self._successors.rows()),
+        ):  # fmt: skip
+            for first in range(0, max(len(rows), 1), _COPIED):
+                yield name, rows[first : first + _COPIED]
+
+    def import_state(self, state: dict[str, Array], later_s: float) -> None:
+        tables = {"documents": DOCUMENT, "marks": MARK, "histories": HISTORY, "followers": FOLLOWER}
+        if any(name not in state or state[name].dtype != dtype for name, dtype in tables.items()):
+            raise ValueError("the state of another version")
+        about = state.get("numbers", np.zeros(0))
+        if about.shape != (2,) or about[0] != FORMAT:
+            raise ValueError("the state of another version")
+        self._numbers, self._documents, self._by_number = int(about[1]), OrderedDict(), {}
+        for tenant, mark, key, depth, number, *learned, last_s in state["documents"].tolist()[-self._max :]:
+            each = _Document(tenant, mark, depth, number)
+            each.key, each.last_s = key, last_s + later_s
+            each.uses, each.returns, each.mean, each.spread = learned
+            self._documents[tenant, mark] = self._by_number[number] = each
+        self._marks = Generations(4 * self._max)
+        for tenant, key, at_s in state["marks"].tolist():
+            self._marks[tenant, key] = at_s + later_s
+        self._history = {
+            tenant: (tuple(int(each) for each in numbers if each >= 0), at_s + later_s)
+            for tenant, numbers, at_s in state["histories"].tolist()
+        }
+        self._successors = Successors(4 * self._max)
+        self._successors.restore(state["followers"])
+
+
+def _come_by(ages_s: Floats, mean: Floats, slope: Floats | float) -> Floats:
+    """The share of intervals that are shorter."""
+    steps = np.clip(slope * (np.log(np.maximum(ages_s, 1e-3)) - mean), -50.0, 50.0)
+    found: Floats = 1.0 / (1.0 + np.exp(-steps))
+    return found
+
+
+def _when(share: float, mean: float, slope: float) -> float:
+    share = min(max(share, 1e-9), 1.0 - 1e-9)
+    return math.exp(min(mean + math.log(share / (1.0 - share)) / slope, 30.0))
+
+
+def _sure(document: _Document) -> float:
+    return document.returns / (document.returns + 3.0)

@@ -1,0 +1,115 @@
+"""What session-return has learned, as arrays that a later process can go on from.
+
+Not kept: requests whose answer is awaited. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvstore_predictor.base import Array, Piece, State
+from kvstore_predictor.features import Features
+from kvstore_predictor.gittins import BINS, Floats
+from kvstore_predictor.hazards import LATE, STEP, HazardTables, ladders_of
+from kvstore_predictor.sessions import Sessions
+
+FORMAT = 1
+_COPIED = 256  # chains or marks copied between two pauses
+_COLUMNS = ("tenant", "tokens", "answer", "length", "turn", "bin", "used_s", "pace", "due_s", "fan")
+CHAIN = np.dtype(
+    [
+        ("last", "V16"), ("above", "V16"), ("has_above", "?"), ("features", "i1", (len(Features._fields),)),
+        ("tenant", "i8"), ("tokens", "i8"), ("answer", "i8"), ("length", "i4"), ("turn", "i4"), ("bin", "i4"),
+        ("used_s", "f8"), ("pace", "f8"), ("due_s", "f8"), ("fan", "u1"),
+    ]
+)  # fmt: skip
+MARK = np.dtype([("tenant", "i8"), ("key", "V16"), ("is_shared", "?")])
+_NO_KEY = bytes(16)
+
+
+def numbers(state: State, count: int) -> list[float]:
+    """Raises ValueError where there are not so many."""
+    found = state.get("numbers")
+    if found is None or found.shape != (count,):
+        raise ValueError("the state of another version")
+    return [float(value) for value in found]
+
+
+def exported(sessions: Sessions, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
+    """Chains come in the order of their last use."""
+    about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
+    yield "about", np.frombuffer(about, np.uint8)
+    order = np.roll(np.arange(sessions.slots), -sessions.hand)
+    slots = order[np.frombuffer(sessions.live, np.uint8)[order] == 1].tolist()
+    for first in range(0, len(slots), _COPIED):
+        part = [slot for slot in slots[first : first + _COPIED] if sessions.live[slot]]
+        chains = np.zeros(len(part), CHAIN)
+        above = [sessions.above[slot] for slot in part]
+        chains["last"] = np.frombuffer(b"".join(sessions.last[slot] or _NO_KEY for slot in part), "V16")
+        chains["above"] = np.frombuffer(b"".join(key or _NO_KEY for key in above), "V16")
+        chains["has_above"] = [key is not None for key in above]
+        chains["features"] = [features[slot] for slot in part]
+        for name in _COLUMNS:
+            column = getattr(sessions, name)
+            chains[name] = [column[slot] for slot in part]
+        yield "chains", chains
+    marks = sessions.marks()
+    for first in range(0, len(marks), _COPIED):
+        yield "marks", np.array(marks[first : first + _COPIED], MARK)
+    yield from tables.copied()
+
+
+def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], HazardTables]:
+    """With room for `slots` chains, the last ones. Raises ValueError for a state that this version cannot use."""
+    try:
+        about = json.loads(state["about"].tobytes())
+        steps, late = state.get("steps", np.empty(0, STEP)), state.get("late", np.empty(0, LATE))
+        old = state["cells"]
+        chains = state.get("chains", np.empty(0, CHAIN))[-slots:]
+        marks = state.get("marks", np.empty(0, MARK))
+        if about["format"] != FORMAT or (steps.dtype, late.dtype, chains.dtype, marks.dtype) != (
+            STEP,
+            LATE,
+            CHAIN,
+            MARK,
+        ):
+            raise ValueError("the state of another version")
+        tables = HazardTables(ladders_of(about["orders"], steps))
+        found = np.zeros(len(old), np.int64)
+        for cell in np.unique(late["cell"]).tolist():
+            found[cell] = tables.cell(Features(*old[cell].tolist()))
+        sessions, features = Sessions(slots), _restore_chains(chains, slots, tables)
+        _name(sessions, chains, features, tables, later_s)
+        sessions.restore_marks(marks.tolist())
+        tables.restore(state, found)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"the state of another version: {error}") from error
+    return sessions, features, tables
+
+
+def _restore_chains(chains: Array, slots: int, tables: HazardTables) -> list[Features | None]:
+    known: list[Features | None] = [Features(*each) for each in chains["features"].tolist()]
+    return known + [None] * (slots - len(known))
+
+
+def _name(
+    sessions: Sessions, chains: Array, features: Sequence[Features | None], tables: HazardTables, later_s: float
+) -> None:
+    lasts, aboves = chains["last"].tolist(), chains["above"].tolist()
+    ages: Floats = chains["used_s"] + later_s
+    for name in _COLUMNS:
+        column = getattr(sessions, name)
+        for slot, value in enumerate(chains[name].tolist()):
+            column[slot] = value
+    for slot, (last, above, has_above) in enumerate(zip(lasts, aboves, chains["has_above"].tolist(), strict=True)):
+        each = features[slot]
+        assert each is not None
+        sessions.name(slot, sessions.tenant[slot], last, above if has_above else None, sessions.fan[slot])
+        sessions.cell[slot] = tables.cell(each)
+        sessions.used_s[slot] = float(ages[slot])
+        sessions.due_s[slot] += later_s if sessions.due_s[slot] else 0.0
+        sessions.bin[slot] = min(max(sessions.bin[slot], 0), BINS)
+    sessions.hand = len(chains) % sessions.slots

@@ -1,0 +1,180 @@
+"""The sessions that are known: of each the last chain, by its last two keys.
+
+A request whose known prefix ends at the last block of a chain, or at the last but one (a last block is often partial),
+continues that chain. A block that many different blocks follow (a system prompt) belongs to no session. Every request
+takes the next slot of a ring, so that what is forgotten first is what was used longest ago.
+
+Owns slots, the names of chains, and *marks*: keys at depths 2, 4, 8, ..., which show how much a new chain has in common
+with others (at least half of it is seen). Never knows hazards. Bounded: `slots` requests, twice as many marks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+SHARED_FAN = 4
+
+
+class _Names:
+    """Of one tenant. `ends`: by the key of the last block its slot, by that before it ~slot. `marks`: whether the block
+    is shared by many sessions.
+    """
+
+    __slots__ = ("chains", "ends", "marks", "old_marks")
+
+    def __init__(self) -> None:
+        self.ends: dict[bytes, int] = {}
+        self.marks: dict[bytes, bool] = {}
+        self.old_marks: dict[bytes, bool] = {}
+        self.chains = 0
+
+    def is_marked(self, key: bytes) -> bool:
+        return key in self.marks or key in self.old_marks
+
+    def is_shared(self, key: bytes) -> bool:
+        return bool(self.marks.get(key) or self.old_marks.get(key))
+
+
+class Sessions:
+    """Columns by slot. `live`: a return is awaited. `tokens`: of prompt and answer, -1 if not known; `answer`: of those
+    the answer's. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use it then; 0: none.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = max(slots, 1)
+        self.last: list[bytes | None] = [None] * self.slots
+        self.above: list[bytes | None] = [None] * self.slots
+        self.tenant, self.tokens, self.answer = (array("q", bytes(8 * self.slots)) for _ in range(3))
+        self.length, self.turn, self.cell, self.bin = (array("i", bytes(4 * self.slots)) for _ in range(4))
+        self.used_s, self.pace, self.due_s = (array("d", bytes(8 * self.slots)) for _ in range(3))
+        self.live, self.fan = bytearray(self.slots), bytearray(self.slots)
+        self.hand = 0  # the slot that is taken next
+        self._names: dict[int, _Names] = {}
+        self._marks = 0
+
+    def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:
+        """The slot that a request for `keys` continues and how many of the keys are known by it; or (-1, 0)."""
+        names = self._names.get(tenant)
+        if names is None:
+            return -1, 0
+        ends, at = names.ends, len(keys)
+        for key in reversed(keys):
+            if key in ends:
+                if at == 1 and len(keys) > 1:
+                    break
+                packed = ends[key]
+                if packed >= 0:
+                    return packed, at
+                if not names.is_shared(key):
+                    return ~packed, at
+            at -= 1
+        return -1, 0
+
+    def known(self, tenant: int, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` other requests had, as far as marks show it."""
+        names, found, depth = self._names.get(tenant), 0, 2
+        while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
+            found, depth = depth, 2 * depth
+        return found
+
+    def fan_of(self, slot: int, keys: Sequence[bytes]) -> int:
+        """How many blocks have followed the last but one of `keys`, which continue `slot`."""
+        is_same = len(keys) > 1 and self.above[slot] == keys[-2] and self.last[slot] != keys[-1]
+        return self.fan[slot] + 1 if is_same else 0
+
+    def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0) -> int:
+        """The next slot, which is named by the end of `keys`; the caller sets every column."""
+        slot = self.hand
+        self.hand = slot + 1 if slot + 1 < self.slots else 0
+        if self.live[slot]:
+            self.drop(slot)
+            self._drop_if_empty(self.tenant[slot])
+        names = self._names.get(tenant)
+        if names is None:
+            names = self._names[tenant] = _Names()
+        last, above = keys[-1], keys[-2] if len(keys) > 1 else None
+        replaced = names.ends.get(last, -1)
+        if replaced >= 0 and self.live[replaced]:
+            self.drop(replaced)
+        if above is not None and fan >= SHARED_FAN:
+            self._mark(names, above, True)
+        depth = 2
+        while depth <= len(keys):
+            if keys[depth - 1] not in names.marks:
+                self._mark(names, keys[depth - 1], False)
+            depth *= 2
+        self.name(slot, tenant, last, above, fan)
+        return slot
+
+    def name(self, slot: int, tenant: int, last: bytes, above: bytes | None, fan: int) -> None:
+        names = self._names.setdefault(tenant, _Names())
+        names.chains += 1
+        names.ends[last] = slot
+        if above is not None and names.ends.get(above, -1) < 0:  # an end says more
+            names.ends[above] = ~slot
+        self.last[slot], self.above[slot] = last, above
+        self.tenant[slot], self.fan[slot], self.live[slot] = tenant, min(fan, 255), 1
+
+    def drop(self, slot: int) -> None:
+        """The chain is known no more."""
+        tenant = self.tenant[slot]
+        names = self._names[tenant]
+        ends, last, above = names.ends, self.last[slot], self.above[slot]
+        if last is not None and ends.get(last) == slot:
+            del ends[last]
+        if above is not None and ends.get(above) == ~slot:
+            del ends[above]
+        self.last[slot] = self.above[slot] = None
+        self.live[slot] = 0
+        names.chains -= 1
+
+    def _drop_if_empty(self, tenant: int) -> None:
+        names = self._names[tenant]
+        if not names.chains:
+            self._marks -= len(names.marks)
+            del self._names[tenant]
+
+    def by_end(self, tenant: int, key: bytes) -> int:
+        """The slot of the chain that ends with block `key`, or -1."""
+        names = self._names.get(tenant)
+        return -1 if names is None else max(names.ends.get(key, -1), -1)
+
+    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        names = self._names.get(tenant)
+        if names is None:
+            return
+        wanted = list(names.ends) if keys is None else list(keys)
+        for key in wanted:
+            while (packed := names.ends.get(key)) is not None:
+                self.drop(packed if packed >= 0 else ~packed)
+            self._marks -= names.marks.pop(key, None) is not None
+            names.old_marks.pop(key, None)
+        gone = set(wanted)  # chains whose names others have taken over
+        for slot in np.flatnonzero(np.frombuffer(self.tenant, np.int64) == tenant).tolist():
+            if self.live[slot] and (keys is None or self.last[slot] in gone or self.above[slot] in gone):
+                self.drop(slot)
+        self._drop_if_empty(tenant)
+
+    def marks(self) -> list[tuple[int, bytes, bool]]:
+        return [
+            (tenant, key, mark)
+            for tenant, names in self._names.items()
+            for marks in (names.old_marks, names.marks)
+            for key, mark in marks.items()
+        ]
+
+    def restore_marks(self, marks: Iterable[tuple[int, bytes, bool]]) -> None:
+        for tenant, key, mark in marks:
+            if tenant in self._names:
+                self._mark(self._names[tenant], key, mark)
+
+    def _mark(self, names: _Names, key: bytes, is_shared: bool) -> None:
+        self._marks += key not in names.marks
+        names.marks[key] = is_shared or names.is_shared(key)
+        if self._marks > self.slots:
+            self._marks = 0
+            for each in self._names.values():
+                each.old_marks, each.marks = each.marks, {}

@@ -1,0 +1,176 @@
+"""Prefetch by prediction in the store, over real tiers: what reaches the predictor, and what is moved for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.store.operations.get import Wanted
+from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.policies import ChainHint
+from kvstored.store.prefetch.on_hint import OnHint
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import SmallStore
+from tests.reference.tiers import HOST, NVME
+
+KEYS = keys_of(1, 5)
+ON_BOTH = 1 << HOST | 1 << NVME
+
+
+class Notes(Predictor):
+    """Notes what it is given, and guesses nothing; `fails` at the next request."""
+
+    name = "notes"
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, list[bytes]]] = []
+        self.hints: list[tuple[bytes, Hint]] = []
+        self.forgotten: list[bytes] = []
+        self.fails = False
+
+    def requested(self, request: Request, now_s: float) -> None:
+        if self.fails:
+            raise ZeroDivisionError("a mistake")
+        self.requests.append((request.tenant, list(request.keys)))
+
+    def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
+        self.hints.append((key, hint))
+
+    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        return []
+
+    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        self.forgotten += keys or ()
+
+    def export_state(self) -> Iterator[Piece]:
+        return iter(())
+
+    def import_state(self, state: dict[str, Array], later_s: float) -> None:
+        raise ValueError("nothing is kept")
+
+
+Scenario = Callable[[DrivenStore, ManualClock], Coroutine[None, None, None]]
+
+
+def over_a_store(make: Callable[[], Predictor], tmp_path: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        small = SmallStore(tmp_path, clock, predictor=make())
+        try:
+            await scenario(DrivenStore(small), clock)
+            assert not small.residency.pins
+        finally:
+            await small.close()
+
+    asyncio.run(main())
+
+
+async def get(driven: DrivenStore, keys: list[bytes]) -> int:
+    """The blocks of a get, once its events have been reported."""
+    found = await driven.get(keys)
+    await asyncio.sleep(0)
+    return found.blocks
+
+
+def test_a_request_is_reported_once_whatever_gets_and_puts_it_is_made_of(tmp_path: Path) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await get(driven, KEYS[:3])
+        driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(KEYS[:3]), mapped_only=True))
+        driven.operations.look_up.look_up(driven.client, b"".join(KEYS))
+        await asyncio.sleep(0)
+        await driven.put(KEYS[:2], DurabilityMode.BATCH)
+        await driven.put(KEYS[:4], DurabilityMode.BATCH)
+        assert notes.requests == [(driven.client.tenant_id, KEYS[:3])]
+        clock.advance(ns=60 * NS_PER_S)
+        await get(driven, KEYS)
+        assert [keys for _, keys in notes.requests] == [KEYS[:3], KEYS]
+
+    over_a_store(lambda: notes, tmp_path, scenario)
+
+
+def test_a_put_that_no_get_came_before_is_a_request(tmp_path: Path) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.BATCH)
+        assert [keys for _, keys in notes.requests] == [KEYS]
+
+    over_a_store(lambda: notes, tmp_path, scenario)
+
+
+def test_a_hint_names_the_request_that_it_is_of_and_a_deletion_is_passed_on(tmp_path: Path) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await get(driven, KEYS[:3])
+        await driven.put(KEYS, DurabilityMode.BATCH)  # with its answer
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(0.5), 2000)
+        (hinted,) = notes.hints
+        assert hinted == (KEYS[2], Hint(0.5, clock.monotonic_ns() / NS_PER_S + 2))
+        await driven.operations.delete.delete(driven.client, KEYS)
+        assert set(notes.forgotten) == set(KEYS)
+
+    over_a_store(lambda: notes, tmp_path, scenario)
+
+
+def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path: Path) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.BATCH)
+        notes.fails = True
+        clock.advance(ns=60 * NS_PER_S)
+        assert await get(driven, KEYS) == len(KEYS)
+        notes.fails = False
+        clock.advance(ns=60 * NS_PER_S)
+        assert await get(driven, KEYS) == len(KEYS)
+        driven.small.store.tick()
+        assert len(notes.requests) == 1
+        assert driven.small.store.prefetcher.statistics().failure == "ZeroDivisionError: a mistake"
+
+    over_a_store(lambda: notes, tmp_path, scenario)
+
+
+async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
+    for _ in range(400):
+        clock.advance(ns=NS_PER_S // 20)
+        driven.small.store.tick()
+        await asyncio.sleep(0.005)
+        if all(driven.tiers_of(key) == ON_BOTH for key in KEYS):
+            return
+
+
+def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) -> None:
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS)
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 5000)
+        await until_mapped(driven, clock)
+        assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * len(KEYS)
+        assert driven.small.store.prefetcher.statistics().all.waiting_blocks == len(KEYS)
+        clock.advance(ns=2 * NS_PER_S)
+        assert await get(driven, KEYS) == len(KEYS)
+        figures = driven.small.store.prefetcher.statistics().all
+        assert (figures.used_blocks, figures.demanded_blocks, figures.wasted_share) == (len(KEYS), 0, 0.0)
+        assert driven.small.store.counters["predicted_used_blocks"] == len(KEYS)
+
+    over_a_store(OnHint, tmp_path, scenario)
+
+
+def test_what_no_request_comes_for_is_waste(tmp_path: Path) -> None:
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS)
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 5000)
+        await until_mapped(driven, clock)
+        clock.advance(ns=300 * NS_PER_S)
+        driven.small.store.tick()
+        figures = driven.small.store.prefetcher.statistics().all
+        assert (figures.wasted_blocks, figures.evicted_blocks, figures.waiting_blocks) == (len(KEYS), 0, 0)
+
+    over_a_store(OnHint, tmp_path, scenario)
