@@ -165,27 +165,26 @@ class Prefetcher:
             planning.result()
 
     async def _missing(self, row: int) -> list[Block]:
-        """The blocks of the chain that ends with `row` that are not mapped, the last first, in slices. All of it is
-        looked at: its end may have come by a put, while what is before it is on NVMe alone."""
+        """The blocks of the chain that ends with `row` up to the first that is mapped, the head first, in slices. Where
+        the end is mapped, what is before it is on its way, or with the engine: it was put there a moment ago."""
         residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
         for step in range(1, WALK_BLOCKS):
-            if row < 0:
+            if row < 0 or mask[row] >> MAPPED & 1:
                 break
-            if not mask[row] >> MAPPED & 1:
-                like = (mask[row], payload_bytes[row])
-                source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
-                if source >= 0:
-                    blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
+            like = (mask[row], payload_bytes[row])
+            source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
+            if source >= 0:
+                blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
             row = parents[row]
             if step % STEPS == 0 and row >= 0:
                 token = residency.token(row)
                 await asyncio.sleep(0)
                 row = residency.current(token)
         await asyncio.sleep(0)
-        return blocks
+        return blocks[::-1]
 
     # Moving
 
