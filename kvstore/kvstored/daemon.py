@@ -29,6 +29,7 @@ from kvstored.admin.history import HistoryView
 from kvstored.admin.lifetime import Lifetime, State
 from kvstored.admin.live_settings import LiveSettings
 from kvstored.admin.live_tenants import LiveTenants
+from kvstored.admin.predictor import PredictorView
 from kvstored.admin.quarantine import Quarantine
 from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
@@ -325,7 +326,10 @@ class Daemon:
             store.nvme, store.residency, tenants, self.config.nvme.quarantine_slots,
             store.writeback.sync if store.writeback is not None else None,
         )  # fmt: skip
-        return admin_calls(self._views, self._explain, history, drop, rename, self.lifetime, quarantine, reload)
+        predictor = PredictorView(store.prefetcher, store.residency)
+        return admin_calls(
+            self._views, self._explain, history, drop, rename, self.lifetime, quarantine, reload, predictor
+        )
 
     def _make_reload(self) -> Reload:
         store, tokens_file = self._store, self.config.unary.tokens_in_use

@@ -9,6 +9,7 @@ from typing import Final
 from kvstore_client.cli.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
 from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvstore_client.cli.exit_codes import MEANINGS
+from kvstore_client.cli.predictor import ACTIONS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
 from kvstore_console.command_line import Commands, Parser, seconds
@@ -83,6 +84,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl quarantine release --all",
         ],
     ),
+    "predictor": (
+        "what prefetch by prediction was good for, and its switch",
+        [
+            "kvctl predictor status",
+            "kvctl predictor off     # until the daemon starts again; prefetch.enabled is for good",
+            "kvctl --json predictor | jq .all.precision",
+        ],
+    ),
     "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
     "top": (
         "watch the daemon live: occupancy, hits, lanes, latency",
@@ -137,6 +146,9 @@ def build_parser() -> Parser:
     made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
     made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")
     _quarantine_options(made["quarantine"])
+    made["predictor"].add_argument(
+        "action", nargs="?", choices=ACTIONS, default="status", help="what to do (default: %(default)s)"
+    )
     _top_options(made["top"])
     _doctor_options(made["doctor"])
     made["report"].add_argument(

@@ -23,6 +23,7 @@ from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.ping import ping
+from kvstore_client.cli.predictor import predictor
 from kvstore_client.cli.prefetch import prefetch
 from kvstore_client.cli.put import put
 from kvstore_client.cli.quarantine import quarantine
@@ -46,6 +47,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "shutdown": act.shutdown,
     "invalidate": act.invalidate,
     "quarantine": quarantine,
+    "predictor": predictor,
     "report": report,
 }
 # Commands that open their own connections: a session, the admin socket, or both.

@@ -18,6 +18,7 @@ from kvstored.admin.drop import Drop
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import HistoryView
 from kvstored.admin.lifetime import Lifetime
+from kvstored.admin.predictor import PredictorView
 from kvstored.admin.quarantine import Quarantine
 from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
@@ -38,6 +39,7 @@ def admin_calls(
     lifetime: Lifetime,
     quarantine: Quarantine,
     reload: Reload,
+    predictor: PredictorView,
 ) -> dict[str, Call]:
     """What answers each call, by its name: a request in; out, the reply or an awaitable of it."""
     accounts, blocks, settings = Accounts(views.parts), BlockList(views), SettingsView(reload)
@@ -59,6 +61,7 @@ def admin_calls(
         "Flush": lifetime.flush,
         "Drain": lifetime.drain,
         "Shutdown": lifetime.shutdown,
+        "Predictor": predictor.predictor,
     }
 
 

@@ -51,14 +51,16 @@ AUDITED: dict[str, Callable[[Any, Any], str]] = {
     "ReleaseQuarantine": lambda request, reply: "quarantine release",
     "RenameTenant": _rename,
     "Reload": _reload,
+    "Predictor": lambda request, reply: f"predictor {'on' if reply.enabled else 'off'}" if request.switch else "",
 }
 
 
 def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, Any]] | None) -> None:
     """Log a call that went well, if it is one of those."""
     describe = AUDITED.get(method)
-    if describe is not None:
-        log.info("%s, by %s", describe(request, reply), _caller(metadata))
+    said = describe(request, reply) if describe is not None else ""
+    if said:
+        log.info("%s, by %s", said, _caller(metadata))
 
 
 def _caller(metadata: Iterable[tuple[str, Any]] | None) -> str:

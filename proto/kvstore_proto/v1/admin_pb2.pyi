@@ -7,9 +7,16 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvstore_proto.v1.explain_pb2
+import sys
 import typing
+
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
 from kvstore_proto.v1.explain_pb2 import (
     BlockExplanation as BlockExplanation,
     BlockStatus as BlockStatus,
@@ -1441,3 +1448,152 @@ class RenameTenantReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "replaced_blocks", b"replaced_blocks", "replaced_bytes", b"replaced_bytes"]) -> None: ...
 
 global___RenameTenantReply = RenameTenantReply
+
+@typing.final
+class PredictorRequest(google.protobuf.message.Message):
+    """What prefetch by prediction does ([prefetch]), and what it was good for since the start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Switch:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _SwitchEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[PredictorRequest._Switch.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        LEAVE: PredictorRequest._Switch.ValueType  # 0
+        ON: PredictorRequest._Switch.ValueType  # 1
+        OFF: PredictorRequest._Switch.ValueType  # 2
+
+    class Switch(_Switch, metaclass=_SwitchEnumTypeWrapper): ...
+    LEAVE: PredictorRequest.Switch.ValueType  # 0
+    ON: PredictorRequest.Switch.ValueType  # 1
+    OFF: PredictorRequest.Switch.ValueType  # 2
+
+    SWITCH_FIELD_NUMBER: builtins.int
+    switch: global___PredictorRequest.Switch.ValueType
+    """until the daemon starts again"""
+    def __init__(
+        self,
+        *,
+        switch: global___PredictorRequest.Switch.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["switch", b"switch"]) -> None: ...
+
+global___PredictorRequest = PredictorRequest
+
+@typing.final
+class PredictorReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: builtins.int
+    PREDICTOR_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    GUESSES_FIELD_NUMBER: builtins.int
+    PLANNED_BLOCKS_FIELD_NUMBER: builtins.int
+    UNDER_WAY_BLOCKS_FIELD_NUMBER: builtins.int
+    CANCELLED_BLOCKS_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    enabled: builtins.bool
+    predictor: builtins.str
+    """prefetch.predictor"""
+    failure: builtins.str
+    """why it is off, empty while it works"""
+    guesses: builtins.int
+    """of the last plan"""
+    planned_blocks: builtins.int
+    under_way_blocks: builtins.int
+    cancelled_blocks: builtins.int
+    @property
+    def all(self) -> global___PrefetchFigures: ...
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrefetchFigures]: ...
+    def __init__(
+        self,
+        *,
+        enabled: builtins.bool = ...,
+        predictor: builtins.str = ...,
+        failure: builtins.str = ...,
+        guesses: builtins.int = ...,
+        planned_blocks: builtins.int = ...,
+        under_way_blocks: builtins.int = ...,
+        cancelled_blocks: builtins.int = ...,
+        all: global___PrefetchFigures | None = ...,
+        tenants: collections.abc.Iterable[global___PrefetchFigures] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "cancelled_blocks", b"cancelled_blocks", "enabled", b"enabled", "failure", b"failure", "guesses", b"guesses", "planned_blocks", b"planned_blocks", "predictor", b"predictor", "tenants", b"tenants", "under_way_blocks", b"under_way_blocks"]) -> None: ...
+
+global___PredictorReply = PredictorReply
+
+@typing.final
+class PrefetchFigures(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    STANDING_FIELD_NUMBER: builtins.int
+    PREFETCHED_BLOCKS_FIELD_NUMBER: builtins.int
+    PREFETCHED_BYTES_FIELD_NUMBER: builtins.int
+    USED_BLOCKS_FIELD_NUMBER: builtins.int
+    LATE_BLOCKS_FIELD_NUMBER: builtins.int
+    WASTED_BLOCKS_FIELD_NUMBER: builtins.int
+    WASTED_BYTES_FIELD_NUMBER: builtins.int
+    WAITING_BLOCKS_FIELD_NUMBER: builtins.int
+    DEMANDED_BLOCKS_FIELD_NUMBER: builtins.int
+    PRECISION_FIELD_NUMBER: builtins.int
+    RECALL_FIELD_NUMBER: builtins.int
+    WASTED_SHARE_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
+    SAVED_S_PER_GB_FIELD_NUMBER: builtins.int
+    LEAD_S_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """empty: all"""
+    standing: builtins.str
+    """full | reduced | tried | off: how far waste has turned it down"""
+    prefetched_blocks: builtins.int
+    prefetched_bytes: builtins.int
+    used_blocks: builtins.int
+    """a request came for them, and they were there"""
+    late_blocks: builtins.int
+    """a request came while they were being brought"""
+    wasted_blocks: builtins.int
+    wasted_bytes: builtins.int
+    waiting_blocks: builtins.int
+    """brought, and neither used nor wasted yet"""
+    demanded_blocks: builtins.int
+    """that requests had to wait for"""
+    precision: builtins.float
+    """used and late, of all that were judged"""
+    recall: builtins.float
+    """used, of used and demanded"""
+    wasted_share: builtins.float
+    """of the bytes judged"""
+    saved_s: builtins.float
+    """loading time that requests were spared"""
+    saved_s_per_gb: builtins.float
+    lead_s: builtins.float
+    """mean time from a block's arrival to its use"""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        standing: builtins.str = ...,
+        prefetched_blocks: builtins.int = ...,
+        prefetched_bytes: builtins.int = ...,
+        used_blocks: builtins.int = ...,
+        late_blocks: builtins.int = ...,
+        wasted_blocks: builtins.int = ...,
+        wasted_bytes: builtins.int = ...,
+        waiting_blocks: builtins.int = ...,
+        demanded_blocks: builtins.int = ...,
+        precision: builtins.float = ...,
+        recall: builtins.float = ...,
+        wasted_share: builtins.float = ...,
+        saved_s: builtins.float = ...,
+        saved_s_per_gb: builtins.float = ...,
+        lead_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["demanded_blocks", b"demanded_blocks", "late_blocks", b"late_blocks", "lead_s", b"lead_s", "precision", b"precision", "prefetched_blocks", b"prefetched_blocks", "prefetched_bytes", b"prefetched_bytes", "recall", b"recall", "saved_s", b"saved_s", "saved_s_per_gb", b"saved_s_per_gb", "standing", b"standing", "tenant", b"tenant", "used_blocks", b"used_blocks", "waiting_blocks", b"waiting_blocks", "wasted_blocks", b"wasted_blocks", "wasted_bytes", b"wasted_bytes", "wasted_share", b"wasted_share"]) -> None: ...
+
+global___PrefetchFigures = PrefetchFigures

@@ -114,6 +114,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
     ]
 
+    Predictor: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.PredictorRequest,
+        kvstore_proto.v1.admin_pb2.PredictorReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -198,6 +203,11 @@ class AdminAsyncStub:
     RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
+    Predictor: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.PredictorRequest,
+        kvstore_proto.v1.admin_pb2.PredictorReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -319,5 +329,12 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
+
+    @abc.abstractmethod
+    def Predictor(
+        self,
+        request: kvstore_proto.v1.admin_pb2.PredictorRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.PredictorReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.PredictorReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

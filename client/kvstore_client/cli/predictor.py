@@ -1,0 +1,56 @@
+"""`kvctl predictor`: what prefetch by prediction was good for, tenant by tenant, and its switch."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.output import Output
+from kvstore_console.table import render_table
+from kvstore_console.units import human_bytes, human_count, human_seconds
+from kvstore_proto.v1 import admin_pb2 as wire
+
+ACTIONS = ("status", "on", "off")
+_SWITCHES = {
+    "status": wire.PredictorRequest.LEAVE, "on": wire.PredictorRequest.ON, "off": wire.PredictorRequest.OFF,
+}  # fmt: skip
+_HEADINGS = (
+    "TENANT", "STANDING", ">PREFETCHED", ">USED", ">LATE", ">WASTED", ">WAITING", ">PRECISION", ">RECALL", ">LEAD",
+    ">SAVED",
+)  # fmt: skip
+_JUDGED = ("used_blocks", "late_blocks", "wasted_blocks")
+
+
+def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.PredictorRequest(switch=_SWITCHES[arguments.action])
+    reply = admin.call("Predictor", request, wire.PredictorReply)
+    lines = [f"predictor {reply.predictor} is {_state(reply)}"]
+    if reply.enabled and not reply.failure:
+        lines.append(
+            f"{human_count(reply.guesses)} chains expected, {human_count(reply.planned_blocks)} blocks planned, "
+            f"{human_count(reply.under_way_blocks)} under way, {human_count(reply.cancelled_blocks)} cancelled"
+        )
+    if reply.all.prefetched_blocks:
+        rows = [_row("all", reply.all), *(_row(figures.tenant, figures) for figures in reply.tenants)]
+        lines.append(render_table(_HEADINGS, rows, empty=""))
+    else:
+        lines.append("no block was prefetched by prediction since the daemon started")
+    return Output("\n".join(lines), reply)
+
+
+def _state(reply: wire.PredictorReply) -> str:
+    if reply.failure:
+        return f"off since it failed: {reply.failure}"
+    if not reply.enabled:
+        return "off (kvctl predictor on, or prefetch.enabled)"
+    return "on"
+
+
+def _row(name: str, figures: wire.PrefetchFigures) -> list[str]:
+    is_judged = any(getattr(figures, field) for field in _JUDGED)
+    return [
+        name, figures.standing, human_bytes(figures.prefetched_bytes), human_count(figures.used_blocks),
+        human_count(figures.late_blocks), human_count(figures.wasted_blocks), human_count(figures.waiting_blocks),
+        f"{figures.precision:.0%}" if is_judged else "-", f"{figures.recall:.0%}" if is_judged else "-",
+        human_seconds(figures.lead_s), human_seconds(figures.saved_s),
+    ]  # fmt: skip

@@ -1,0 +1,61 @@
+"""What prefetch by prediction does and was good for, and its switch. Keeps nothing."""
+
+from __future__ import annotations
+
+import math
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.predictor_names import NONE
+from kvstored.store.blocks import Residency
+from kvstored.store.prefetch.accounts import PrefetchFigures
+from kvstored.store.prefetch.prefetcher import Prefetcher
+
+
+class PredictorView:
+    """Of one daemon's prefetcher."""
+
+    def __init__(self, prefetcher: Prefetcher, residency: Residency) -> None:
+        self._prefetcher = prefetcher
+        self._residency = residency
+
+    def predictor(self, request: pb.PredictorRequest) -> pb.PredictorReply:
+        """Its status, after the switch was set if that is asked. Raises KVStoreError where nothing can be switched
+        on."""
+        if request.switch == pb.PredictorRequest.ON:
+            self._switch_on()
+        elif request.switch == pb.PredictorRequest.OFF:
+            self._prefetcher.is_enabled = False
+        found = self._prefetcher.statistics()
+        names = [tenant.name for tenant in self._residency.tenants]
+        return pb.PredictorReply(
+            enabled=found.is_enabled, predictor=found.predictor, failure=found.failure, guesses=found.guesses,
+            planned_blocks=found.planned_blocks, under_way_blocks=found.under_way_blocks,
+            cancelled_blocks=found.cancelled_blocks, all=_figures("", found.all),
+            tenants=[_figures(names[number], figures) for number, figures in sorted(found.tenants.items())],
+        )  # fmt: skip
+
+    def _switch_on(self) -> None:
+        status = self._prefetcher.statistics()
+        if status.predictor == NONE:
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                "no predictor runs: set prefetch.enabled and prefetch.predictor, and restart the daemon",
+            )
+        if status.failure:
+            raise KVStoreError(
+                ErrorKind.INVALID, f"predictor {status.predictor} failed ({status.failure}): restart the daemon"
+            )
+        self._prefetcher.is_enabled = True
+
+
+def _figures(tenant: str, figures: PrefetchFigures) -> pb.PrefetchFigures:
+    saved_s_per_gb = figures.saved_s_per_gb
+    return pb.PrefetchFigures(
+        tenant=tenant, standing=figures.standing.name.lower(), prefetched_blocks=figures.prefetched_blocks,
+        prefetched_bytes=figures.prefetched_bytes, used_blocks=figures.used_blocks, late_blocks=figures.late_blocks,
+        wasted_blocks=figures.wasted_blocks, wasted_bytes=figures.wasted_bytes, waiting_blocks=figures.waiting_blocks,
+        demanded_blocks=figures.demanded_blocks, precision=figures.precision, recall=figures.recall,
+        wasted_share=figures.wasted_share, saved_s=figures.saved_s,
+        saved_s_per_gb=saved_s_per_gb if math.isfinite(saved_s_per_gb) else 0.0, lead_s=figures.lead_s,
+    )  # fmt: skip
