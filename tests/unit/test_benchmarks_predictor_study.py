@@ -45,7 +45,7 @@ def test_a_guess_comes_true_by_its_block_or_the_one_before(study: ModuleType) ->
 
 
 def test_predictors_are_judged_on_a_made_up_workload(study: ModuleType) -> None:
-    figures = study.judged(study.made_up(800, 1), study.SessionReturn(), 0.5, 10)
+    figures = study.judged(study.made_up(2500, 1), study.SessionReturn(), 0.5, 10)
     ten = figures["10 s"]
     assert ten["guesses"] > 100
     assert ten["ece"] < 0.1
