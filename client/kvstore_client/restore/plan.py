@@ -1,0 +1,118 @@
+"""Decides how much of a stored prefix to compute and how much to load at once. Pure: costs in, a plan out.
+
+The prefix is cut into chunks. Of chunk j the layers [0, h_j) are computed and the rest loaded, and h never grows with
+j: then nothing that is computed depends on a load. The cells of a chunk cost the same for every layer and later chunks
+cost more, so the best region is: the leading chunks wholly, one chunk in part, the rest loaded. (A chunk in part pays
+the fixed costs of both, and is only chosen where it pays; `optimum.py` checks this against all regions.)
+
+Both ends are among the plans: loading alone and computing alone. So no plan is predicted to be worse than either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore_client.restore.costs import RestoreCosts
+
+Axis = Literal["load", "compute", "tokens", "layers", "staircase"]
+MARGIN = 0.03  # what another axis must save, as a share, over the better single path: costs are estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
+    bytes each, in `layers` layers; the first one begins at position `first`. ValueError for sizes below 1.
+    """
+
+    tiers: Sequence[str]
+    chunk_tokens: int
+    chunk_bytes: int
+    layers: int = 1
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.chunk_tokens, self.chunk_bytes, self.layers) < 1:
+            raise ValueError("a chunk needs at least one token, one byte and one layer")
+
+    def compute_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
+        """Seconds to compute `layers` layers of a chunk."""
+        if not layers:
+            return 0.0
+        whole = costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
+        return costs.compute.fixed_s + (whole - costs.compute.fixed_s) * layers / self.layers
+
+    def load_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
+        """Seconds to load `layers` layers of a chunk from its tier."""
+        return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes * layers / self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Compute `whole` leading chunks, and the first `layers` layers of the next `partial` ones; load the rest."""
+
+    axis: Axis
+    finish_s: float
+    whole: int
+    layers: int = 0
+    partial: int = 0
+
+
+def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, margin: float = MARGIN) -> Plan:
+    """The plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers."""
+    plans = plans_by_axis(prefix, costs, layerwise=layerwise)
+    single = min((plans["load"], plans["compute"]), key=_finish)
+    best = min(plans.values(), key=_finish)
+    return best if best.finish_s < single.finish_s * (1 - margin) else single
+
+
+def plans_by_axis(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True) -> dict[Axis, Plan]:
+    """The best plan along each axis."""
+    found: dict[Axis, Plan] = {}
+    for each in _plans(prefix, costs, layerwise and prefix.layers > 1):
+        known = found.get(each.axis)
+        if known is None or each.finish_s < known.finish_s:
+            found[each.axis] = each
+    return found
+
+
+def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Plan]:
+    chunks, layers = len(prefix.tiers), prefix.layers
+    finish = costs.contention.finish_s
+    computed = [0.0]
+    for chunk in range(chunks):
+        computed.append(computed[-1] + prefix.compute_s(chunk, layers, costs))
+    loaded = [dict.fromkeys(prefix.tiers, 0.0)]
+    for chunk in reversed(range(chunks)):
+        loaded.append(_with(loaded[-1], prefix.tiers[chunk], prefix.load_s(chunk, layers, costs)))
+    loaded.reverse()
+    yield Plan("load", _slowest(loaded[0]), 0)
+    yield Plan("compute", computed[chunks], chunks)
+    for whole in range(1, chunks):
+        yield Plan("tokens", finish(computed[whole], _slowest(loaded[whole])), whole)
+    if not layerwise:
+        return
+    for whole in range(chunks):
+        for height in range(1, layers):
+            links = _with(loaded[whole + 1], prefix.tiers[whole], prefix.load_s(whole, layers - height, costs))
+            seconds = computed[whole] + prefix.compute_s(whole, height, costs)
+            yield Plan("staircase", finish(seconds, _slowest(links)), whole, height, 1)
+    for height in range(1, layers):
+        links = dict.fromkeys(prefix.tiers, 0.0)
+        for chunk, tier in enumerate(prefix.tiers):
+            links[tier] += prefix.load_s(chunk, layers - height, costs)
+        seconds = sum(prefix.compute_s(chunk, height, costs) for chunk in range(chunks))
+        yield Plan("layers", finish(seconds, _slowest(links)), 0, height, chunks)
+
+
+def _with(links: dict[str, float], tier: str, seconds: float) -> dict[str, float]:
+    return {**links, tier: links[tier] + seconds}
+
+
+def _slowest(links: dict[str, float]) -> float:
+    return max(links.values(), default=0.0)
+
+
+def _finish(each: Plan) -> float:
+    return each.finish_s
