@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
-from kvstore_client.restore.costs import RestoreCosts
+from kvstore_client.restore.costs import ComputeCost, LinkCost, RestoreCosts
 
 Axis = Literal["load", "compute", "tokens", "layers", "staircase"]
-MARGIN = 0.03  # what another axis must save, as a share, over the better single path: costs are estimates
+SINGLE: tuple[Axis, ...] = ("load", "compute")
+ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,25 @@ class Plan:
     partial: int = 0
 
 
-def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, margin: float = MARGIN) -> Plan:
-    """The plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers."""
+def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: float = ERROR) -> Plan:
+    """The plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers.
+
+    Computing and loading at once must be better than the better single path by more than it could lose to it if the
+    costs of either were wrong by the share `error`.
+    """
     plans = plans_by_axis(prefix, costs, layerwise=layerwise)
     single = min((plans["load"], plans["compute"]), key=_finish)
     best = min(plans.values(), key=_finish)
-    return best if best.finish_s < single.finish_s * (1 - margin) else single
+    if best is single or not error:
+        return best
+    worst_of_both = worst_of_single = 1.0
+    for compute, load in product((1 + error, 1 / (1 + error)), repeat=2):
+        others = plans_by_axis(prefix, _scaled(costs, compute, load), layerwise=layerwise)
+        both_s = min((each.finish_s for axis, each in others.items() if axis not in SINGLE), default=best.finish_s)
+        least_s = min(map(_finish, others.values()))
+        worst_of_both = max(worst_of_both, both_s / least_s)
+        worst_of_single = max(worst_of_single, others[single.axis].finish_s / least_s)
+    return best if worst_of_both <= worst_of_single else single
 
 
 def plans_by_axis(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True) -> dict[Axis, Plan]:
@@ -104,6 +119,14 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
             links[tier] += prefix.load_s(chunk, layers - height, costs)
         seconds = sum(prefix.compute_s(chunk, height, costs) for chunk in range(chunks))
         yield Plan("layers", finish(seconds, _slowest(links)), 0, height, chunks)
+
+
+def _scaled(costs: RestoreCosts, compute: float, load: float) -> RestoreCosts:
+    """Costs of a machine that computes and loads by these factors more slowly."""
+    known = costs.compute
+    slower = ComputeCost(known.fixed_s * compute, known.token_s * compute, known.attended_s * compute)
+    links = {tier: LinkCost(link.fixed_s * load, link.byte_s * load) for tier, link in costs.links.items()}
+    return RestoreCosts(slower, links, costs.contention)
 
 
 def _with(links: dict[str, float], tier: str, seconds: float) -> dict[str, float]:
