@@ -95,3 +95,12 @@ def test_the_optimum_is_the_best_of_all_staircases(costs: RestoreCosts, chunks: 
         computing = sum(prefix.compute_s(chunk, height, costs) for chunk, height in enumerate(heights))
         best = min(best, costs.contention.finish_s(computing, max(links.values())))
     assert optimum_s(prefix, costs) == pytest.approx(best)
+
+
+def test_sharing_that_saves_little_is_left_where_wrong_costs_would_make_it_a_loss() -> None:
+    costs = _costs(attended=0.0, load_s=0.0512 * 0.2, contention=Contention(1.2, 1.2))
+    assert plan(_prefix(40), costs, error=0.0).axis == "tokens"
+    assert plan(_prefix(40), costs).axis == "load"
+    for ratio in (0.5, 1.0, 2.0):
+        costs = _costs(attended=0.0, load_s=0.0512 * ratio, contention=Contention(1.2, 1.2))
+        assert plan(_prefix(40), costs).axis == "tokens"

@@ -18,7 +18,6 @@ from typing import Literal
 from kvstore_client.restore.costs import ComputeCost, LinkCost, RestoreCosts
 
 Axis = Literal["load", "compute", "tokens", "layers", "staircase"]
-SINGLE: tuple[Axis, ...] = ("load", "compute")
 ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 
@@ -74,10 +73,10 @@ def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: 
         return best
     worst_of_both = worst_of_single = 1.0
     for compute, load in product((1 + error, 1 / (1 + error)), repeat=2):
-        others = plans_by_axis(prefix, _scaled(costs, compute, load), layerwise=layerwise)
-        both_s = min((each.finish_s for axis, each in others.items() if axis not in SINGLE), default=best.finish_s)
+        slowed = _scaled(costs, compute, load)
+        others = plans_by_axis(prefix, slowed, layerwise=layerwise)
         least_s = min(map(_finish, others.values()))
-        worst_of_both = max(worst_of_both, both_s / least_s)
+        worst_of_both = max(worst_of_both, _met_s(prefix, slowed) / least_s)
         worst_of_single = max(worst_of_single, others[single.axis].finish_s / least_s)
     return best if worst_of_both <= worst_of_single else single
 
@@ -119,6 +118,19 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
             links[tier] += prefix.load_s(chunk, layers - height, costs)
         seconds = sum(prefix.compute_s(chunk, height, costs) for chunk in range(chunks))
         yield Plan("layers", finish(seconds, _slowest(links)), 0, height, chunks)
+
+
+def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
+    """When all is done if neither stops before they meet, as happens where wrong costs are believed."""
+    links = dict.fromkeys(prefix.tiers, 0.0)
+    for chunk, tier in enumerate(prefix.tiers):
+        links[tier] += prefix.load_s(chunk, prefix.layers, costs)
+    seconds, met_s = 0.0, float("inf")
+    for chunk, tier in enumerate(prefix.tiers):
+        seconds += prefix.compute_s(chunk, prefix.layers, costs) * costs.contention.compute
+        links[tier] -= prefix.load_s(chunk, prefix.layers, costs)
+        met_s = min(met_s, max(seconds, _slowest(links) * costs.contention.load))
+    return met_s
 
 
 def _scaled(costs: RestoreCosts, compute: float, load: float) -> RestoreCosts:
