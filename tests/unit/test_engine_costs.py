@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_client.restore.regression import RecursiveLeastSquares
 from kvstore_engine.restore.costs import CostModel
 from kvstore_engine.restore.plan import plan_restore
 from kvstore_engine.restore.profile import CostProfile
-from kvstore_engine.restore.regression import RecursiveLeastSquares
 
 BLOCK_TOKENS, BLOCK_BYTES, STEP_TOKENS = 64, 1_474_560, 512
 

@@ -11,7 +11,7 @@ short prefix looks cheaper to load than it is.
 
 from collections.abc import Iterable
 
-from kvstore_engine.restore.regression import RecursiveLeastSquares
+from kvstore_client.restore.regression import RecursiveLeastSquares
 
 # Features are scaled by these, so that coefficients are seconds per typical step and of one order of
 # magnitude.

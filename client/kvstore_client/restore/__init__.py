@@ -1,0 +1,1 @@
+"""Restoring a stored prefix by computing its head and loading its tail at once: costs, plans, pointers, order."""

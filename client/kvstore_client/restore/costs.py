@@ -1,0 +1,63 @@
+"""What computing and loading a chunk cost, alone and at once; pure values.
+
+    computing n tokens from position p      alpha + beta*n + gamma*n*(p + n/2)
+    loading k bytes from a tier             lambda + k/B, for each tier its own
+
+While both run, each takes longer by a factor. Times are seconds. `learned.py` fits these values to what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeCost:
+    """`fixed_s` a step, `token_s` a token, `attended_s` for each pair of a token and one that it attends to."""
+
+    fixed_s: float
+    token_s: float
+    attended_s: float
+
+    def chunk_s(self, first: int, tokens: int) -> float:
+        """Seconds to compute `tokens` tokens from position `first` on, in one step."""
+        if not tokens:
+            return 0.0
+        return self.fixed_s + self.token_s * tokens + self.attended_s * tokens * (first + tokens / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """`fixed_s` a load and `byte_s` a byte."""
+
+    fixed_s: float
+    byte_s: float
+
+    def load_s(self, nbytes: float) -> float:
+        """Seconds to load `nbytes` in one piece."""
+        return self.fixed_s + self.byte_s * nbytes if nbytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How many times as long computing and loading take while the other runs; at least 1."""
+
+    compute: float = 1.0
+    load: float = 1.0
+
+    def finish_s(self, compute_s: float, load_s: float) -> float:
+        """When both are done, if they start at once and would take `compute_s` and `load_s` alone."""
+        slowed_compute_s, slowed_load_s = compute_s * self.compute, load_s * self.load
+        if slowed_compute_s <= slowed_load_s:
+            return slowed_compute_s + load_s - slowed_compute_s / self.load
+        return slowed_load_s + compute_s - slowed_load_s / self.compute
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCosts:
+    """All costs of one model on one machine. `links` is by the name of the tier."""
+
+    compute: ComputeCost
+    links: Mapping[str, LinkCost]
+    contention: Contention = field(default_factory=Contention)

@@ -1,0 +1,106 @@
+"""The plan is never predicted worse than a single path, and as good as the best region there is."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_client.restore.optimum import optimum_s
+from kvstore_client.restore.plan import Prefix, plan, plans_by_axis
+
+CHUNK_TOKENS, CHUNK_BYTES = 512, 1 << 20
+ALONE = Contention()
+
+
+def _costs(
+    *, fixed: float = 0.0, token: float = 1e-4, attended: float = 1e-8, lead: float = 0.0, load_s: float = 0.05,
+    contention: Contention = ALONE,
+) -> RestoreCosts:  # fmt: skip
+    byte_s = load_s / CHUNK_BYTES
+    links = {"host": LinkCost(lead, byte_s), "nvme": LinkCost(2 * lead, 3 * byte_s)}
+    return RestoreCosts(ComputeCost(fixed, token, attended), links, contention)
+
+
+def _prefix(chunks: int, layers: int = 1, *, slow: int = 0) -> Prefix:
+    return Prefix(("nvme",) * slow + ("host",) * (chunks - slow), CHUNK_TOKENS, CHUNK_BYTES, layers)
+
+
+costs_of_any_machine = st.builds(
+    _costs,
+    fixed=st.floats(0, 0.05), token=st.floats(1e-6, 1e-3), attended=st.floats(0, 1e-6), lead=st.floats(0, 0.05),
+    load_s=st.floats(0.001, 1.0), contention=st.builds(Contention, st.floats(1, 3), st.floats(1, 3)),
+)  # fmt: skip
+
+
+def test_computing_and_loading_share_the_prefix() -> None:
+    chosen = plan(_prefix(20), _costs(attended=0.0, load_s=0.0512))
+    assert chosen.axis == "tokens"
+    assert chosen.whole == 10
+    assert chosen.finish_s == pytest.approx(10 * 0.0512)
+
+
+def test_a_chunk_in_part_is_better_than_whole_ones_where_they_are_few() -> None:
+    chosen = plan(_prefix(3, layers=8), _costs(attended=0.0, load_s=0.0512))
+    assert (chosen.axis, chosen.whole, chosen.layers) == ("staircase", 1, 4)
+
+
+def test_a_fast_link_is_used_alone_and_a_slow_one_not_at_all() -> None:
+    assert plan(_prefix(16), _costs(load_s=0.0005)).axis == "load"
+    assert plan(_prefix(16), _costs(load_s=5.0)).axis == "compute"
+
+
+def test_contention_ends_sharing_where_it_costs_more_than_it_saves() -> None:
+    slow = Contention(3.0, 3.0)
+    assert plan(_prefix(16), _costs(load_s=0.04, contention=slow)).axis == "load"
+
+
+def test_two_tiers_are_loaded_at_once() -> None:
+    costs = _costs(load_s=0.05, token=1.0)  # computing is hopeless
+    both = plan(_prefix(16, slow=4), costs)
+    assert both.axis == "load"
+    assert both.finish_s == pytest.approx(12 * 0.05)  # the slow tier's four take as long
+
+
+def test_nothing_stored_takes_no_time() -> None:
+    assert plan(_prefix(0), _costs()).finish_s == 0.0
+    assert optimum_s(_prefix(0), _costs()) == 0.0
+    with pytest.raises(ValueError, match="at least one"):
+        Prefix((), 0, 1)
+
+
+@given(costs_of_any_machine, st.integers(1, 12), st.integers(1, 6), st.integers(0, 12))
+def test_no_plan_is_predicted_worse_than_a_single_path(
+    costs: RestoreCosts, chunks: int, layers: int, slow: int
+) -> None:
+    prefix = _prefix(chunks, layers, slow=min(slow, chunks))
+    plans = plans_by_axis(prefix, costs)
+    chosen = plan(prefix, costs)
+    assert chosen.finish_s <= min(plans["load"].finish_s, plans["compute"].finish_s)
+    optimum = optimum_s(prefix, costs)
+    assert optimum <= chosen.finish_s * (1 + 1e-9)
+
+
+@given(costs_of_any_machine, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4))
+def test_the_optimum_is_the_best_of_all_staircases(costs: RestoreCosts, chunks: int, layers: int, slow: int) -> None:
+    prefix = _prefix(chunks, layers, slow=min(slow, chunks))
+    best = float("inf")
+    for heights in itertools.product(range(layers + 1), repeat=chunks):
+        if any(later > earlier for earlier, later in itertools.pairwise(heights)):
+            continue
+        links = dict.fromkeys(prefix.tiers, 0.0)
+        for chunk, height in enumerate(heights):
+            links[prefix.tiers[chunk]] += prefix.load_s(chunk, layers - height, costs)
+        computing = sum(prefix.compute_s(chunk, height, costs) for chunk, height in enumerate(heights))
+        best = min(best, costs.contention.finish_s(computing, max(links.values())))
+    assert optimum_s(prefix, costs) == pytest.approx(best)
+
+
+def test_sharing_that_saves_little_is_left_where_wrong_costs_would_make_it_a_loss() -> None:
+    costs = _costs(attended=0.0, load_s=0.0512 * 0.2, contention=Contention(1.2, 1.2))
+    assert plan(_prefix(40), costs, error=0.0).axis == "tokens"
+    assert plan(_prefix(40), costs).axis == "load"
+    for ratio in (0.5, 1.0, 2.0):
+        costs = _costs(attended=0.0, load_s=0.0512 * ratio, contention=Contention(1.2, 1.2))
+        assert plan(_prefix(40), costs).axis == "tokens"
