@@ -38,7 +38,7 @@ from kvstored.simulator.machine import Machine, load_machine
 from kvstored.simulator.node import serve_trace
 from kvstored.simulator.node_store import MakePredictor, NodeSettings
 from kvstored.simulator.plan import ABLATIONS, ORCHESTRATED
-from kvstored.simulator.predictors import FixedLead, MovingAverage, Oracle
+from kvstored.simulator.predictors import Oracle, fixed_lead, moving_average
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.trace import Trace, TraceError
 from kvstored.simulator.worth import models
@@ -49,8 +49,8 @@ DRAM_SHARE, NVME_BYTES_PER_S = 0.05, 2e9
 ON_ARRIVAL, ORACLE, PAUSE = "on-arrival", "oracle", "+pause"
 _BASELINES: dict[str, MakePredictor] = {
     ORACLE: Oracle,
-    "fixed-lead": lambda trace, speed: FixedLead(),
-    "moving-average": lambda trace, speed: MovingAverage(),
+    "fixed-lead": lambda trace, speed: fixed_lead(),
+    "moving-average": lambda trace, speed: moving_average(),
 }
 NAMES = (
     NONE, ORACLE, ON_ARRIVAL, "fixed-lead", "moving-average",

@@ -1,4 +1,4 @@
-"""Members' guesses, calibrated and mixed: what each foretold is held against what came.
+"""Members' guesses, calibrated and mixed: what each predicted is held against what came.
 
 Now and then the ensemble asks its members itself, for one of three horizons in turn, and notes which of the guesses
 come true. From that follow, for each member and horizon, a calibration (bins of probability, made monotone) and a
@@ -24,7 +24,7 @@ from kvstore_predictor.sessions import Sessions
 HORIZONS_S = (10.0, 60.0, 300.0)
 _EDGES: Floats = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9])
 _BINS = len(_EDGES) + 1
-_PRIOR = 10.0  # guesses that it takes in a bin for what came to count as much as what was foretold
+_PRIOR = 10.0  # guesses that it takes in a bin for what came to count as much as what was predicted
 _DECAY = 0.98  # of what was seen, a question
 _EVERY, _EVERY_FIRST, _OPEN, _NOTED = 256, 16, 64, 128  # requests, questions, guesses
 _FOLLOWED = 1 << 13  # requests: to know which of them continue a chain
@@ -51,7 +51,7 @@ class Ensemble(Predictor):
         self._make = tuple(members)
         self.members = [make() for make in members]
         shape = (len(members), len(HORIZONS_S), _BINS)
-        self._foretold, self._came, self._guessed = (np.zeros(shape) for _ in range(3))
+        self._predicted, self._came, self._guessed = (np.zeros(shape) for _ in range(3))
         self._loss = np.zeros((len(members), len(HORIZONS_S), 2))  # sum and guesses
         self._open: list[_Question] = []
         self._awaited: dict[int, dict[bytes, list[_Question]]] = {}  # by tenant and key
@@ -123,7 +123,7 @@ class Ensemble(Predictor):
         self._open.append(question)
         self._due_s = min(self._due_s, question.due_s)
         self._asked += 1
-        for column in (self._foretold, self._came, self._guessed, self._loss):
+        for column in (self._predicted, self._came, self._guessed, self._loss):
             column[:, horizon] *= _DECAY
 
     def _close(self, now_s: float) -> None:
@@ -147,15 +147,15 @@ class Ensemble(Predictor):
             sure = float(self._calibrated(member, horizon, np.array([chance]))[0])
             self._loss[member, horizon] += (-math.log(sure if came else 1.0 - sure), 1.0)
             at = int(np.searchsorted(_EDGES, chance, side="right"))
-            self._foretold[member, horizon, at] += chance
+            self._predicted[member, horizon, at] += chance
             self._came[member, horizon, at] += came
             self._guessed[member, horizon, at] += 1.0
 
     def _calibrated(self, member: int, horizon: int, chances: Floats) -> Floats:
         """What came of guesses like these."""
         bins = np.searchsorted(_EDGES, chances, side="right")
-        foretold, came, guessed = (each[member, horizon] for each in (self._foretold, self._came, self._guessed))
-        factors = (came + _PRIOR * _CENTRES) / (foretold + _PRIOR * _CENTRES)
+        predicted, came, guessed = (each[member, horizon] for each in (self._predicted, self._came, self._guessed))
+        factors = (came + _PRIOR * _CENTRES) / (predicted + _PRIOR * _CENTRES)
         limits = np.maximum.accumulate(came / (guessed + _PRIOR))  # what was seen alone: an empty bin says nothing
         lower = np.concatenate([[0.0], limits[:-1]])
         found: Floats = np.clip(np.maximum(chances * factors[bins], lower[bins]), 1e-4, 1.0 - 1e-4)
@@ -170,9 +170,9 @@ class Ensemble(Predictor):
         weights = self.weights(horizon)
         found: dict[Name, list[tuple[float, float, Guess]]] = {}
         for number, member in enumerate(self.members):
-            told = member.guesses(now_s, horizon_s, 2 * limit + _NOTED)  # calibrated, their order may be another one
-            chances = self._calibrated(number, horizon, np.array([each.probability for each in told]))
-            for guess, chance in zip(told, chances.tolist(), strict=True):
+            theirs = member.guesses(now_s, horizon_s, 2 * limit + _NOTED)  # calibrated, their order may be another one
+            chances = self._calibrated(number, horizon, np.array([each.probability for each in theirs]))
+            for guess, chance in zip(theirs, chances.tolist(), strict=True):
                 found.setdefault((guess.tenant, guess.key), []).append((weights[number], chance, guess))
         mixed = [_mixed(said) for said in found.values()]
         mixed.sort(key=lambda each: (-each.probability, each.tenant, each.key))
@@ -187,7 +187,7 @@ class Ensemble(Predictor):
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
-        yield "seen", np.stack([self._foretold, self._came, self._guessed])
+        yield "seen", np.stack([self._predicted, self._came, self._guessed])
         yield "loss", self._loss.copy()
         for number, member in enumerate(self.members):
             for name, piece in member.export_state():
@@ -204,7 +204,7 @@ class Ensemble(Predictor):
                 {name[len(own) :]: each for name, each in state.items() if name.startswith(own)}, later_s
             )
         self.members = members
-        self._foretold, self._came, self._guessed = seen.copy()
+        self._predicted, self._came, self._guessed = seen.copy()
         self._loss = loss.copy()
         self._open.clear()
         self._awaited.clear()

@@ -48,12 +48,13 @@ class _NoState(Predictor):
         raise ValueError(f"{self.name} keeps nothing")
 
 
-class FixedLead(_NoState):
-    """Every chain returns after the median of all pauses so far, as often as chains have returned until now."""
+class AfterPause(_NoState):
+    """Chains return after a pause, as often as chains have returned until now: the median of all pauses, or
+    `by_session` an average of the session's own, the latest counting most, once there is one."""
 
-    name = "fixed-lead"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str, *, by_session: bool) -> None:
+        self.name = name
+        self._by_session = by_session
         self._ends: OrderedDict[tuple[int, bytes], Session] = OrderedDict()
         self._waiting: OrderedDict[int, Session] = OrderedDict()  # by id, the longest first
         self._pauses: list[float] = []
@@ -97,26 +98,24 @@ class FixedLead(_NoState):
 
     def pause_s(self, session: Session) -> float | None:
         """After which its next turn is expected."""
+        if self._by_session and session.gap_s is not None:
+            return session.gap_s
         return self._median_s if len(self._pauses) >= _MINIMUM else None
 
     def _returned(self, session: Session, pause_s: float) -> None:
         self._pauses.append(pause_s)
         del self._pauses[:-_PAUSES]
         self._median_s = float(np.median(self._pauses))
-
-
-class MovingAverage(FixedLead):
-    """Each session returns after an average of its own pauses, the latest counting most."""
-
-    name = "moving-average"
-
-    def pause_s(self, session: Session) -> float | None:
-        return session.gap_s if session.gap_s is not None else super().pause_s(session)
-
-    def _returned(self, session: Session, pause_s: float) -> None:
-        super()._returned(session, pause_s)
         former = pause_s if session.gap_s is None else session.gap_s
         session.gap_s = former + _WEIGHT * (pause_s - former)
+
+
+def fixed_lead() -> AfterPause:
+    return AfterPause("fixed-lead", by_session=False)
+
+
+def moving_average() -> AfterPause:
+    return AfterPause("moving-average", by_session=True)
 
 
 class Oracle(_NoState):

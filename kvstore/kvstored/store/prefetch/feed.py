@@ -1,7 +1,7 @@
 """What the store's operations report: each request once, what an engine expects, and what was deleted.
 
-Policies get all of it, as it is reported. The predictor gets one event for a request, whatever gets and puts it is made
-of. Never moves a block.
+Policies get all of it, as it is reported. The predictor gets one event for a request, of however many gets and puts it
+is made. Never moves a block.
 """
 
 from __future__ import annotations
