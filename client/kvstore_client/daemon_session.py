@@ -198,6 +198,7 @@ class DaemonSession:
             return False
         total = self.traffic_bytes()
         self.stream, self._past_traffic = stream, total
+        self.slots.give_back_ahead()
         return True
 
     def traffic_bytes(self) -> tuple[int, int]:
@@ -207,7 +208,7 @@ class DaemonSession:
 
     def close(self) -> None:
         self._dead = True
-        self.slots.close()
+        self.slots.give_back_ahead()
         self.stream.close()
         self._handshake.close()
 

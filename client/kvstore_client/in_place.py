@@ -75,12 +75,12 @@ class InPlacePut:
         self._undecided: list[int] = []
         self._sent: deque[tuple[Call, list[int], _Reserved]] = deque()
         self._requested: _Requested | None = None
+        self._written = 0  # blocks
         self._reserved: list[_Reserved] = []
 
     def run(self) -> list[int]:
         """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
         daemon finds a request wrong."""
-        written = len(self._todo)
         try:
             ahead = self._take_ahead()
             if ahead is None:
@@ -105,9 +105,8 @@ class InPlacePut:
             self._collect_all()
         finally:
             self._leave()
-        written -= len(self._todo)
-        if self._is_worth_it(written):
-            self._slots.request_ahead(self._size, written)
+        if self._is_worth_it(self._written):
+            self._slots.request_ahead(self._size, self._written)
         return sorted([*self._undecided, *self._todo])
 
     # Slots
@@ -236,7 +235,9 @@ class InPlacePut:
 
     def _send(self, reserved: _Reserved, blocks: list[int], pages: list[int]) -> None:
         body = self._order.store(blocks, pages, reservation=reserved.number)
-        reserved.left -= sum(page > 0 for page in pages)
+        written = sum(page > 0 for page in pages)
+        reserved.left -= written
+        self._written += written
         call = self._daemon.begin(wire.Request(store=body), self._deadline - self._clock())
         self._sent.append((call, blocks, reserved))
 

@@ -118,8 +118,9 @@ class SlotRequests:
         call.abandon(lambda late: self.hold(self.granted(size, late.reserve_slots, now)))
         self._awaited = call
 
-    def close(self) -> None:
-        """Give back what is held or about to be granted: no put follows."""
+    def give_back_ahead(self) -> None:
+        """Give back what is held ahead or about to be granted: no put follows, or the stream that kept the time
+        has ended."""
         if self._awaited is not None and self._awaited_until:
             self._awaited.wait(_CLOSE_WAIT_S)
         with self._lock:
@@ -133,27 +134,26 @@ class SlotRequests:
         with self._lock:
             self._awaited_until = 0.0
             is_taken = granted is not None and self._ahead is None
+            looks_in = is_taken and now > self._looks_at + _LATE_S
             if is_taken:
                 self._ahead, self._held_since = granted, now
+            if looks_in:
+                self._looks_at = now + IDLE_S
         if granted is not None and not is_taken:
             self.give_back(granted.reply.reservation)
-        elif now > self._looks_at + _LATE_S:
-            self._look_in(IDLE_S)
-
-    def _look_in(self, delay_s: float) -> None:
-        self._looks_at = self._clock() + delay_s
-        self._call_later(delay_s, self._give_back_unused)
+        if looks_in:
+            self._call_later(IDLE_S, self._give_back_unused)
 
     def _give_back_unused(self) -> None:
         unused = None
         with self._lock:
-            left_s = self._held_since + IDLE_S - self._clock()
+            now = self._clock()
+            left_s = self._held_since + IDLE_S - now
             if left_s <= 0:
                 unused, self._ahead = self._ahead, None
             is_held = self._ahead is not None
+            self._looks_at = now + left_s if is_held else -math.inf
         if is_held:
-            self._look_in(left_s)
-        else:
-            self._looks_at = -math.inf
+            self._call_later(left_s, self._give_back_unused)
         if unused is not None:
             self.give_back(unused.reply.reservation)

@@ -206,7 +206,7 @@ def test_the_estimates_of_a_run_add_up_to_about_what_loading_it_takes(daemon: Ru
 
 
 def test_what_a_hint_says_is_due_is_in_dram_before_the_get() -> None:
-    with running_daemon("prefetch.predictor=on-hint") as daemon, daemon.connect() as session:
+    with running_daemon("prefetch.enabled=true") as daemon, daemon.connect() as session:
         tokens, payloads = tokens_of(9, 16), payloads_of(9, 16, MODEL)
         session.put(tokens, payloads=payloads, durability="always")
         assert eventually(lambda: daemon.status().leases == 0)

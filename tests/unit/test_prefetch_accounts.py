@@ -112,3 +112,22 @@ def test_blocks_that_wait_are_looked_at_in_turn_each_once() -> None:
     bring(accounts, 1, now_s=2.0)
     bring(accounts, 2, now_s=2.0)
     assert [seen[1] for seen in accounts.to_look_at(10)] == [key, (2).to_bytes(16, "big")]
+
+
+def test_a_block_that_left_and_is_brought_again_is_held_once() -> None:
+    accounts = accounts_of(most_held_bytes=2 * NBYTES)
+    for _ in range(3):
+        key = bring(accounts, 1)
+    figures = accounts.statistics(0, 0)
+    assert (figures.waiting_blocks, figures.wasted_blocks, figures.evicted_blocks) == (1, 2, 2)
+    assert accounts.may_bring(0, 0)
+    accounts.used(0, key, 1.0)
+    assert accounts.statistics(None, 0).waiting_blocks == 0 and accounts.held_of(0) == {}
+
+
+def test_the_waste_of_one_tenant_turns_no_other_down() -> None:
+    accounts = accounts_of()
+    judge(accounts, used=0, wasted=4 * JUDGED_MIN, tenant=1)
+    judge(accounts, used=JUDGED_MIN, wasted=0, tenant=2)
+    assert accounts.least_probability(1, 0.0) > 1
+    assert accounts.least_probability(2, 0.0) == 0.5 and accounts.may_bring(2, 0)

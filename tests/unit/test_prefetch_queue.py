@@ -92,3 +92,15 @@ def test_a_dropped_chain_and_a_skipped_block_are_not_named_again() -> None:
     assert what is not None and what[1].token == 20
     queue.skip(what[1])
     assert drained(queue) == [21] and len(queue) == 0
+
+
+def test_what_is_given_up_is_named_once() -> None:
+    """A request may have joined the same promotion: giving it up twice would take the request's share."""
+    queue = PrefetchQueue(0, 64 * MIB)
+    queue.plan([chain(10, 1)])
+    what = queue.next(0.0)
+    assert what is not None
+    queue.started(*what)
+    assert [queue.plan([]), queue.plan([]), queue.plan([chain(10, 1)]), queue.plan([])] == [[10], [], [], []]
+    queue.ended(10)
+    assert queue.under_way == 0

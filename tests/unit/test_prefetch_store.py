@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint
 from kvstored.store.prefetch.on_hint import OnHint
+from kvstored.store.transfer.items import Refused
+from kvstored.store.transfer.link import Mover
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SmallStore
 from tests.reference.tiers import HOST, NVME
@@ -58,7 +64,7 @@ Scenario = Callable[[DrivenStore, ManualClock], Coroutine[None, None, None]]
 def over_a_store(make: Callable[[], Predictor], tmp_path: Path, scenario: Scenario) -> None:
     async def main() -> None:
         clock = ManualClock()
-        small = SmallStore(tmp_path, clock, predictor=make())
+        small = SmallStore(tmp_path, clock, "prefetch.enabled=true", predictor=make())
         try:
             await scenario(DrivenStore(small), clock)
             assert not small.residency.pins
@@ -172,5 +178,67 @@ def test_what_no_request_comes_for_is_waste(tmp_path: Path) -> None:
         driven.small.store.tick()
         figures = driven.small.store.prefetcher.statistics().all
         assert (figures.wasted_blocks, figures.evicted_blocks, figures.waiting_blocks) == (len(KEYS), 0, 0)
+
+    over_a_store(OnHint, tmp_path, scenario)
+
+
+async def pass_time(
+    driven: DrivenStore, clock: ManualClock, ticks: int, until: Callable[[], bool] = lambda: False
+) -> None:
+    for _ in range(ticks):
+        clock.advance(ns=NS_PER_S // 20)
+        driven.small.store.tick()
+        await asyncio.sleep(0.002)
+        if until():
+            return
+
+
+def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_path: Path) -> None:
+    """An engine asks for what is mapped first. That ends the hint, and the plans that follow want nothing."""
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS)
+        driven.small.disk.plan(Fault("read", "delay", 1, 1, delay_s=0.3))
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        prefetcher = driven.small.store.prefetcher
+        await pass_time(driven, clock, 40, lambda: prefetcher.statistics().under_way_blocks == len(KEYS))
+        assert prefetcher.statistics().under_way_blocks == len(KEYS)
+        driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(KEYS), mapped_only=True))
+        getting = asyncio.ensure_future(driven.get(KEYS))
+        await pass_time(driven, clock, 20)
+        assert (await getting).blocks == len(KEYS)
+
+    over_a_store(OnHint, tmp_path, scenario)
+
+
+def test_a_lane_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS)
+        submit, refusals = Mover.submit, iter([Refused.QUEUE_FULL] * 2)
+
+        def submit_later(mover: Mover, *arguments: Any) -> Any:
+            return next(refusals, None) or submit(mover, *arguments)
+
+        monkeypatch.setattr(Mover, "submit", submit_later)
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        await until_mapped(driven, clock)
+        assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * len(KEYS)
+        assert driven.small.store.prefetcher.statistics().under_way_blocks == 0
+
+    over_a_store(OnHint, tmp_path, scenario)
+
+
+def test_a_put_that_names_a_block_twice_harms_nothing(tmp_path: Path) -> None:
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS)
+        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        await until_mapped(driven, clock)
+        clock.advance(ns=20 * NS_PER_S)
+        await driven.put([KEYS[0], KEYS[0]], DurabilityMode.BATCH)
+        status = driven.small.store.prefetcher.statistics()
+        assert status.failure == "" and status.all.used_blocks == 1
 
     over_a_store(OnHint, tmp_path, scenario)

@@ -42,7 +42,7 @@ def _state(reply: wire.PredictorReply) -> str:
     if reply.failure:
         return f"off since it failed: {reply.failure}"
     if not reply.enabled:
-        return "off (kvctl predictor on, or prefetch.enabled)"
+        return "off (prefetch.enabled; kvctl predictor on)"
     return "on"
 
 

@@ -36,6 +36,7 @@ class Reservations:
         self._count = count
         self._reservations: dict[int, Reservation] = {}
         self._last_number = 0
+        self.ahead_bytes = 0  # of slots that clients hold for puts that may follow
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -43,11 +44,6 @@ class Reservations:
     def held_bytes(self, session_id: int) -> int:
         """Of slots that the client holds, expired or not."""
         return sum(slot.nbytes for each in self._of(session_id) for slot in each.slots.values())
-
-    def ahead_bytes(self) -> int:
-        """Of slots that clients hold for puts that may follow."""
-        ahead = (each for each in self._reservations.values() if each.is_ahead)
-        return sum(slot.nbytes for each in ahead for slot in each.slots.values())
 
     def begin(self, session_id: int, tenant: int, expires_ns: int, *, is_ahead: bool = False) -> Reservation:
         """Without a slot yet."""
@@ -63,6 +59,7 @@ class Reservations:
             self.free(reservation.tenant, slot)
             return False
         reservation.slots[len(reservation.slots)] = slot
+        self.ahead_bytes += slot.nbytes * reservation.is_ahead
         return True
 
     def find(self, session_id: int, number: int, now_ns: int) -> Reservation | None:
@@ -75,6 +72,7 @@ class Reservations:
     def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
         """The slots at these places, the caller's now: `used` or `free` follows for each."""
         taken = {place: reservation.slots.pop(place) for place in places}
+        self.ahead_bytes -= sum(slot.nbytes for slot in taken.values()) * reservation.is_ahead
         if not reservation.slots:
             del self._reservations[reservation.number]
         return taken
@@ -105,5 +103,6 @@ class Reservations:
     def _end(self, reservation: Reservation) -> None:
         del self._reservations[reservation.number]
         for slot in reservation.slots.values():
+            self.ahead_bytes -= slot.nbytes * reservation.is_ahead
             self.free(reservation.tenant, slot)
         reservation.slots.clear()

@@ -148,7 +148,7 @@ class InPlacePut:
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
         if request.ahead:
             most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
-            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes())
+            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes)
         for count in range(1, min(request.blocks, left_bytes // nbytes) + 1):
             slot = room.allocate_now(nbytes, tenant, writable=True)
             if slot is None and not request.ahead:

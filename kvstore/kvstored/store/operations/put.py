@@ -110,6 +110,9 @@ class Put:
         mistake of ours: the task takes back what has begun, and raises it.
         """
         tenant = client.tenant_id
+        self._feed.put(
+            tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
+        )
         intake = _Intake(client, mode, bytearray([StoreStatus.FAILED] * len(offer.keys)))
         present: list[tuple[int, int]] = []
         rows = self._residency.find_each(tenant, offer.packed)
@@ -145,9 +148,6 @@ class Put:
         self._running.add(storing)
         client.copying.add(storing)
         storing.add_done_callback(partial(self._ended, client, offer, intake.blocks))
-        self._feed.put(
-            tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
-        )
         return _answers(storing, intake.statuses, durability, settling, mode)
 
     def _ended(

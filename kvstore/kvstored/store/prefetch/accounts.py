@@ -132,7 +132,7 @@ class Accounts:
 
     def least_probability(self, tenant: int, now_s: float) -> float:
         """That a chain must have to be brought for `tenant` now; above 1: none is."""
-        standing = max(self._standing(self._account(tenant), now_s), self._standing(self._all, now_s))
+        standing = self._standing(self._account(tenant), now_s)
         if standing is Standing.OFF:
             return 2.0
         return self._min_probability if standing is Standing.FULL else max(self._min_probability, 1 - self._waste_limit)
@@ -141,10 +141,8 @@ class Accounts:
         """Whether one more block may be, beside so many that are under way."""
         if self._held_bytes >= self._most_held_bytes:
             return False
-        for account in (self._account(tenant), self._all):
-            if account.standing is Standing.TRIED and account.waiting + under_way >= TRIAL_BLOCKS:
-                return False
-        return True
+        account = self._account(tenant)
+        return account.standing is not Standing.TRIED or account.waiting + under_way < TRIAL_BLOCKS
 
     def _standing(self, account: _Account, now_s: float) -> Standing:
         if account.standing is Standing.OFF and now_s >= account.until_s:
@@ -154,7 +152,9 @@ class Accounts:
     # What happened
 
     def brought(self, tenant: int, key: bytes, held: Held) -> None:
-        """The block is mapped now, and no request has asked for it."""
+        """The block is mapped now, and no request has asked for it. One that was brought before has left meanwhile."""
+        if key in self.held_of(tenant):
+            self.wasted(tenant, key, held.landed_s, is_evicted=True)
         self._held.setdefault(tenant, {})[key] = held
         self._looked_at.append((tenant, key, held))
         self._held_bytes += held.nbytes

@@ -79,7 +79,7 @@ class Feed:
     def _requested(self, tenant: int, keys: Sequence[bytes], context: RequestContext, now_ns: int) -> None:
         request = Request(tenant, keys, context.number, context.input_tokens, context.kind)
         self._predictor.attempt(lambda it: it.requested(request, now_ns / NS_PER_S), None)
-        self._prefetcher.requested(tenant, keys, now_ns)
+        self._predictor.attempt(lambda _: self._prefetcher.requested(tenant, keys, now_ns), None)
 
     def _above(self, tenant: int, key: bytes) -> list[bytes]:
         """The chain down to the block `key`, as far as it is stored."""

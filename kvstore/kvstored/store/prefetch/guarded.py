@@ -50,6 +50,7 @@ class Guarded:
             return call(self._predictor)
         except Exception as error:  # a mistake of ours: requests go on without predictions
             self.failure = f"{type(error).__name__}: {error}"
+            self._predictor = None  # nothing that it knows is kept
             log.exception("predictor %s failed and is off until the daemon starts again", self.name)
             return otherwise
 

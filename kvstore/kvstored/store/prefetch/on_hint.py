@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
+from operator import itemgetter
 
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
 
@@ -61,22 +62,24 @@ class OnHint(Predictor):
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         while self._later and self._later[0][0] <= now_s + horizon_s:
             self._soon[heappop(self._later)[1]] = None
-        found = []
+        found: list[tuple[bool, float, float, _Chain, _Due]] = []
         for chain in list(self._soon):
             due = self._due.get(chain)
             if due is None or due.due_s + LATE_S < now_s:
                 self._due.pop(chain, None)
                 del self._soon[chain]
             elif due.due_s <= now_s + horizon_s:
-                first_s = due.due_s - EARLY * (due.due_s - due.said_s)
-                found.append(Guess(*chain, 0, due.probability, first_s, due.due_s, 1.0))
-        found.sort(key=lambda guess: (-guess.probability, guess.due_s))
-        return found[:limit]
+                found.append((due.due_s < now_s, -due.probability, due.due_s, chain, due))
+        return [
+            Guess(*chain, 0, due.probability, due.due_s - EARLY * (due.due_s - due.said_s), due.due_s, 1.0)
+            for _, _, _, chain, due in nsmallest(limit, found, key=itemgetter(0, 1, 2))  # overdue ones last
+        ]
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         gone = [chain for chain in self._due if chain[0] == tenant] if keys is None else [(tenant, key) for key in keys]
         for chain in gone:
             self._due.pop(chain, None)
+            self._soon.pop(chain, None)
 
     def export_state(self) -> Iterator[Piece]:
         return iter(())

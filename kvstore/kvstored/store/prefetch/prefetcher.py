@@ -29,7 +29,8 @@ PLANNED_BLOCKS = 2048
 STEPS = 512  # up a chain, of one slice: 0.3 ms
 WALK_BLOCKS = 16_384  # of a chain
 AGAIN_S = 2.0  # after which what a chain lacks is looked at again, at most
-LOOKED_AT = 256  # blocks brought and not used yet, a tick
+PUMPED = 16  # blocks handed out in a turn: half a millisecond
+LOOKED_AT = 64  # blocks brought and not used yet, a tick
 AHEAD_BYTES = 64 << 20  # under way on a link at once
 HOUR_S = 3600.0
 
@@ -85,6 +86,7 @@ class Prefetcher:
         self._planned_s = -PLAN_S
         self._planning: asyncio.Task[None] | None = None
         self._guesses = self._cancelled = 0
+        self._pump_is_due = False
 
     def tick(self) -> None:
         """A few times a second."""
@@ -106,7 +108,7 @@ class Prefetcher:
         held_of = self._accounts.held_of(tenant)
         if held_of:
             now_s = now_ns / NS_PER_S
-            for key in [key for key in keys if key in held_of]:
+            for key in dict.fromkeys(key for key in keys if key in held_of):
                 if self._slot(tenant, key) == held_of[key].slot:
                     self._accounts.used(tenant, key, now_s)
                 else:
@@ -189,9 +191,16 @@ class Prefetcher:
     # Moving
 
     def _pump(self) -> None:
-        """Hand out what may go now."""
+        """Hand out what may go now, a few blocks at a time."""
+        self._pump_is_due = False
         now_s = self._now_s()
-        while self.is_enabled and (found := self._queue.next(now_s)) is not None:
+        for _ in range(PUMPED):
+            # While one looks for room, what would be evicted for the next one is not known.
+            if not self.is_enabled or self._promoter.prefetch_seeks_room:
+                return
+            found = self._queue.next(now_s)
+            if found is None:
+                return
             candidate, block = found
             row = self._residency.current(block.token)
             if row < 0 or self._promoter.is_coming(row):
@@ -204,6 +213,12 @@ class Prefetcher:
                     self._queue.started(candidate, block)
                 else:
                     self._queue.drop(candidate.tenant, candidate.key)
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _pays(self, probability: float, wait_s: float, victim: int) -> bool:
         """Whether a block that will be used so probably, in so long, is worth more than `victim`."""
@@ -227,7 +242,7 @@ class Prefetcher:
             self._accounts.brought(candidate.tenant, key, held)
             due = ChainHint(due_ns=round(candidate.due_s * NS_PER_S))  # else the policy's order evicts it first
             self._policies[MAPPED].on_hint(candidate.tenant, row, key, due, round(now_s * NS_PER_S))
-        asyncio.get_running_loop().call_soon(self._pump)
+        self._pump_soon()
 
     # Looking after
 

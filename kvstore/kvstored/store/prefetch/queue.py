@@ -62,6 +62,13 @@ class _Source:
 
 
 @dataclass(slots=True)
+class _UnderWay:
+    block: Block
+    chain: tuple[int, bytes]
+    is_given_up: bool = False
+
+
+@dataclass(slots=True)
 class _Entry:
     candidate: Candidate
     value: float
@@ -77,7 +84,7 @@ class PrefetchQueue:
         self._ahead_bytes = ahead_bytes
         self._sources: dict[int, _Source] = {}
         self._plan: list[_Entry] = []  # the most valuable first
-        self._under_way: dict[int, tuple[Block, int, bytes]] = {}  # by token: with its tenant and its chain's key
+        self._under_way: dict[int, _UnderWay] = {}  # by token
 
     def __len__(self) -> int:
         """Blocks that are planned and not handed out."""
@@ -88,7 +95,8 @@ class PrefetchQueue:
         return len(self._under_way)
 
     def plan(self, candidates: Iterable[Candidate]) -> list[int]:
-        """From now on these are wanted, and nothing else; the tokens under way of which no candidate is left."""
+        """From now on these are wanted, and nothing else; the tokens under way of which no candidate is left, each
+        once: another caller may wait for the same promotion."""
         wanted: set[tuple[int, bytes]] = set()
         entries = []
         for source in self._sources.values():
@@ -101,7 +109,12 @@ class PrefetchQueue:
                 for block in left:
                     self._source(block.source).planned_s += block.load_s
         self._plan = sorted(entries, key=lambda entry: (-entry.value, entry.candidate.due_s))
-        return [token for token, (_, tenant, key) in self._under_way.items() if (tenant, key) not in wanted]
+        given_up = []
+        for token, entry in self._under_way.items():
+            if entry.chain not in wanted and not entry.is_given_up:
+                entry.is_given_up = True
+                given_up.append(token)
+        return given_up
 
     def drop(self, tenant: int, key: bytes) -> None:
         """The chain is not wanted any more."""
@@ -129,7 +142,7 @@ class PrefetchQueue:
         source = self._source(block.source)
         source.bucket.spend(block.nbytes)
         source.under_way_bytes += block.nbytes
-        self._under_way[block.token] = (block, candidate.tenant, candidate.key)
+        self._under_way[block.token] = _UnderWay(block, (candidate.tenant, candidate.key))
         self.skip(block)
 
     def skip(self, block: Block) -> None:
@@ -144,7 +157,7 @@ class PrefetchQueue:
                 return
 
     def ended(self, token: int) -> None:
-        block, _, _ = self._under_way.pop(token)
+        block = self._under_way.pop(token).block
         self._source(block.source).under_way_bytes -= block.nbytes
 
     def _may_start(self, source: _Source, block: Block, now_s: float) -> bool:

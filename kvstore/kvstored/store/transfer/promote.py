@@ -70,6 +70,7 @@ class Promoter:
         self._under_way: dict[int, _Promotion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._demanded: Counter[int] = Counter()  # by tenant
+        self._seeking: set[int] = set()  # tokens of prefetches for which room is being made
 
     @property
     def reaches_all(self) -> bool:
@@ -138,6 +139,8 @@ class Promoter:
         if slot is not None:
             self._begin(promotion, slot)
         else:
+            if priority is Priority.PREFETCH:
+                self._seeking.add(promotion.token)
             task = asyncio.create_task(self._find_room(promotion, row))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -146,7 +149,9 @@ class Promoter:
     def give_up(self, token: int) -> None:
         """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
         begun, the promotion is cancelled."""
-        promotion = self._under_way[token]
+        promotion = self._under_way.get(token)
+        if promotion is None:
+            return
         promotion.waiters -= 1
         if not promotion.waiters and promotion.ticket:
             promotion.link.cancel(promotion.ticket)
@@ -162,7 +167,7 @@ class Promoter:
     def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
         """As `prefetch`, of a block that is not coming yet: into a free slot, or one that the policy's next victim
         leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a request has come for
-        it meanwhile."""
+        it meanwhile. False, and no call of `ended`, where it did not begin."""
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
         if link is None or self.is_coming(row) or self._prefetch_room_bytes < nbytes:
             return False
@@ -171,8 +176,14 @@ class Promoter:
             victim = self._room.next_victim(nbytes, residency.tenant_of(row))
             if victim < 0 or not pays(victim):
                 return False
-        self._new(row, Priority.PREFETCH, link, slot).ended = ended
-        return True
+        promotion = self._new(row, Priority.PREFETCH, link, slot)
+        promotion.ended = ended
+        return not promotion.future.done()  # the lane may have refused it
+
+    @property
+    def prefetch_seeks_room(self) -> bool:
+        """Whether a block is being evicted for one that no request waits for."""
+        return bool(self._seeking)
 
     def is_coming(self, row: int) -> bool:
         """Whether the block is mapped, or is being promoted or put."""
@@ -230,6 +241,7 @@ class Promoter:
         except Exception:  # as in write-back: log it, and answer the callers
             log.exception("making room in the mapped tier failed")
             slot = None
+        self._seeking.discard(promotion.token)
         current = residency.current(promotion.token)
         is_there = current >= 0 and residency.has(current, link.source)
         if slot is None or not promotion.waiters or not is_there or residency.state(current, MAPPED):

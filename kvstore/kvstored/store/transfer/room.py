@@ -58,8 +58,14 @@ class Room:
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def next_victim(self, nbytes: int, tenant: int) -> int:
-        """The row that would be evicted first for so many bytes of the tenant, or -1."""
-        return self._victims.next((), tenant if self._victims.is_over_maximum(tenant, nbytes) else None)
+        """The row that alone would be evicted for so many bytes of the tenant, or -1: also where a whole container
+        would have to be emptied."""
+        is_confined = self._victims.is_over_maximum(tenant, nbytes)
+        row = self._victims.next((), tenant if is_confined else None)
+        if row < 0 or is_confined:
+            return row
+        container = self._residency.copies[self._position].container[row]
+        return row if self._tier.makes_room(container, nbytes, self._owner(tenant, writable=False)) else -1
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
