@@ -150,7 +150,7 @@ def _run(trace: Trace, name: str, options: argparse.Namespace) -> Row:
         "exposed_mean_s": float(np.mean([visit.exposed_ns for visit in visits])) / 1e9,
         "ttft_p95_s": float(np.percentile(ttft_s, 95)), "demand_p99_s": float(np.percentile(served_s, 99)),
         "prefetched_bytes": figures.prefetched_bytes, "wasted_share": figures.wasted_share,
-        "precision": figures.precision, "recall": figures.recall, "saved_s_per_gb": figures.saved_s_per_gb,
+        "precision": figures.precision, "recall": figures.recall, "spared_s_per_gb": figures.spared_s_per_gb,
         "standing": figures.standing.name.lower(),
     }  # fmt: skip
 
@@ -178,7 +178,7 @@ def _line(row: Row) -> list[str]:
         row["trace"], row["predictor"], f"{row['ttft_mean_s']:.4f}", f"{row['ttft_p50_s']:.4f}",
         f"{row['ttft_p95_s']:.4f}", f"{row['p99_ratio']:.3f}", f"{row['gain']:.0%}",
         f"{row['exposed_mean_s']:.4f}", f"{row['exposed_gain']:.0%}", f"{row['wasted_share']:.0%}",
-        f"{row['saved_s_per_gb']:.3f}",
+        f"{row['spared_s_per_gb']:.3f}",
     ]  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_what_was_brought_and_used_is_shown_by_tenant(daemon: RunningDaemon, kvc
     status = kvctl.json("predictor")
     (tenant,) = status["tenants"]
     assert (status["enabled"], status["predictor"], tenant["standing"]) == (True, "on-hint", "full")
-    assert tenant["tenant"] and float(tenant["precision"]) == 1.0 and float(tenant["saved_s"]) > 0
+    assert tenant["tenant"] and float(tenant["precision"]) == 1.0 and float(tenant["spared_s"]) > 0
     assert int(tenant["prefetched_bytes"]) == int(status["all"]["prefetched_bytes"]) > 0
     lines = kvctl("predictor").out.splitlines()
     assert [line.split()[0] for line in lines[3:]] == ["all", tenant["tenant"]]

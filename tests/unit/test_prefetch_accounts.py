@@ -53,7 +53,7 @@ def test_figures_say_what_became_of_what_was_brought() -> None:
     assert found.precision == pytest.approx(3 / 4)
     assert found.recall == pytest.approx(2 / 4)
     assert found.wasted_share == pytest.approx(1 / 4)
-    assert (found.saved_s, found.lead_s) == (1.0, 4.0)
+    assert (found.spared_s, found.lead_s) == (1.0, 4.0)
     assert accounts.statistics(None, 2) == found, "there is one tenant"
     assert accounts.statistics(1, 0).prefetched_blocks == 0
 

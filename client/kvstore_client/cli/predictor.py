@@ -16,7 +16,7 @@ _SWITCHES = {
 }  # fmt: skip
 _HEADINGS = (
     "TENANT", "STANDING", ">PREFETCHED", ">USED", ">LATE", ">WASTED", ">WAITING", ">PRECISION", ">RECALL", ">LEAD",
-    ">SAVED",
+    ">SPARED",
 )  # fmt: skip
 _JUDGED = ("used_blocks", "late_blocks", "wasted_blocks")
 
@@ -52,5 +52,5 @@ def _row(name: str, figures: wire.PrefetchFigures) -> list[str]:
         name, figures.standing, human_bytes(figures.prefetched_bytes), human_count(figures.used_blocks),
         human_count(figures.late_blocks), human_count(figures.wasted_blocks), human_count(figures.waiting_blocks),
         f"{figures.precision:.0%}" if is_judged else "-", f"{figures.recall:.0%}" if is_judged else "-",
-        human_seconds(figures.lead_s), human_seconds(figures.saved_s),
+        human_seconds(figures.lead_s), human_seconds(figures.spared_s),
     ]  # fmt: skip

@@ -50,12 +50,12 @@ class PredictorView:
 
 
 def _figures(tenant: str, figures: PrefetchFigures) -> pb.PrefetchFigures:
-    saved_s_per_gb = figures.saved_s_per_gb
+    spared_s_per_gb = figures.spared_s_per_gb
     return pb.PrefetchFigures(
         tenant=tenant, standing=figures.standing.name.lower(), prefetched_blocks=figures.prefetched_blocks,
         prefetched_bytes=figures.prefetched_bytes, used_blocks=figures.used_blocks, late_blocks=figures.late_blocks,
         wasted_blocks=figures.wasted_blocks, wasted_bytes=figures.wasted_bytes, waiting_blocks=figures.waiting_blocks,
         demanded_blocks=figures.demanded_blocks, precision=figures.precision, recall=figures.recall,
-        wasted_share=figures.wasted_share, saved_s=figures.saved_s,
-        saved_s_per_gb=saved_s_per_gb if math.isfinite(saved_s_per_gb) else 0.0, lead_s=figures.lead_s,
+        wasted_share=figures.wasted_share, spared_s=figures.spared_s,
+        spared_s_per_gb=spared_s_per_gb if math.isfinite(spared_s_per_gb) else 0.0, lead_s=figures.lead_s,
     )  # fmt: skip

@@ -1544,8 +1544,8 @@ class PrefetchFigures(google.protobuf.message.Message):
     PRECISION_FIELD_NUMBER: builtins.int
     RECALL_FIELD_NUMBER: builtins.int
     WASTED_SHARE_FIELD_NUMBER: builtins.int
-    SAVED_S_FIELD_NUMBER: builtins.int
-    SAVED_S_PER_GB_FIELD_NUMBER: builtins.int
+    SPARED_S_FIELD_NUMBER: builtins.int
+    SPARED_S_PER_GB_FIELD_NUMBER: builtins.int
     LEAD_S_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """empty: all"""
@@ -1569,9 +1569,9 @@ class PrefetchFigures(google.protobuf.message.Message):
     """used, of used and demanded"""
     wasted_share: builtins.float
     """of the bytes judged"""
-    saved_s: builtins.float
+    spared_s: builtins.float
     """loading time that requests were spared"""
-    saved_s_per_gb: builtins.float
+    spared_s_per_gb: builtins.float
     lead_s: builtins.float
     """mean time from a block's arrival to its use"""
     def __init__(
@@ -1590,10 +1590,10 @@ class PrefetchFigures(google.protobuf.message.Message):
         precision: builtins.float = ...,
         recall: builtins.float = ...,
         wasted_share: builtins.float = ...,
-        saved_s: builtins.float = ...,
-        saved_s_per_gb: builtins.float = ...,
+        spared_s: builtins.float = ...,
+        spared_s_per_gb: builtins.float = ...,
         lead_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["demanded_blocks", b"demanded_blocks", "late_blocks", b"late_blocks", "lead_s", b"lead_s", "precision", b"precision", "prefetched_blocks", b"prefetched_blocks", "prefetched_bytes", b"prefetched_bytes", "recall", b"recall", "saved_s", b"saved_s", "saved_s_per_gb", b"saved_s_per_gb", "standing", b"standing", "tenant", b"tenant", "used_blocks", b"used_blocks", "waiting_blocks", b"waiting_blocks", "wasted_blocks", b"wasted_blocks", "wasted_bytes", b"wasted_bytes", "wasted_share", b"wasted_share"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["demanded_blocks", b"demanded_blocks", "late_blocks", b"late_blocks", "lead_s", b"lead_s", "precision", b"precision", "prefetched_blocks", b"prefetched_blocks", "prefetched_bytes", b"prefetched_bytes", "recall", b"recall", "spared_s", b"spared_s", "spared_s_per_gb", b"spared_s_per_gb", "standing", b"standing", "tenant", b"tenant", "used_blocks", b"used_blocks", "waiting_blocks", b"waiting_blocks", "wasted_blocks", b"wasted_blocks", "wasted_bytes", b"wasted_bytes", "wasted_share", b"wasted_share"]) -> None: ...
 
 global___PrefetchFigures = PrefetchFigures

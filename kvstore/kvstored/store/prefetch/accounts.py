@@ -35,7 +35,7 @@ class Standing(IntEnum):
 @dataclass(frozen=True, slots=True)
 class PrefetchFigures:
     """Of one tenant, or of all. Bytes are those of slots. `covered_blocks` are promotions that a request would have
-    waited for, and `demanded_blocks` those that one did wait for; `saved_s`: loading time that requests were spared,
+    waited for, and `demanded_blocks` those that one did wait for; `spared_s`: loading time that requests were spared,
     by the rate of the links. Of the wasted ones `evicted_blocks` left before their time was over."""
 
     standing: Standing = Standing.FULL
@@ -49,7 +49,7 @@ class PrefetchFigures:
     wasted_bytes: int = 0
     waiting_blocks: int = 0
     demanded_blocks: int = 0
-    saved_s: float = 0.0
+    spared_s: float = 0.0
     lead_s: float = 0.0  # mean time from a block's arrival to its use
 
     @property
@@ -69,8 +69,8 @@ class PrefetchFigures:
         return self.wasted_bytes / max(1, self.wasted_bytes + self.used_bytes)
 
     @property
-    def saved_s_per_gb(self) -> float:
-        return self.saved_s / max(1e-9, self.prefetched_bytes / 1e9)
+    def spared_s_per_gb(self) -> float:
+        return self.spared_s / max(1e-9, self.prefetched_bytes / 1e9)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class _Tally:
     wasted_blocks: int = 0
     evicted_blocks: int = 0
     wasted_bytes: int = 0
-    saved_s: float = 0.0
+    spared_s: float = 0.0
     lead_s: float = 0.0
 
 
@@ -188,7 +188,7 @@ class Accounts:
             tally = account.tally
             tally.used_blocks += 1
             tally.used_bytes += held.nbytes
-            tally.saved_s += held.load_s
+            tally.spared_s += held.load_s
             tally.lead_s += (now_s - held.landed_s - tally.lead_s) / tally.used_blocks
             self._judge(account, held.nbytes, now_s, is_used=True)
 
