@@ -51,7 +51,9 @@ class Pool:
 def measure(quick: bool) -> list[Row]:
     rounds = 4 if quick else 12
     arenas_mib = (2 * rounds + WARM_UP + 2) * (BLOCKS + 1)
-    settings = (f"host.capacity={arenas_mib + DRAM_MIB}MiB", "host.staging=256MiB", f"host.prefault_ahead={arenas_mib}MiB")
+    settings = (
+        f"host.capacity={arenas_mib + DRAM_MIB}MiB", "host.staging=256MiB", f"host.prefault_ahead={arenas_mib}MiB",
+    )  # fmt: skip
     pool = Pool()
     copied, in_place, staged, checksummed = [], [], [], []
     target, *targets = (shared_memory(BLOCKS * MIB) for _ in range(1 + TURNS))
