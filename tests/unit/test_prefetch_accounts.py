@@ -24,7 +24,7 @@ def accounts_of(most_held_bytes: int = 1 << 40) -> Accounts:
 
 def bring(accounts: Accounts, number: int, tenant: int = 0, now_s: float = 0.0) -> bytes:
     key = number.to_bytes(16, "big")
-    accounts.brought(tenant, key, Held(tenant, NBYTES, 0.5, now_s + 60, now_s, ()))
+    accounts.brought(tenant, key, Held(NBYTES, 0.5, now_s + 60, now_s, ()))
     return key
 
 
@@ -92,7 +92,9 @@ def test_one_tenant_s_waste_does_not_end_it_for_another_one_that_has_none() -> N
     judge(accounts, 4000, 0, tenant=1)
     judge(accounts, 0, 2 * JUDGED_MIN, tenant=0)
     assert accounts.least_probability(0, 0.0) > 1
-    assert accounts.least_probability(1, 0.0) <= 0.8
+    assert accounts.least_probability(1, 0.0) == 0.5 and accounts.may_bring(1, 0)
+    assert accounts.statistics(None, 0).standing is Standing.OFF, "that of the tenant turned down furthest"
+    assert accounts.statistics(None, 0).used_blocks == 4000 and accounts.statistics(None, 0).wasted_blocks == 64
 
 
 def test_what_waits_for_its_use_is_bounded() -> None:
@@ -123,11 +125,3 @@ def test_a_block_that_left_and_is_brought_again_is_held_once() -> None:
     assert accounts.may_bring(0, 0)
     accounts.used(0, key, 1.0)
     assert accounts.statistics(None, 0).waiting_blocks == 0 and accounts.held_of(0) == {}
-
-
-def test_the_waste_of_one_tenant_turns_no_other_down() -> None:
-    accounts = accounts_of()
-    judge(accounts, used=0, wasted=4 * JUDGED_MIN, tenant=1)
-    judge(accounts, used=JUDGED_MIN, wasted=0, tenant=2)
-    assert accounts.least_probability(1, 0.0) > 1
-    assert accounts.least_probability(2, 0.0) == 0.5 and accounts.may_bring(2, 0)

@@ -6,13 +6,14 @@ when it left the mapped tier before, or no request came. Never moves a block; ti
 
 Standing: where more than `waste_limit` of the bytes judged lately was wasted, only chains that are surely requested are
 brought; where that is still too much, none, for a while that doubles each time. Then a few blocks at a time are tried.
-The same holds for all tenants together. A tenant's figures never decide for another one alone.
+A tenant's figures never decide for another one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from kvstored.telemetry import Counters
@@ -32,11 +33,11 @@ class Standing(IntEnum):
     OFF = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefetchFigures:
-    """Of one tenant, or of all. Bytes are those of slots. `covered_blocks` are promotions that a request would have
-    waited for, and `demanded_blocks` those that one did wait for; `spared_s`: loading time that requests were spared,
-    by the rate of the links. Of the wasted ones `evicted_blocks` left before their time was over."""
+    """Of one tenant, or of all; then `standing` is that of the tenant that is turned down furthest. Bytes are those of
+    slots. `demanded_blocks` are promotions that a request did wait for; `spared_s`: loading time that requests were
+    spared, by the rate of the links. Of the wasted ones `evicted_blocks` left before their time was over."""
 
     standing: Standing = Standing.FULL
     prefetched_blocks: int = 0
@@ -74,39 +75,22 @@ class PrefetchFigures:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """What has been counted, in the names of `PrefetchFigures`."""
-
-    prefetched_blocks: int = 0
-    prefetched_bytes: int = 0
-    used_blocks: int = 0
-    used_bytes: int = 0
-    late_blocks: int = 0
-    wasted_blocks: int = 0
-    evicted_blocks: int = 0
-    wasted_bytes: int = 0
-    spared_s: float = 0.0
-    lead_s: float = 0.0
-
-
-@dataclass(slots=True)
 class _Account:
-    tally: _Tally = field(default_factory=_Tally)
-    standing: Standing = Standing.FULL
+    """`figures`: all that was counted; `used_bytes` and `wasted_bytes` are what was judged lately, in its standing."""
+
+    figures: PrefetchFigures = field(default_factory=PrefetchFigures)
     judged: int = 0  # blocks, since the standing changed
-    used_bytes: float = 0.0  # lately
+    used_bytes: float = 0.0
     wasted_bytes: float = 0.0
     calm: int = CALM_MIN
     pause_s: float = PAUSE_S
     until_s: float = 0.0  # off
-    waiting: int = 0
 
 
 @dataclass(slots=True)
 class Held:
     """A block that was brought, and not used yet. `slot` names its copy."""
 
-    tenant: int
     nbytes: int
     load_s: float
     until_s: float
@@ -122,7 +106,6 @@ class Accounts:
         self._min_probability = min_probability
         self._most_held_bytes = most_held_bytes
         self._counters = counters
-        self._all = _Account()
         self._tenants: dict[int, _Account] = {}
         self._held: dict[int, dict[bytes, Held]] = {}  # by tenant and key
         self._looked_at: deque[tuple[int, bytes, Held]] = deque()
@@ -141,13 +124,13 @@ class Accounts:
         """Whether one more block may be, beside so many that are under way."""
         if self._held_bytes >= self._most_held_bytes:
             return False
-        account = self._account(tenant)
-        return account.standing is not Standing.TRIED or account.waiting + under_way < TRIAL_BLOCKS
+        figures = self._account(tenant).figures
+        return figures.standing is not Standing.TRIED or figures.waiting_blocks + under_way < TRIAL_BLOCKS
 
     def _standing(self, account: _Account, now_s: float) -> Standing:
-        if account.standing is Standing.OFF and now_s >= account.until_s:
+        if account.figures.standing is Standing.OFF and now_s >= account.until_s:
             self._set(account, Standing.TRIED)
-        return account.standing
+        return account.figures.standing
 
     # What happened
 
@@ -159,22 +142,22 @@ class Accounts:
         self._looked_at.append((tenant, key, held))
         self._held_bytes += held.nbytes
         self._counters.add("predicted_blocks")
-        for account in self._both(tenant):
-            account.waiting += 1
-            account.tally.prefetched_blocks += 1
-            account.tally.prefetched_bytes += held.nbytes
+        figures = self._account(tenant).figures
+        figures.waiting_blocks += 1
+        figures.prefetched_blocks += 1
+        figures.prefetched_bytes += held.nbytes
 
     def late(self, tenant: int, nbytes: int, now_s: float) -> None:
         """A request came for the block while it was being brought."""
         self._counters.add("predicted_blocks")
         self._counters.add("predicted_late_blocks")
-        for account in self._both(tenant):
-            tally = account.tally
-            tally.prefetched_blocks += 1
-            tally.prefetched_bytes += nbytes
-            tally.late_blocks += 1
-            tally.used_bytes += nbytes
-            self._judge(account, nbytes, now_s, is_used=True)
+        account = self._account(tenant)
+        figures = account.figures
+        figures.prefetched_blocks += 1
+        figures.prefetched_bytes += nbytes
+        figures.late_blocks += 1
+        figures.used_bytes += nbytes
+        self._judge(account, nbytes, now_s, is_used=True)
 
     def held_of(self, tenant: int) -> dict[bytes, Held]:
         """By key; not to be changed."""
@@ -184,23 +167,24 @@ class Accounts:
         """A request has come for the block, and it was there."""
         self._counters.add("predicted_used_blocks")
         held = self._take(tenant, key)
-        for account in self._both(tenant):
-            tally = account.tally
-            tally.used_blocks += 1
-            tally.used_bytes += held.nbytes
-            tally.spared_s += held.load_s
-            tally.lead_s += (now_s - held.landed_s - tally.lead_s) / tally.used_blocks
-            self._judge(account, held.nbytes, now_s, is_used=True)
+        account = self._account(tenant)
+        figures = account.figures
+        figures.used_blocks += 1
+        figures.used_bytes += held.nbytes
+        figures.spared_s += held.load_s
+        figures.lead_s += (now_s - held.landed_s - figures.lead_s) / figures.used_blocks
+        self._judge(account, held.nbytes, now_s, is_used=True)
 
     def wasted(self, tenant: int, key: bytes, now_s: float, *, is_evicted: bool) -> None:
         """The block has left, or its time is over."""
         self._counters.add("predicted_wasted_blocks")
         held = self._take(tenant, key)
-        for account in self._both(tenant):
-            account.tally.wasted_blocks += 1
-            account.tally.evicted_blocks += is_evicted
-            account.tally.wasted_bytes += held.nbytes
-            self._judge(account, held.nbytes, now_s, is_used=False)
+        account = self._account(tenant)
+        figures = account.figures
+        figures.wasted_blocks += 1
+        figures.evicted_blocks += is_evicted
+        figures.wasted_bytes += held.nbytes
+        self._judge(account, held.nbytes, now_s, is_used=False)
 
     def to_look_at(self, limit: int) -> list[tuple[int, bytes, Held]]:
         """Blocks that wait for their use, in turn."""
@@ -213,11 +197,12 @@ class Accounts:
         return found
 
     def statistics(self, tenant: int | None, demanded_blocks: int) -> PrefetchFigures:
-        """None: of all tenants."""
-        account = self._all if tenant is None else self._tenants.get(tenant, _Account())
-        return PrefetchFigures(
-            account.standing, waiting_blocks=account.waiting, demanded_blocks=demanded_blocks, **asdict(account.tally)
-        )
+        """A copy. None: of all tenants."""
+        if tenant is None:
+            found = _sum([account.figures for account in self._tenants.values()])
+        else:
+            found = self._tenants.get(tenant, _Account()).figures
+        return replace(found, demanded_blocks=demanded_blocks)
 
     @property
     def tenants(self) -> list[int]:
@@ -227,42 +212,57 @@ class Accounts:
 
     def _judge(self, account: _Account, nbytes: int, now_s: float, *, is_used: bool) -> None:
         account.judged += 1
+        standing = account.figures.standing
         keep = 1 - 0.5 / WINDOW_BLOCKS
         account.used_bytes = keep * account.used_bytes + (nbytes if is_used else 0)
         account.wasted_bytes = keep * account.wasted_bytes + (0 if is_used else nbytes)
         share = account.wasted_bytes / (account.used_bytes + account.wasted_bytes)
-        if account.standing is Standing.OFF or account.judged < JUDGED_MIN:
+        if standing is Standing.OFF or account.judged < JUDGED_MIN:
             return
         if share > self._waste_limit:
             account.calm = min(CALM_MAX, 2 * account.calm)
-            if account.standing is Standing.FULL:
+            if standing is Standing.FULL:
                 self._set(account, Standing.REDUCED)
             else:
                 account.until_s = now_s + account.pause_s
                 account.pause_s = min(PAUSE_MAX_S, 2 * account.pause_s)
                 self._set(account, Standing.OFF)
-        elif account.standing is Standing.TRIED or (
-            account.standing is Standing.REDUCED and account.judged >= account.calm and share < self._waste_limit / 2
+        elif standing is Standing.TRIED or (
+            standing is Standing.REDUCED and account.judged >= account.calm and share < self._waste_limit / 2
         ):
             account.pause_s = PAUSE_S
-            self._set(account, Standing(account.standing - 1))
+            self._set(account, Standing(standing - 1))
 
     def _set(self, account: _Account, standing: Standing) -> None:
-        account.standing, account.judged = standing, 0
+        account.figures.standing, account.judged = standing, 0
         account.used_bytes = account.wasted_bytes = 0.0
 
     def _take(self, tenant: int, key: bytes) -> Held:
         held = self._held[tenant].pop(key)
         self._held_bytes -= held.nbytes
-        for account in self._both(tenant):
-            account.waiting -= 1
+        self._account(tenant).figures.waiting_blocks -= 1
         return held
-
-    def _both(self, tenant: int) -> tuple[_Account, _Account]:
-        return self._account(tenant), self._all
 
     def _account(self, tenant: int) -> _Account:
         account = self._tenants.get(tenant)
         if account is None:
             account = self._tenants[tenant] = _Account()
         return account
+
+
+def _sum(tenants: Collection[PrefetchFigures]) -> PrefetchFigures:
+    found = PrefetchFigures(max((each.standing for each in tenants), default=Standing.FULL))
+    for each in tenants:
+        found.prefetched_blocks += each.prefetched_blocks
+        found.prefetched_bytes += each.prefetched_bytes
+        found.used_blocks += each.used_blocks
+        found.used_bytes += each.used_bytes
+        found.late_blocks += each.late_blocks
+        found.wasted_blocks += each.wasted_blocks
+        found.evicted_blocks += each.evicted_blocks
+        found.wasted_bytes += each.wasted_bytes
+        found.waiting_blocks += each.waiting_blocks
+        found.spared_s += each.spared_s
+        found.lead_s += each.lead_s * each.used_blocks
+    found.lead_s /= max(1, found.used_blocks)
+    return found

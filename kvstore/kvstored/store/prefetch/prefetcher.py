@@ -238,7 +238,7 @@ class Prefetcher:
         else:
             until_s = max(candidate.due_s, now_s) + self._settings.horizon_s
             key = self._residency.key(row)
-            held = Held(candidate.tenant, block.nbytes, block.load_s, until_s, now_s, self._slot(candidate.tenant, key))
+            held = Held(block.nbytes, block.load_s, until_s, now_s, self._slot(candidate.tenant, key))
             self._accounts.brought(candidate.tenant, key, held)
             due = ChainHint(due_ns=round(candidate.due_s * NS_PER_S))  # else the policy's order evicts it first
             self._policies[MAPPED].on_hint(candidate.tenant, row, key, due, round(now_s * NS_PER_S))
