@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from kvstore_predictor import return_state
+from kvstore_predictor.ages import count_age, count_ages, count_return
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
 from kvstore_predictor.features import Features, features_of, with_answer, with_hint
-from kvstore_predictor.gittins import BINS, Floats, Ints, passed, passed_by
+from kvstore_predictor.gittins import BINS, Floats, Ints, passed_by
 from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstore_predictor.horizons import END_S, age_of, at_age, chance, cumulative
 from kvstore_predictor.prior import shipped
@@ -111,10 +112,8 @@ class SessionReturn(Predictor):
                 sessions.tokens[slot] += hint.answer_tokens - sessions.answer[slot]  # not a second answer
                 sessions.answer[slot] = hint.answer_tokens
             features = with_answer(features, hint.answer_tokens)
-        now_bin, reached = passed(now_s - sessions.used_s[slot]), sessions.bin[slot]
-        if reached < now_bin:
-            self.tables.passed(sessions.cell[slot], reached, now_bin)
-            sessions.bin[slot] = now_bin
+        age_s = now_s - sessions.used_s[slot]
+        sessions.bin[slot] = count_age(self.tables, sessions.cell[slot], sessions.bin[slot], age_s)
         self.features[slot] = features = with_hint(features, hint)
         sessions.cell[slot] = self.tables.cell(features)
 
@@ -122,11 +121,7 @@ class SessionReturn(Predictor):
         """A request continues `prev`: its turn, the gap before it, and the session's pace (a logarithm)."""
         sessions = self.sessions
         turn, gap_s = sessions.turn[prev] + 1, now_s - sessions.used_s[prev]
-        cell, reached, now_bin = sessions.cell[prev], sessions.bin[prev], passed(gap_s)
-        if reached < now_bin:
-            self.tables.passed(cell, reached, now_bin)
-        if max(reached, now_bin) < BINS:
-            self.tables.returned(cell, max(reached, now_bin))
+        count_return(self.tables, sessions.cell[prev], sessions.bin[prev], gap_s)
         pace = math.log(max(gap_s, _GAP_MIN_S))
         return turn, gap_s, pace if turn == 2 else 0.5 * (pace + sessions.pace[prev])
 
@@ -162,13 +157,7 @@ class SessionReturn(Predictor):
         now_bins = passed_by(now_s - np.frombuffer(sessions.used_s)[live])
         self.tables.in_use(cells[live])
         self.tables.want(cells[live[now_bins < BINS]])
-        while True:
-            behind = reached[live] < now_bins
-            live, now_bins = live[behind], now_bins[behind]
-            if not len(live):
-                return
-            self.tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
-            reached[live] += 1
+        count_ages(self.tables, cells, reached, live, now_bins)
 
     # Answers
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore_predictor.base import State
 from kvstored.store.policies import Policy
-from kvstored.store.policies.base import Origin, State
+from kvstored.store.policies.base import Origin
 
 
 def exported(policy: Policy) -> dict[str, np.ndarray]:

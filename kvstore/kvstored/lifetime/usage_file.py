@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
+from kvstore_predictor.base import Array, Piece
 from kvstore_tiers.base import Slot, Tier
 from kvstored.clients.tenants.private_file import private_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, apply, collect
 from kvstored.store.policies import Origin, Policy
-from kvstored.store.policies.base import Array, Piece
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
 

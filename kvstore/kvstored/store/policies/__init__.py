@@ -1,5 +1,6 @@
 """Policies: which block leaves a tier next, which may enter, and how hot each is."""
 
+from kvstore_predictor.base import State
 from kvstored.policy_names import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import (
@@ -10,7 +11,6 @@ from kvstored.store.policies.base import (
     RequestContext,
     ResidencyClass,
     Share,
-    State,
 )
 from kvstored.store.policies.factory import create, create_admission, joined, succeed
 from kvstored.store.policies.hints import deliver_hint

@@ -20,14 +20,14 @@ Obligations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.base import Piece, State
 from kvstored.store.blocks import ResidencyView
 
 HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for policies that have a worth
@@ -80,11 +80,6 @@ class ChainHint:
     due_ns: int | None = None
     next_step: int = 0  # the wire's NextStep
     answer_tokens: int = 0
-
-
-Array = npt.NDArray[Any]
-Piece = tuple[str, Array]  # pieces of one name are to be joined
-State = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,18 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.base import Piece, State
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import (
     HOT_WORTH,
     WARM_WORTH,
     ChainHint,
     Origin,
-    Piece,
     Policy,
     PolicySettings,
     RequestContext,
     ResidencyClass,
     Share,
-    State,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
 from kvstored.store.policies.chains.expiry import worth_of

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import Array, Origin, Piece, Policy, PolicySettings
+from kvstored.store.policies.base import Origin, Policy, PolicySettings
 from kvstored.store.policies.discipline import Discipline
 from kvstored.store.policies.ordered import together
 from kvstored.store.policies.queued import QueuedPolicy

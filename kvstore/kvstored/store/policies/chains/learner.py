@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_predictor.gittins import BINS, passed, passed_by
+from kvstore_predictor.ages import count_age, count_ages, count_return
+from kvstore_predictor.gittins import passed_by
 from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstored.store.policies.chains.table import ChainTable
 
@@ -60,11 +61,7 @@ class Learner:
     def returned(self, chain: int, missing: int, gap_s: float) -> None:
         """`chain` was continued, all but its last `missing` blocks."""
         chains = self._chains
-        cell, reached, now_bin = chains.cell[chain], chains.bin[chain], passed(gap_s)
-        if reached < now_bin:
-            self.tables.passed(cell, reached, now_bin)
-        if max(reached, now_bin) < BINS:  # later than that it counts as one that did not
-            self.tables.returned(cell, max(reached, now_bin))
+        count_return(self.tables, chains.cell[chain], chains.bin[chain], gap_s)
         self.returns += 1
         for number, counts in enumerate(self._end_counts):
             counts[1] += 1.0
@@ -75,10 +72,8 @@ class Learner:
     def grew_older(self, chain: int, now_s: float) -> None:
         """Count the age bins that `chain` has passed, which is of another class from now on."""
         chains = self._chains
-        now_bin, reached = passed(now_s - chains.used_s[chain]), chains.bin[chain]
-        if reached < now_bin:
-            self.tables.passed(chains.cell[chain], reached, now_bin)
-            chains.bin[chain] = now_bin
+        age_s = now_s - chains.used_s[chain]
+        chains.bin[chain] = count_age(self.tables, chains.cell[chain], chains.bin[chain], age_s)
 
     @property
     def is_due(self) -> bool:
@@ -97,7 +92,7 @@ class Learner:
         """One piece of work; about how long it took, 0 when there is no time for it."""
         tables = self.tables
         if tables.are_many_asked or (self._phase == _FOLDING and tables.is_any_asked):
-            return self._make(budget_us)  # what came is held against what is foretold of its own class
+            return self._make(budget_us)  # what came is held against what is predicted of its own class
         if self._phase == _MAKING and tables.is_any_wanted:
             return self._make(budget_us)
         if budget_us < _CALL_US:
@@ -136,11 +131,4 @@ class Learner:
         reached, cells = chains.ints(chains.bin), chains.ints(chains.cell)
         self.tables.in_use(cells[live])
         self.tables.want(cells[live[chains.ints(chains.tail)[live] >= 0]])
-        now_bins = passed_by(now_s - chains.floats(chains.used_s)[live])
-        while True:
-            behind = reached[live] < now_bins
-            live, now_bins = live[behind], now_bins[behind]
-            if not len(live):
-                return
-            self.tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
-            reached[live] += 1
+        count_ages(self.tables, cells, reached, live, passed_by(now_s - chains.floats(chains.used_s)[live]))
