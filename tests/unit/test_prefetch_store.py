@@ -142,6 +142,15 @@ def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path
     over_a_store(lambda: notes, tmp_path, scenario)
 
 
+async def stored_on_nvme(driven: DrivenStore) -> None:
+    await driven.put(KEYS, DurabilityMode.ALWAYS)
+    driven.leave_host(KEYS)
+
+
+def hint_due(driven: DrivenStore, due_in_ms: int) -> None:
+    driven.operations.hints.hint(driven.client, KEYS, ChainHint(), due_in_ms)
+
+
 async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
     for _ in range(400):
         clock.advance(ns=NS_PER_S // 20)
@@ -153,9 +162,8 @@ async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
 
 def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await driven.put(KEYS, DurabilityMode.ALWAYS)
-        driven.leave_host(KEYS)
-        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 5000)
+        await stored_on_nvme(driven)
+        hint_due(driven, 5000)
         await until_mapped(driven, clock)
         assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * len(KEYS)
         assert driven.small.store.prefetcher.statistics().all.waiting_blocks == len(KEYS)
@@ -170,9 +178,8 @@ def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) ->
 
 def test_what_no_request_comes_for_is_waste(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await driven.put(KEYS, DurabilityMode.ALWAYS)
-        driven.leave_host(KEYS)
-        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 5000)
+        await stored_on_nvme(driven)
+        hint_due(driven, 5000)
         await until_mapped(driven, clock)
         clock.advance(ns=300 * NS_PER_S)
         driven.small.store.tick()
@@ -197,10 +204,9 @@ def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_pa
     """An engine asks for what is mapped first. That ends the hint, and the plans that follow want nothing."""
 
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await driven.put(KEYS, DurabilityMode.ALWAYS)
-        driven.leave_host(KEYS)
+        await stored_on_nvme(driven)
         driven.small.disk.plan(Fault("read", "delay", 1, 1, delay_s=0.3))
-        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        hint_due(driven, 1000)
         prefetcher = driven.small.store.prefetcher
         await pass_time(driven, clock, 40, lambda: prefetcher.statistics().under_way_blocks == len(KEYS))
         assert prefetcher.statistics().under_way_blocks == len(KEYS)
@@ -214,15 +220,14 @@ def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_pa
 
 def test_a_lane_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await driven.put(KEYS, DurabilityMode.ALWAYS)
-        driven.leave_host(KEYS)
+        await stored_on_nvme(driven)
         submit, refusals = Mover.submit, iter([Refused.QUEUE_FULL] * 2)
 
         def submit_later(mover: Mover, *arguments: Any) -> Any:
             return next(refusals, None) or submit(mover, *arguments)
 
         monkeypatch.setattr(Mover, "submit", submit_later)
-        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        hint_due(driven, 1000)
         await until_mapped(driven, clock)
         assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * len(KEYS)
         assert driven.small.store.prefetcher.statistics().under_way_blocks == 0
@@ -232,9 +237,8 @@ def test_a_lane_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_put_that_names_a_block_twice_harms_nothing(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await driven.put(KEYS, DurabilityMode.ALWAYS)
-        driven.leave_host(KEYS)
-        driven.operations.hints.hint(driven.client, KEYS, ChainHint(), 1000)
+        await stored_on_nvme(driven)
+        hint_due(driven, 1000)
         await until_mapped(driven, clock)
         clock.advance(ns=20 * NS_PER_S)
         await driven.put([KEYS[0], KEYS[0]], DurabilityMode.BATCH)
