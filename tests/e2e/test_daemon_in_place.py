@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
+from tests.reference.stopped_client import stopped_client
 
 MODEL = model()
 PAYLOAD_BYTES = MODEL.payload_bytes()
@@ -208,20 +208,9 @@ def test_where_the_setting_is_off_nothing_is_reserved_nor_handed_out_writable() 
 
 def test_the_slots_of_a_client_that_is_killed_are_free() -> None:
     with running_daemon("put.in_place=true", "nvme.enabled=false") as daemon:
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            with RawClient(daemon.socket_dir, MODEL) as raw:
-                client = InPlace(raw)
-                client.write(client.reserve(3), 9)
-                os.write(writing, b"r")
-                signal.pause()
-        assert os.read(reading, 1) == b"r" and reserved(daemon) == 3
-        os.kill(pid, signal.SIGKILL)
+        with stopped_client(daemon.socket_dir, 16, 9, "reserve"):
+            assert reserved(daemon) == 3
         assert eventually(lambda: reserved(daemon) == 0, 5.0), "long before the reservation expires"
-        os.waitpid(pid, 0)
-        for end in (reading, writing):
-            os.close(end)
         with daemon.connect(MODEL) as session:
             assert session.lookup(tokens_of(9, 3)).reason == "never_stored"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_proto.v1 import admin_pb2
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+from tests.reference.stopped_client import stopped_client
 
 MODEL = model(kib_a_block=256)
 SLOT = slot_bytes(MODEL.payload_bytes())
@@ -202,25 +201,9 @@ def test_where_the_setting_is_off_the_client_puts_by_way_of_staging() -> None:
 
 
 def test_a_client_killed_while_it_writes_leaves_nothing(daemon: RunningDaemon) -> None:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-
-        def stop(destination: Bytes) -> None:
-            os.write(writing, b"w")
-            signal.pause()
-
-        payloads: list[Any] = [*payloads_of(95, BLOCKS, MODEL)]
-        payloads[4] = stop
-        with daemon.connect(MODEL) as session:
-            session.put(tokens_of(95, BLOCKS), payloads=payloads)
-        os._exit(1)
-    assert os.read(reading, 1) == b"w" and eventually(lambda: reserved(daemon) > 0)
-    os.kill(pid, signal.SIGKILL)
+    with stopped_client(daemon.socket_dir, 256, 95, "put"):
+        assert eventually(lambda: reserved(daemon) > 0)
     assert eventually(lambda: reserved(daemon) == 0, 5.0)
-    os.waitpid(pid, 0)
-    for end in (reading, writing):
-        os.close(end)
     with daemon.connect(MODEL) as session:
         there = session.lookup(tokens_of(95, BLOCKS)).blocks
         assert there <= 4, "what it had sent, if anything"
