@@ -147,7 +147,7 @@ def _storm(loaded: Loaded, count: int, blocks: int) -> tuple[Outcome, dict[str, 
 
 def test_a_preemption_storm_changes_no_answer(loaded: Loaded) -> None:
     """Sequences of 35 to 182 tokens in a pool of 26 blocks: about a quarter of what 16 of them want."""
-    outcome, prompts = _storm(loaded, 40, 26)
+    outcome, prompts = _storm(loaded, 24, 26)
     loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
 
 

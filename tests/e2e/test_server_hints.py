@@ -27,27 +27,27 @@ _CALLS = {"tools": _TOOLS, "tool_choice": "required", "max_tokens": 100}
 _CHOICE = {"structured_outputs": {"choice": ["red", "green"]}, "max_tokens": 100}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "reason", "step"),
-    [
-        ("chat/completions", _CALLS, "tool_calls", NextStep.NEXT_STEP_TOOL_CALL),
-        ("chat/completions", _CHOICE, "stop", NextStep.NEXT_STEP_END_OF_TURN),
-        ("chat/completions", {"max_tokens": 9, "ignore_eos": True}, "length", NextStep.NEXT_STEP_UNSPECIFIED),
-        ("completions", _CHOICE, "stop", NextStep.NEXT_STEP_UNSPECIFIED),
-    ],
-)
-def test_what_follows_an_answer_is_hinted_where_it_is_known(
-    tmp_path: Path, path: str, fields: dict[str, Any], reason: str, step: int
-) -> None:
+_CASES: list[tuple[str, dict[str, Any], str, int]] = [
+    ("chat/completions", _CALLS, "tool_calls", NextStep.NEXT_STEP_TOOL_CALL),
+    ("chat/completions", _CHOICE, "stop", NextStep.NEXT_STEP_END_OF_TURN),
+    ("chat/completions", {"max_tokens": 9, "ignore_eos": True}, "length", NextStep.NEXT_STEP_UNSPECIFIED),
+    ("completions", _CHOICE, "stop", NextStep.NEXT_STEP_UNSPECIFIED),
+]
+
+
+def test_what_follows_an_answer_is_hinted_where_it_is_known(tmp_path: Path) -> None:
     skip_without_ggml()
     model = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary() | {"tokenizer.chat_template": _TEMPLATE})
     record = tmp_path / "trace.jsonl.gz"
+    expected = []
     with running_daemon(f"daemon.record={record}") as daemon:
         server = RunningServer(tmp_path, model, "--kvstore", str(daemon.socket_dir), "--threads", "1")
-        text = "the cat sat on the mat " * 9
-        asked = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
-        status, answer, _ = server.request("POST", f"/v1/{path}", {**asked, **fields})
-        assert status == 200 and answer["choices"][0]["finish_reason"] == reason, answer
+        for number, (path, fields, reason, step) in enumerate(_CASES):
+            text = f"{number} " + "the cat sat on the mat " * 9
+            asked = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+            status, answer, _ = server.request("POST", f"/v1/{path}", {**asked, **fields})
+            assert status == 200 and answer["choices"][0]["finish_reason"] == reason, answer
+            expected.append((step, answer["usage"]["completion_tokens"]))
         assert server.stop() == 0, server.log
     hints = read_trace(record, "kvstored", ReadOptions(), lambda done, total: None).hints
-    assert [(hint.next_step, hint.answer_tokens) for hint in hints] == [(step, answer["usage"]["completion_tokens"])]
+    assert [(hint.next_step, hint.answer_tokens) for hint in hints] == expected

@@ -19,6 +19,7 @@ from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks.check import check
+from tests.reference.examples import examples
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -154,7 +155,7 @@ class Model:
 
 
 @pytest.mark.parametrize(("position", "chosen"), TIERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(st.one_of(puts, puts, chains, others), min_size=5, max_size=30))
 def test_one_block_costs_at_most_a_container(
     position: int, chosen: tuple[str, ...], steps: list[tuple[object, ...]]

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from kvstore_predictor.base import Predictor
@@ -87,7 +88,9 @@ class SmallStore:
         for tier in self.store.tiers:
             tier.close()
 
-    def key(self, number: int) -> bytes:
+    @staticmethod
+    @cache
+    def key(number: int) -> bytes:
         return block(number, PAYLOAD_BYTES)[0].key
 
     def find(self, number: int, tenant: str = "tenant") -> int:

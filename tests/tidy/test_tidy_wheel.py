@@ -27,6 +27,7 @@ _OFFLINE = (
     "No route to",
 )
 BUILD_TIMEOUT_S = 180
+pytestmark = pytest.mark.slow
 
 
 def _run(command: Sequence[object], cwd: Path) -> str:
@@ -64,7 +65,6 @@ def _version(distributions: tuple[Path, Path]) -> str:
     return distributions[1].name.split("-")[1]
 
 
-@pytest.mark.slow
 def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_path: Path) -> None:
     """In a clone without tags, and in an archive of its files without git."""
     clone, out = tmp_path / "clone", tmp_path / "dist"
