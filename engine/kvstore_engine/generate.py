@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import (
     BatchEngine,
     EngineSettings,
@@ -23,7 +24,7 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel, KvSession, RestoreReport, StoreReport
+from kvstore_engine.restore import KvSession, RestoreReport, StoreReport
 from kvstore_engine.tokenizer import Tokenizer
 
 OnText = Callable[[str], None]
@@ -49,13 +50,13 @@ class Generator:
         executor: Executor,
         context: int,
         session: KvSession | None = None,
-        costs: CostModel | None = None,
+        costs: LearnedCosts | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.pool = pool
         self.executor = executor
         self.context = context
-        self.costs = costs or CostModel()
+        self.costs = costs or LearnedCosts()
         self._session = session
         self._watch = _Watch()
         self._engine = BatchEngine(
@@ -169,7 +170,7 @@ class Generator:
         begin_s = time.perf_counter()
         self.executor.forward([SequenceSlice(np.zeros(count, np.int32), 0, np.array(blocks, np.int32), "last")])
         seconds = time.perf_counter() - begin_s
-        self.costs.observe_step(count, 0, seconds)
+        self.costs.observe_batch([(count, 0)], seconds)
         return seconds
 
 

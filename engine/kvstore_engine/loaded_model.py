@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models.cache import cache_root
-from kvstore_engine.restore.costs import CostModel
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
-from kvstore_engine.restore.profile import CostProfile
+from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.restore.session import KvSession
 from kvstore_engine.template import ChatTemplate
 from kvstore_engine.threads import default_threads
@@ -92,15 +92,15 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
                 max_context=context,
             )
         )
-        session, costs = None, CostModel()
+        session, costs = None, LearnedCosts()
         if options.kvstore is not None:
             # The digest reads all the weights, so it is computed only where it is needed.
             digest = file.weights_digest()
             session = _connect(options.kvstore, model, tokenizer, pool, digest)
             stack.callback(session.close)
-            profile = CostProfile(cache_root(), digest, threads)
-            costs = profile.load()
-            stack.callback(profile.save, costs)
+            profile = profile_path(cache_root(), digest, threads)
+            costs = LearnedCosts.load(profile)
+            stack.callback(costs.save, profile)
         generator = Generator(
             tokenizer=tokenizer, pool=pool, executor=executor, context=context, session=session, costs=costs
         )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.blocks import HostPool, swap_in, swap_out
 from kvstore_engine.executor import Executor
@@ -25,7 +26,6 @@ from kvstore_engine.model import load_model
 from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel
 from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.memory_session import MemorySession
@@ -55,7 +55,7 @@ class Loaded:
 
     def engine(self, blocks: int = 512, session: MemorySession | None = None, **settings: Any) -> BatchEngine:
         executor = self.executor(blocks)
-        costs = CostModel()
+        costs = LearnedCosts()
         costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore and swap all that can be
         engine = BatchEngine(
             executor,

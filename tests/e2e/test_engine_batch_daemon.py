@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_client import Session
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings
-from kvstore_engine.restore import CostModel
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.block_invariants import check_blocks
@@ -20,10 +20,10 @@ from tests.reference.running_daemon import running_daemon
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
 
-class _Stubborn(CostModel):
+class _Stubborn(LearnedCosts):
     """Does not learn how quickly the twin computes."""
 
-    def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
+    def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float, *, beside_loading: bool = False) -> None:
         return None
 
 

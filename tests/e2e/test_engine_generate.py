@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BeamSettings, RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
@@ -15,7 +16,6 @@ from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.memory_session import MemorySession
@@ -45,7 +45,7 @@ class Bench:
         executor = self._stack.enter_context(
             Executor(self.model, pool, threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
         )
-        costs = CostModel()
+        costs = LearnedCosts()
         costs.compute.restore(1, [1.0, 1.0, 0.0])  # computing looks slow: restore all that is stored
         generator = Generator(
             tokenizer=self.tokenizer,

@@ -3,7 +3,7 @@
 Owns blocks by their exact token prefix, so that no hash can collide, and the ways a daemon can misbehave.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -49,10 +49,37 @@ class MemoryLease:
         self.released = True
 
 
+@dataclass(frozen=True)
+class MemoryLookup:
+    tiers: tuple[str, ...]
+
+
+class MemoryStream:
+    """Runs of (first block, lease); `blocks`: those that come. Each is granted when it is taken."""
+
+    def __init__(self, session: "MemorySession", tokens: Tokens, tiers: tuple[str, ...], runs: list[range]) -> None:
+        self.tiers, self.reason, self.is_closed = tiers, "", False
+        self.leases: list[MemoryLease] = []
+        self._session, self._tokens, self._runs = session, tokens, runs
+
+    def __iter__(self) -> Iterator[tuple[int, MemoryLease]]:
+        for run in self._runs:
+            if self.is_closed:
+                return
+            self._session.maybe_fail()
+            self.leases.append(self._session.grant(self._tokens, run))
+            yield run.start, self.leases[-1]
+
+    def close(self) -> None:
+        self.is_closed = True
+        for lease in self.leases:
+            lease.released = True
+
+
 @dataclass
 class MemorySession:
-    """`mapped_blocks` (None: all) can be leased without promotion; `status_of(block)` decides what a put
-    answers; `fail_with` is raised by every call while set.
+    """`mapped_blocks` (None: all) can be leased without promotion, `granted_blocks` at all; `status_of(block)` decides
+    what a put answers; `fail_with` is raised by every call while set.
     """
 
     block_bytes: int
@@ -87,23 +114,42 @@ class MemorySession:
         return None
 
     def get(self, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool) -> MemoryLease:
-        self._maybe_fail()
-        assert deadline_s > 0
+        self.maybe_fail()
+        assert deadline_s > 0 and not promote
         resident = min(self._resident(tokens), max_blocks)
-        limits = [resident, self.granted_blocks if promote else self.mapped_blocks]
-        count = min(limit for limit in limits if limit is not None)
-        lease = MemoryLease(
-            [self.blocks[self._key(tokens, block)] for block in range(count)],
-            self.leases_stay_valid,
-            resident_blocks=resident,
-            estimated_load_s=self.estimated_load_s,
-            reason="" if resident else "never_stored",
-        )
-        self.leases.append(lease)
+        lease = self.grant(tokens, range(self._mapped(resident)))
+        lease.resident_blocks, lease.estimated_load_s = resident, self.estimated_load_s
+        lease.reason = "" if resident else "never_stored"
         return lease
 
+    def lookup(self, tokens: Tokens, *, deadline_s: float) -> MemoryLookup:
+        self.maybe_fail()
+        resident = self._resident(tokens)
+        return MemoryLookup(self._tiers(resident) + ("absent",) * (len(tokens) // self.block_tokens - resident))
+
+    def get_stream(self, tokens: Tokens, *, order: str, max_blocks: int, deadline_s: float) -> MemoryStream:
+        self.maybe_fail()
+        assert order == "back" and deadline_s > 0
+        resident = min(self._resident(tokens), max_blocks)
+        mapped = self._mapped(resident)
+        most = resident if self.granted_blocks is None else min(resident, self.granted_blocks)
+        runs = [range(mapped)] * bool(mapped) + [range(at, at + 1) for at in reversed(range(mapped, most))]
+        return MemoryStream(self, tokens, self._tiers(resident), runs)
+
+    def grant(self, tokens: Tokens, run: range) -> MemoryLease:
+        payloads = [self.blocks[self._key(tokens, block)] for block in run]
+        self.leases.append(MemoryLease(payloads, self.leases_stay_valid))
+        return self.leases[-1]
+
+    def _mapped(self, resident: int) -> int:
+        return resident if self.mapped_blocks is None else min(resident, self.mapped_blocks)
+
+    def _tiers(self, resident: int) -> tuple[str, ...]:
+        mapped = self._mapped(resident)
+        return ("host",) * mapped + ("nvme",) * (resident - mapped)
+
     def put(self, tokens: Tokens, *, first_block: int, payloads: Sequence[Callable[[Bytes], None]]) -> MemoryReceipt:
-        self._maybe_fail()
+        self.maybe_fail()
         self.puts.append((first_block, len(payloads)))
         statuses = []
         for block, write in enumerate(payloads, first_block):
@@ -125,7 +171,7 @@ class MemorySession:
         due_in_s: float | None = None,
         next_step: NextStep | None = None,
     ) -> int:
-        self._maybe_fail()
+        self.maybe_fail()
         self.next_steps.append(next_step)
         if answer_tokens:
             self.answer_hints.append((self._resident(tokens), answer_tokens))
@@ -136,6 +182,6 @@ class MemorySession:
     def close(self) -> None:
         self.state = "closed"
 
-    def _maybe_fail(self) -> None:
+    def maybe_fail(self) -> None:
         if self.fail_with is not None:
             raise self.fail_with

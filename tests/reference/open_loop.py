@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished
 from kvstore_engine.bench.in_process import EndsAfter
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.restore import CostModel
 from tests.reference.batch_runs import request
 from tests.reference.twin_compute import VOCABULARY, StepClock, TwinCompute, TwinTokenizer, twin_pool
 
@@ -47,7 +47,7 @@ def run_load(arrivals: Sequence[Arrival], rate: float, **settings: Any) -> dict[
     """Latencies by request, with `rate` requests a second. The engine cannot know when an answer will end."""
     clock = StepClock(fixed_s=0.005, row_s=0.001)
     compute = _TimedCompute(twin_pool(2048), on_step=clock.step)
-    costs = CostModel()
+    costs = LearnedCosts()
     engine = BatchEngine(
         compute,
         compute.pool,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.policies import Candidate, LengthPredictor, StepBudget, VirtualTokens, choose_policy
-from kvstore_engine.restore import CostModel
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.open_loop import Arrival, mixed_load, run_load
 from tests.reference.twin_compute import TwinCompute, answer_alone
@@ -150,13 +150,13 @@ def test_no_two_sequences_displace_each_other(name: str) -> None:
             assert not policy.displaces(replace(two, since_s=now), one_runs, now)
 
 
-def budget_of(costs: CostModel, floor_s: float = 0.0) -> StepBudget:
+def budget_of(costs: LearnedCosts, floor_s: float = 0.0) -> StepBudget:
     return StepBudget(costs, stretch=1.8, most_stretch=3.0, floor_s=floor_s, most_tokens=256, block_tokens=16)
 
 
-def exact_costs() -> CostModel:
+def exact_costs() -> LearnedCosts:
     """4 ms and 1 ms a row."""
-    costs = CostModel()
+    costs = LearnedCosts()
     costs.compute.restore(1, [0.004, 0.512, 0.0])
     return costs
 
@@ -209,7 +209,7 @@ def test_before_any_decoding_steps_begin_as_long_as_they_may_become() -> None:
 
 
 def test_a_budget_that_a_busy_minute_cut_to_a_block_grows_again() -> None:
-    budget = budget_of(CostModel(), floor_s=0.1)
+    budget = budget_of(LearnedCosts(), floor_s=0.1)
     decodes = [(1, 100)] * 4
     before = budget.tokens(decodes, PROMPT)
     for _ in range(100):

@@ -23,9 +23,9 @@ class State(Enum):
 
 
 class Pointers:
-    """`tiers`: where each chunk is stored. `overtakes(chunk)`: computing that chunk from now on is expected to be done
-    before the links are done with it and with all that they load before it. `loads`, `computes`: which of the two paths
-    the plan uses; a chunk that is lost is computed in any case.
+    """`tiers`: where each chunk is stored. `overtakes(chunk)`: computing all from the first chunk that is not present
+    to that one, from now on, is expected to be done before the links are done with it and with all that they load
+    before it. `loads`, `computes`: which of the two paths the plan uses; a chunk that is lost is computed in any case.
     """
 
     def __init__(
@@ -72,15 +72,18 @@ class Pointers:
 
     def next_compute(self) -> int | None:
         """Begin to compute a chunk, always the first that is not present; None if there is nothing to compute now."""
-        if self.is_done or self._computing is not None:
+        if self._computing is not None or not self.computable(1):
             return None
-        chunk, state = self._head, self._states[self._head]
-        if state is State.STORED and not self._computes:
-            return None
-        if state is not State.LOST and not self._overtakes(chunk):
-            return None
-        self._computing = chunk
-        return chunk
+        self._computing = self._head
+        return self._head
+
+    def computable(self, most: int) -> range:
+        """At most `most` chunks, from the first that is not present on, that one step might compute now."""
+        end = self._head
+        if not self.is_done:
+            while end < min(self._head + most, len(self._states)) and self._may_compute(end):
+                end += 1
+        return range(self._head, end)
 
     def next_load(self, tier: str) -> int | None:
         """Begin to load a chunk of `tier`, its last that is stored and not being computed; None if there is none."""
@@ -129,6 +132,12 @@ class Pointers:
     def cancel(self) -> None:
         """The request has ended: there is nothing more to do, and results of work under way do not count."""
         self._is_cancelled = True
+
+    def _may_compute(self, chunk: int) -> bool:
+        state = self._states[chunk]
+        if state is State.PRESENT or (state is State.STORED and not self._computes):
+            return False
+        return state is State.LOST or self._overtakes(chunk)
 
     def _present(self, chunk: int) -> bool:
         if self._is_cancelled or self._states[chunk] is State.PRESENT:

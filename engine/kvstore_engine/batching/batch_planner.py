@@ -21,6 +21,7 @@ from collections.abc import Sequence as Series
 
 from kvstore_engine.batching.batch import Batch, BatchPart
 from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
 from kvstore_engine.policies import StepBudget
@@ -39,6 +40,7 @@ class BatchPlanner:
         self,
         space: BlockSpace,
         budget: StepBudget,
+        restorer: Restorer,
         *,
         most_tokens: int,
         make_room: Callable[[Sequence], bool],
@@ -47,6 +49,7 @@ class BatchPlanner:
     ) -> None:
         self._space = space
         self._budget = budget
+        self._restorer = restorer
         self._most_tokens = most_tokens
         self._make_room = make_room
         self._observer = observer
@@ -116,16 +119,21 @@ class BatchPlanner:
         return None
 
     def _prompt(self, sequence: Sequence, most: int, busy: set[TrieNode], *, is_alone: bool) -> BatchPart | None:
-        if sequence.block_table is None or sequence.is_restoring:
+        if sequence.block_table is None:
             return None
         self.skip_ready(sequence)
+        limit = sequence.prefill_end
+        if sequence.is_restoring:
+            limit = min(limit, self._restorer.computable(sequence))
+            if limit <= sequence.computed:
+                return None
         node, size = self._next_node(sequence), self._space.block_tokens
         begin = sequence.computed
         if node is not None and node.ready:
             return self._borrowing(sequence) if sequence.left <= most else None
         if node is not None and (node in busy or node.loader not in (None, sequence)):
             return None
-        end = min(sequence.prefill_end, begin + most)
+        end = min(limit, begin + most)
         if end < sequence.prefill_end:
             end = end // size * size
         elif is_alone:

@@ -8,6 +8,7 @@ computing fails has no effect and can be tried again; a store that fails costs n
 import time
 from collections.abc import Callable
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.batch import Batch
@@ -24,7 +25,7 @@ from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import CostModel
+from kvstore_engine.restore.record import RestorationLog
 from kvstore_engine.worker.failure import StepFailed
 
 _PATIENCE_S = 0.01  # for the daemon, beside running answers
@@ -48,21 +49,28 @@ class BatchEngine:
         *,
         settings: EngineSettings | None = None,
         sessions: SessionOf | None = None,
-        costs: CostModel | None = None,
+        costs: LearnedCosts | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.compute, self.pool, self.tokenizer = compute, pool, tokenizer
         self.settings = settings or EngineSettings()
         self.observer = FanOut(observer) if observer is not None else Observer()
-        self.costs = costs or CostModel()
+        self.costs = costs or LearnedCosts()
         limits = compute.limits
         context = self.settings.context or limits.max_context
         self.context = min(context, limits.max_context, pool.blocks * pool.block_tokens)
         self._sessions = sessions
         self._clock = clock
         self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)
-        self.restorer = Restorer(self.space, self.costs, step_tokens=self.settings.step_tokens(limits), clock=clock)
+        self.restorer = Restorer(
+            self.space,
+            self.costs,
+            restoring=self.settings.restoring,
+            step_tokens=self.settings.step_tokens(limits),
+            clock=clock,
+        )
+        self.restorations = RestorationLog()
         self.storer = Storer(self.space, self.observer, clock)
         self.scheduler = Scheduler(
             self.space, self.restorer, limits, self.settings, costs=self.costs, observer=self.observer, clock=clock
@@ -138,7 +146,7 @@ class BatchEngine:
             return events
         failure: StepFailed | None = None
         try:
-            computing = self._clock()
+            computing, beside_loading = self._clock(), self.restorer.is_loading
             logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in batch.parts])
             compute_s = self._clock() - computing
         except StepFailed as error:
@@ -151,7 +159,8 @@ class BatchEngine:
         if failure is not None:
             blamed = dict.fromkeys(batch.parts[index].sequence.unit[0] for index in failure.slices)
             return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
-        self.scheduler.observe(batch, compute_s)
+        self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
+        self.restorer.stepped(batch, computing, compute_s)
         events += self._outputs.apply(batch, logits)
         self._store(batch)
         self._steps += 1
@@ -198,8 +207,10 @@ class BatchEngine:
             # A request for what is in DRAM is answered in less than a millisecond: better now than in the next step.
             self.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
             beside_s = (self.settings.step_stretch - 1) * self.scheduler.statistics.step_s
-            for sequence, report in self.restorer.advance(beside_s if is_decoding else _ALONE_S):
+            for sequence, report, record in self.restorer.advance(beside_s if is_decoding else _ALONE_S):
                 request_id, now = sequence.request.id, self._clock()
+                self.restorations.add(record)
+                self.observer.restoration(record)
                 if report.tokens:
                     self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
                 self.observer.store_answered(request_id, sequence.index, report, now)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
+from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport
 
 _log = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ class Observer:
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
         """What the daemon had of a prompt and what was restored, once for each request to the daemon."""
 
+    def restoration(self, record: RestorationRecord) -> None:
+        """A restoration has ended: what it predicted and did."""
+
     def step(self, record: StepRecord) -> None:
         """A step has been done."""
 
@@ -109,6 +113,7 @@ class FanOut(Observer):
     admitted = _forwarded("admitted")
     restored = _forwarded("restored")
     store_answered = _forwarded("store_answered")
+    restoration = _forwarded("restoration")
     step = _forwarded("step")
     preempted = _forwarded("preempted")
     swapped_out = _forwarded("swapped_out")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Series
 from typing import Literal
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import (
@@ -22,7 +23,6 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
-from kvstore_engine.restore.costs import CostModel
 
 _MEMORY = 0.05
 
@@ -35,7 +35,7 @@ class Preemption:
         space: BlockSpace,
         host: HostPool,
         *,
-        costs: CostModel,
+        costs: LearnedCosts,
         step_tokens: int,
         observer: Observer,
         clock: Callable[[], float],
@@ -163,7 +163,7 @@ class Preemption:
             stored = min(sequence.offered_blocks * session.block_tokens, sequence.computed)
             if stored > start:
                 engine_blocks = self._space.blocks_for(stored - start)
-                load_s = self._costs.load_s(engine_blocks * self._host.block_bytes, 0.0)
+                load_s = self._costs.load_s("host", engine_blocks * self._host.block_bytes)
                 rest_s = self._costs.prefill_s(stored, sequence.computed, self._step_tokens)
                 again_s = min(again_s, load_s + rest_s)
         return again_s

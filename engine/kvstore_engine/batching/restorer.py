@@ -1,68 +1,76 @@
 """Restores stored prefixes into the pool, for several sequences at a time.
 
-Owns the stages of each restoration: get a lease on what is mapped, decide, get one on what must be promoted, copy,
-release. Threads wait for the daemon; decisions and copies are made in the engine's thread, between two steps and in
-portions, so that running answers go on. Invariants: no byte is read outside a lease; blocks count as restored only if
-the lease was still valid after they were copied; a block that is ready is never written; what is not restored is
-computed.
+Owns the stages of each restoration: look up, copy what is mapped, plan the rest, and load it from its last block down
+while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are made in the
+engine's thread, between two steps and in portions, so that running answers go on. One restoration at a time loads from
+slower tiers, the one with the least left first (`kvstore_client.restore.batch`). Invariants: no byte is read outside a
+lease; a block counts as restored only if its lease was still valid after it was copied; a block that is ready is never
+written; a sequence's `computed` passes a block that was loaded only when all before it are present; what cannot be
+loaded is computed.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
+from kvstore_client.restore.batch import DEFAULT, Remaining, in_turn
+from kvstore_client.restore.learned import LearnedCosts
+from kvstore_client.restore.plan import Plan
+from kvstore_engine.batching.batch import Batch
+from kvstore_engine.batching.restoration import MAPPED, Link, Restoration
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.restore.costs import CostModel
-from kvstore_engine.restore.fetcher import Fetch, Fetcher
-from kvstore_engine.restore.plan import RestorePlan, plan_restore, usable_blocks
+from kvstore_engine.batching.settings import Restoring
+from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.restore.fetcher import Arrival, Fetcher
+from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport
-from kvstore_engine.restore.session import KvLease, KvSession, Tokens
+from kvstore_engine.restore.session import KvLease
 
 _log = logging.getLogger(__name__)
-_LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.25, 30.0
-_GRACE_S = 0.25  # beyond a request's own deadline
+_LOOKUP_DEADLINE_S, _STREAM_DEADLINE_S = 0.25, 30.0
+_GRACE_S = 0.25  # beyond a lookup's own deadline
 _PORTION_BLOCKS = 8
-
-
-@dataclass(slots=True, eq=False)
-class _Restoration:
-    """The restoration of one sequence: storage blocks from `first_block` on, of which `next_block` is copied next."""
-
-    sequence: Sequence
-    session: KvSession
-    tokens: Tokens
-    fetch: Fetch
-    nodes: list[TrieNode]
-    plan: RestorePlan | None = None
-    first_block: int = 0
-    next_block: int = 0
-    resident_blocks: int = 0
-    estimated_load_s: float = 0.0
-    lookup_s: float = 0.0
-    lookup_reason: str = ""
-    copy_s: float = 0.0
-    failure: str = ""
-    is_promoting: bool = False
+_SWITCH_CHUNKS = 8.0  # a stream is left for another request's only where that is so much shorter
+_PACE_SHARE, _FIRST_PACE = 0.2, 2.0
 
 
 class Restorer:
-    """Restores into the blocks of `space`. `costs` estimates what pays, and learns from each restoration."""
+    """Restores into the blocks of `space`. `costs` estimates what pays, and learns from each restoration.
+    `step_tokens`: most prompt tokens in a step.
+    """
 
-    def __init__(self, space: BlockSpace, costs: CostModel, *, step_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        space: BlockSpace,
+        costs: LearnedCosts,
+        *,
+        restoring: Restoring,
+        step_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._space = space
         self._costs = costs
+        self._restoring = restoring
         self._step_tokens = step_tokens
         self._clock = clock
         self.fetcher = Fetcher(clock)
-        self._under_way: dict[Sequence, _Restoration] = {}
+        self._under_way: dict[Sequence, Restoration] = {}
+        self._loading: Restoration | None = None  # whose stream is open
+        self._numbers = count()
+        self._decoding_pace = _FIRST_PACE
+        self._is_decoding = False
 
     @property
     def is_busy(self) -> bool:
         """Some sequence is being restored."""
         return bool(self._under_way)
+
+    @property
+    def is_loading(self) -> bool:
+        """Blocks are on their way from a slower tier."""
+        return self._loading is not None and self._loading.stream is not None and not self._loading.stream.done
 
     def close(self) -> None:
         """Stop the threads."""
@@ -71,184 +79,262 @@ class Restorer:
     def begin(self, sequence: Sequence) -> bool:
         """Request what the daemon has of `sequence`, if that could save anything. `advance` reports the end."""
         session = sequence.session
-        if session is None or session.state != "connected":
+        if session is None or session.state != "connected" or self._restoring == "compute":
             return False
-        usable = usable_blocks(sequence.length, session.block_tokens)
-        first = sequence.computed // session.block_tokens
+        size = session.block_tokens
+        usable = (sequence.length - 1) // size  # the last token is computed in any case
+        first = sequence.computed // size
         if usable <= first:
             return False
-        tokens = sequence.tokens[: usable * session.block_tokens].copy()
-        fetch = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LEAST_DEADLINE_S, promote=False)
+        tokens = sequence.tokens[: usable * size].copy()
+        lookup = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LOOKUP_DEADLINE_S)
         engine_tokens = self._space.block_tokens
-        nodes = sequence.held.nodes[sequence.computed // engine_tokens : usable * session.block_tokens // engine_tokens]
+        nodes = sequence.held.nodes[sequence.computed // engine_tokens : usable * size // engine_tokens]
         nodes = [node for node in nodes if not node.ready and node.loader is None]
         for node in nodes:
             node.loader, node.requested = sequence, True
         sequence.is_restoring = True
-        self._under_way[sequence] = _Restoration(
-            sequence, session, tokens, fetch, nodes, first_block=first, next_block=first
+        chunk_bytes = self._space.pool.payload_bytes(size // engine_tokens)
+        self._under_way[sequence] = Restoration(
+            sequence, session, tokens, chunk_bytes, lookup, nodes, next(self._numbers), self._clock(), begin=first
         )
         return True
 
     def drop(self, sequence: Sequence) -> None:
         """End the restoration of a sequence that loses its blocks or has ended."""
-        restoration = self._under_way.pop(sequence, None)
+        restoration = self._under_way.get(sequence)
         if restoration is not None:
-            self.fetcher.drop(restoration.fetch)
-            self._release_nodes(restoration)
+            self._leave(restoration)
             for node in restoration.nodes:
                 node.requested = False  # the answer was not used
 
     def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
-        """Wait until the daemon has answered, or for `timeout_s`. `is_quick`: not for promotions, which take long."""
+        """Wait until the daemon has answered, or for `timeout_s`. `is_quick`: not for loads, which take long."""
         under_way = self._under_way.values()
-        fetches = [each.fetch for each in under_way if not (is_quick and each.is_promoting)]
-        if fetches and not any(fetch.done for fetch in fetches):
-            self.fetcher.wait(fetches, timeout_s)
+        lookups = [each.lookup for each in under_way if not each.is_answered]
+        streams = [] if is_quick else [each.stream for each in under_way if each.stream is not None]
+        if lookups or streams:
+            self.fetcher.wait([*lookups, *streams], timeout_s)
 
-    def advance(self, budget_s: float) -> list[tuple[Sequence, RestoreReport]]:
-        """Continue all restorations, copying for about `budget_s`. Returns those that are done, with their reports."""
+    def computable(self, sequence: Sequence) -> int:
+        """Up to which position a step may compute `sequence`, which is being restored; its `computed`: nothing now."""
+        return self._under_way[sequence].computable()
+
+    def stepped(self, batch: Batch, begin_s: float, seconds: float) -> None:
+        """A step of `batch` took `seconds`."""
+        self._is_decoding = bool(batch.decodes)
+        prompts = [(part.end - part.begin, part.begin) for part in batch.parts if not part.is_decode]
+        alone_s = self._costs.batch_s(prompts)
+        if self._is_decoding and alone_s > 0:
+            self._decoding_pace += _PACE_SHARE * (max(1.0, seconds / alone_s) - self._decoding_pace)
+        for part in batch.parts:
+            restoration = self._under_way.get(part.sequence)
+            if restoration is not None:
+                restoration.note_step(part.begin, part.end - part.begin, begin_s, seconds)
+
+    def advance(self, budget_s: float) -> list[tuple[Sequence, RestoreReport, RestorationRecord]]:
+        """Continue all restorations, copying for about `budget_s`. Returns those that are done, with what they did."""
         done = []
-        deadline = self._clock() + budget_s
+        now = self._clock()
         for restoration in list(self._under_way.values()):
-            if restoration.fetch.done:
-                is_done = self._continue(restoration, deadline)
-            else:  # behind other promotions, or a daemon that hangs: computing does not wait for it
-                is_done = self._clock() > restoration.fetch.due_s + _GRACE_S
-                if is_done:
-                    restoration.failure = "the store did not answer in time"
+            restoration.now_s = now
+            restoration.pace = self._decoding_pace if self._is_decoding else 1.0
+            try:
+                is_done = self._proceed(restoration, now + budget_s)
+            except Exception as error:  # a payload of another size, for instance: the rest of the prompt is computed
+                _log.warning("restoring ended early: %s: %s", type(error).__name__, error)
+                restoration.failure = f"restoring ended early: {type(error).__name__}: {error}"
+                is_done = True
             if is_done:
-                sequence = restoration.sequence
-                del self._under_way[sequence]
-                self.fetcher.drop(restoration.fetch)
-                self._release_nodes(restoration)
-                done.append((sequence, self._report(restoration)))
+                ended = self._clock()
+                self._leave(restoration)
+                done.append((restoration.sequence, restoration.report(ended), restoration.record(ended)))
+        self._serve()
         return done
 
-    def _release_nodes(self, restoration: _Restoration) -> None:
-        restoration.sequence.is_restoring = False
+    def _leave(self, restoration: Restoration) -> None:
+        """Nothing of it stays behind but the blocks that are ready."""
+        self._close(restoration)
+        self.fetcher.drop(restoration.lookup)
+        sequence = restoration.sequence
+        del self._under_way[sequence]
+        sequence.is_restoring = False
         for node in restoration.nodes:
-            if node.loader is restoration.sequence:
+            if node.loader is sequence:
                 node.loader = None
 
-    def _continue(self, restoration: _Restoration, deadline: float) -> bool:
-        try:
-            return self._proceed(restoration, deadline)
-        except Exception as error:  # a payload of another size, for instance: the rest of the prompt is computed
-            _log.warning("restoring ended early: %s: %s", type(error).__name__, error)
-            restoration.failure = f"restoring ended early: {type(error).__name__}: {error}"
-            return True
-
-    def _proceed(self, restoration: _Restoration, deadline: float) -> bool:
+    def _proceed(self, restoration: Restoration, deadline: float) -> bool:
         """Continue by one stage or portion. Returns whether it has ended."""
-        lease = restoration.fetch.lease
-        if lease is None:
-            restoration.failure = restoration.fetch.failure
-            return True
-        if restoration.plan is None:
-            restoration.lookup_s, restoration.lookup_reason = restoration.fetch.seconds, str(lease.reason)
-            restoration.plan = self._decide(restoration, lease)
-        plan = restoration.plan
-        if len(lease) < plan.blocks and not restoration.is_promoting:
-            restoration.is_promoting = True
-            restoration.fetch.release()
-            # Waiting longer for a promotion than computing takes would be worse than not requesting it.
-            deadline_s = min(max(plan.compute_s, _LEAST_DEADLINE_S), _MOST_DEADLINE_S)
-            restoration.fetch = self.fetcher.request(
-                restoration.session, restoration.tokens, max_blocks=plan.blocks, deadline_s=deadline_s, promote=True
-            )
-            return False
-        most = min(plan.blocks, len(lease))
-        while restoration.next_block < most:
-            portion = range(restoration.next_block, min(restoration.next_block + _PORTION_BLOCKS, most))
-            if not self._copy(restoration, lease, portion):
-                break
-            if restoration.next_block < most and self._clock() >= deadline:
+        if restoration.pointers is None:
+            lookup = restoration.lookup
+            if not lookup.done:  # behind other lookups, or a daemon that hangs: computing does not wait for it
+                if restoration.now_s > lookup.due_s + _GRACE_S:
+                    restoration.failure = "the store did not answer in time"
+                return bool(restoration.failure)
+            if lookup.failure or lookup.lease is None:
+                restoration.failure = lookup.failure
+                return True
+            if not restoration.is_answered:
+                self._answered(restoration, lookup.lease)
+            if not self._copy_mapped(restoration, lookup.lease, deadline):
                 return False
-        self._learn(restoration)
-        return True
+            lookup.release()
+            if restoration.next_mapped < restoration.mapped_end or not self._plan_rest(restoration):
+                return True
+        return self._meet(restoration, deadline)
 
-    def _decide(self, restoration: _Restoration, lease: KvLease) -> RestorePlan:
-        sequence, session = restoration.sequence, restoration.session
-        restoration.resident_blocks = lease.resident_blocks
-        restoration.estimated_load_s = lease.estimated_load_s
-        return plan_restore(
-            prompt_tokens=sequence.length,
-            resident_blocks=lease.resident_blocks,
-            block_tokens=session.block_tokens,
-            block_bytes=self._block_bytes(session),
-            estimated_load_s=lease.estimated_load_s,
-            step_tokens=self._step_tokens,
-            costs=self._costs,
-            present_tokens=sequence.computed,
-        )
+    def _answered(self, restoration: Restoration, lease: KvLease) -> None:
+        """The lookup's answer: copy what is mapped, unless computing it is quicker even so."""
+        restoration.is_answered, restoration.resident = True, lease.resident_blocks
+        restoration.lookup_reason = str(lease.reason)
+        restoration.next_mapped = restoration.begin
+        restoration.mapped_end = max(restoration.begin, min(len(lease), lease.resident_blocks))
+        mapped, size = restoration.mapped_end - restoration.begin, restoration.size
+        if mapped:
+            load_s = self._costs.load_s(MAPPED, mapped * restoration.chunk_bytes)
+            ends = restoration.begin * size, restoration.mapped_end * size
+            compute_s = self._costs.prefill_s(*ends, self._step_tokens)
+            restoration.alone = load_s, compute_s
+            if load_s > compute_s and self._restoring != "load":
+                restoration.mapped_end = restoration.begin
+                restoration.plan = Plan("compute", compute_s, mapped)
 
-    def _copy(self, restoration: _Restoration, lease: KvLease, portion: range) -> bool:
-        """Copy some storage blocks. Returns whether the lease was valid throughout."""
-        begin = self._clock()
+    def _copy_mapped(self, restoration: Restoration, lease: KvLease, deadline: float) -> bool:
+        """Returns whether it has ended, with all that was mapped unless the lease has."""
+        begin, first = self._clock(), restoration.next_mapped
+        while restoration.next_mapped < restoration.mapped_end:
+            end = min(restoration.next_mapped + _PORTION_BLOCKS, restoration.mapped_end)
+            if not self._copy(restoration, lease, 0, range(restoration.next_mapped, end)):
+                return True
+            restoration.next_mapped = end
+            if end < restoration.mapped_end and self._clock() >= deadline:
+                break
+        nbytes = (restoration.next_mapped - first) * restoration.chunk_bytes
+        self._costs.observe_load(MAPPED, nbytes, self._clock() - begin)
+        return restoration.next_mapped == restoration.mapped_end
+
+    def _plan_rest(self, restoration: Restoration) -> bool:
+        """Plan the blocks that are not mapped. Returns whether some are to be loaded."""
+        end = min(restoration.resident, len(restoration.lookup.tiers))
+        first = restoration.first = restoration.mapped_end
+        if restoration.plan is not None or end <= first:
+            return False
+        tiers = list(restoration.lookup.tiers[first:end])
+        estimate_s = restoration.lookup.estimated_load_s / (end - first)
+        for tier in set(tiers) - self._costs.links.keys():
+            self._costs.expect_load(tier, restoration.chunk_bytes, estimate_s)
+        restoration.now_s = self._clock()
+        restoration.make_plan(tiers, self._costs.costs(*tiers), self._restoring, self._step_tokens)
+        return restoration.pointers is not None
+
+    def _meet(self, restoration: Restoration, deadline: float) -> bool:
+        """Take what has been computed and loaded. Returns whether all is present."""
+        pointers, stream = restoration.pointers, restoration.stream
+        assert pointers is not None
+        restoration.note_computed()
+        if stream is not None:
+            is_over = stream.done  # before the rest is taken
+            for arrival in self.fetcher.take(stream):
+                restoration.note_arrival(arrival, stream.tiers)
+                restoration.taken.append(arrival)
+            while restoration.taken and not pointers.is_done:
+                self._copy_arrival(restoration, restoration.taken.pop(0))
+                if restoration.taken and self._clock() >= deadline:
+                    return False
+            if is_over:
+                self._close(restoration)
+                restoration.lose()
+        return pointers.is_done
+
+    def _copy_arrival(self, restoration: Restoration, arrival: Arrival) -> None:
+        first, lease = arrival.first, arrival.lease
+        wanted = [block for block in range(first, first + len(lease)) if restoration.is_wanted(block)]
+        for block in wanted:
+            self._copy(restoration, lease, first, range(block, block + 1))
+        lease.__exit__(None, None, None)
+
+    def _copy(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
+        """Copy the blocks `portion` of the prefix; the lease's first is block `base`. Returns whether the lease was
+        valid throughout."""
         sequence, pool = restoration.sequence, self._space.pool
-        size, blocks = restoration.session.block_tokens, sequence.held.blocks
-        per_block = size // self._space.block_tokens
+        blocks, nodes = sequence.held.blocks, sequence.held.nodes
+        per_block = restoration.size // self._space.block_tokens
         whole_sources, whole_tables = [], []
         for index in portion:
-            table = blocks[index * per_block : (index + 1) * per_block]
-            nodes = sequence.held.nodes[index * per_block : (index + 1) * per_block]
-            present = sum(node.ready for node in nodes)  # leading ones, which other sequences may have filled meanwhile
+            places = slice(index * per_block, (index + 1) * per_block)
+            table = blocks[places]
+            present = sum(node.ready for node in nodes[places])  # leading ones: others may have filled some meanwhile
             present = max(present, min(per_block, sequence.computed // self._space.block_tokens - index * per_block))
+            payload = lease.payload(index - base)
             if present <= 0:
-                whole_sources.append(lease.payload(index))
+                whole_sources.append(payload)
                 whole_tables.append(table)
             elif present < per_block:
-                pool.scatter_part(np.asarray(lease.payload(index)), present, table[present:])
+                pool.scatter_part(np.asarray(payload), present, table[present:])
         pool.scatter_blocks(whole_sources, whole_tables)
-        restoration.copy_s += self._clock() - begin
         if not lease.valid:
             return False
-        begin_token, end = sequence.computed, (portion.stop) * size
-        sequence.advance_to(max(end, begin_token), "daemon")
-        self._space.seal(sequence.held, sequence.tokens, begin_token, sequence.computed)
+        restoration.note_copied(portion)
         for index in portion:
             last = (index + 1) * per_block - 1
-            if last < len(sequence.held.nodes):
-                sequence.held.nodes[last].stored = True
-        restoration.next_block = portion.stop
+            if last < len(nodes):
+                nodes[last].stored = True
+        self._pass_copied(restoration)
         return True
 
-    def _learn(self, restoration: _Restoration) -> None:
-        copied = restoration.next_block - restoration.first_block
-        if copied and restoration.resident_blocks:
-            share = copied / restoration.resident_blocks
-            nbytes = copied * self._block_bytes(restoration.session)
-            self._costs.observe_load(nbytes, restoration.estimated_load_s * share, _restore_s(restoration))
+    def _pass_copied(self, restoration: Restoration) -> None:
+        """Advance the sequence past the blocks in place that all before them have reached."""
+        sequence, size = restoration.sequence, restoration.size
+        begin = end = sequence.computed
+        while end // size in restoration.copied:
+            end = (end // size + 1) * size
+        if end > begin:
+            sequence.advance_to(end, "daemon")
+            self._space.seal(sequence.held, sequence.tokens, begin, end)
 
-    def _block_bytes(self, session: KvSession) -> int:
-        return self._space.pool.payload_bytes(session.block_tokens // self._space.block_tokens)
+    def _serve(self) -> None:
+        """Let the restoration whose turn it is load."""
+        now = self._clock()
+        waiting = {}
+        for each in self._under_way.values():
+            if left := len(each.to_load()):
+                waiting[each.number] = each, Remaining(each.number, each.begun_s, left)
+        order = [waiting[turn.number] for turn in in_turn([turn for _, turn in waiting.values()], DEFAULT.load, now)]
+        active = self._loading
+        if active is not None and order and order[0][0] is not active and active.number in waiting:
+            gain = DEFAULT.load(waiting[active.number][1], now) - DEFAULT.load(order[0][1], now)
+            if gain >= _SWITCH_CHUNKS:
+                self._close(active)
+            else:
+                order.sort(key=lambda each: each[0] is not active)
+        ahead_s = 0.0
+        for each, _ in order:
+            each.ahead_s, ahead_s = ahead_s, ahead_s + each.left_s()
+        if self._loading is None and order:
+            self._open(order[0][0], now)
 
-    def _report(self, restoration: _Restoration) -> RestoreReport:
-        copied, plan = restoration.next_block - restoration.first_block, restoration.plan
-        return RestoreReport(
-            tokens=copied * restoration.session.block_tokens,
-            bytes=copied * self._block_bytes(restoration.session),
-            resident_blocks=restoration.resident_blocks,
-            lookup_s=restoration.lookup_s,
-            restore_s=_restore_s(restoration),
-            estimated_load_s=plan.load_s if plan is not None else 0.0,
-            estimated_compute_s=plan.compute_s if plan is not None else 0.0,
-            reason=_reason(restoration, copied),
+    def _open(self, restoration: Restoration, now: float) -> None:
+        end = restoration.first + restoration.to_load()[-1] + 1
+        restoration.stream = self.fetcher.stream(
+            restoration.session,
+            restoration.tokens[: end * restoration.size],
+            max_blocks=end,
+            deadline_s=_STREAM_DEADLINE_S,
         )
+        restoration.link = Link(now, now)
+        self._loading = restoration
 
-
-def _restore_s(restoration: _Restoration) -> float:
-    return restoration.copy_s + (restoration.fetch.seconds if restoration.is_promoting else 0.0)
-
-
-def _reason(restoration: _Restoration, copied: int) -> str:
-    plan = restoration.plan
-    if restoration.failure or plan is None:
-        return restoration.failure
-    if restoration.session.state != "connected" and not copied:
-        return "the store cannot be reached"
-    if not plan.blocks:
-        return plan.reason if plan.compute_s else restoration.lookup_reason or plan.reason
-    planned = plan.blocks - restoration.first_block
-    return plan.reason if copied == planned else f"{copied} of {planned} planned blocks could be restored"
+    def _close(self, restoration: Restoration) -> None:
+        """End its stream, if one is open, and learn from it. What has arrived and was not copied has to come again."""
+        stream, link = restoration.stream, restoration.link
+        if stream is None or link is None:
+            return
+        self.fetcher.drop(stream)
+        restoration.stream, restoration.link, self._loading = None, None, None
+        restoration.taken.clear()
+        end_s = link.last_s if stream.done else self._clock()
+        restoration.load_busy_s += end_s - link.opened_s
+        beside = restoration.compute_s > restoration.load_busy_s / 2
+        for tier, chunks in link.chunks.items():
+            seconds = link.seconds[tier] / chunks
+            self._costs.observe_load(tier, restoration.chunk_bytes, seconds, beside_computing=beside)

@@ -6,6 +6,7 @@ Owns the parts of scheduling: the sequences that wait and run (`run_queue`), the
 
 from collections.abc import Callable
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.batch_planner import BatchPlanner
 from kvstore_engine.batching.observer import Observer
@@ -17,7 +18,6 @@ from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.blocks import BlockSpace, Compactor, HostPool
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.policies import Admission, StepBudget, choose_policy
-from kvstore_engine.restore import CostModel
 
 _TIDY_STEPS = 8
 
@@ -32,7 +32,7 @@ class Scheduler:
         limits: StepLimits,
         settings: EngineSettings,
         *,
-        costs: CostModel,
+        costs: LearnedCosts,
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
@@ -64,6 +64,7 @@ class Scheduler:
         self.planner = BatchPlanner(
             space,
             self._budget,
+            restorer,
             most_tokens=limits.max_tokens,
             make_room=self.run_queue.make_room,
             observer=observer,
@@ -82,9 +83,10 @@ class Scheduler:
         """What the next step computes; without parts if nothing can be computed now."""
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
         """Computing `batch` took `seconds`."""
-        self._costs.observe_batch([(part.end - part.begin, part.begin) for part in batch.parts], seconds)
+        pieces = [(part.end - part.begin, part.begin) for part in batch.parts]
+        self._costs.observe_batch(pieces, seconds, beside_loading=beside_loading)
         self._budget.observe(batch.decodes, batch.prefill_tokens, seconds)
         self.statistics.stepped(seconds, len(batch.decodes))
 

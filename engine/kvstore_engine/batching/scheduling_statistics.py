@@ -3,9 +3,9 @@
 Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.policies import Candidate, LengthPredictor, VirtualTokens
-from kvstore_engine.restore.costs import CostModel
 
 _SPEED_MEMORY = 0.95
 _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
@@ -14,7 +14,7 @@ _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
 class SchedulingStatistics:
     """The statistics of one engine. `costs` predicts computing times; ended answers predict lengths."""
 
-    def __init__(self, costs: CostModel, prefill_tokens: int, *, predicts: bool) -> None:
+    def __init__(self, costs: LearnedCosts, prefill_tokens: int, *, predicts: bool) -> None:
         """`predicts`: the policy reads remaining times."""
         self._costs = costs
         self._prefill_tokens = prefill_tokens
@@ -58,7 +58,7 @@ class SchedulingStatistics:
     @property
     def step_s(self) -> float:
         """Seconds that recent steps with decodes took."""
-        return self._costs.step_s(1, 0) if self._step_s is None else self._step_s
+        return self._costs.batch_s([(1, 0)]) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:
         """Seconds until `waiting` sequences are admitted, at the speed so far; 0 until an answer has ended."""

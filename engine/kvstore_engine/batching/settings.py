@@ -6,6 +6,8 @@ from typing import Literal
 from kvstore_engine.errors import UsageError
 from kvstore_engine.graph.step import StepLimits
 
+Restoring = Literal["planned", "load", "compute"]
+RESTORING: tuple[Restoring, ...] = ("planned", "load", "compute")
 PolicyName = Literal["fcfs", "shortest", "priority"]
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
@@ -26,6 +28,8 @@ class EngineSettings:
     ageing:          "shortest": seconds of remaining work that a second of waiting counts for.
     level_s:         "priority": seconds of waiting that count for one level.
     compaction:      move a sequence's scattered blocks together where that pays.
+    restoring:       what is stored is restored as planned, by loading and computing at once or by the quicker of the
+                     two; always by loading ("load"); or never ("compute").
     prefix_sharing:  share blocks among the requests of a tenant.
     """
 
@@ -42,11 +46,14 @@ class EngineSettings:
     ageing: float = 0.6
     level_s: float = 30.0
     compaction: bool = True
+    restoring: Restoring = "planned"
     prefix_sharing: bool = True
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError(f"policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}")
+        if self.restoring not in RESTORING:
+            raise UsageError(f"restoring {self.restoring!r} is unknown; known: {', '.join(RESTORING)}")
         for name in ("max_running", "prefill_tokens", "max_queued"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from kvstore_engine.restore.costs import CostModel
+from kvstore_client.restore.learned import LearnedCosts
 
 _SMALLEST_SCALE = 0.3
 _RECOVERY, _SLOW_RECOVERY = 1.02, 1.001
@@ -37,7 +37,7 @@ class StepBudget:
 
     def __init__(
         self,
-        costs: CostModel,
+        costs: LearnedCosts,
         *,
         stretch: float,
         most_stretch: float,

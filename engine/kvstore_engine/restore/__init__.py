@@ -2,20 +2,16 @@
 computed.
 """
 
-from kvstore_engine.restore.costs import CostModel
 from kvstore_engine.restore.fingerprint import model_fingerprint
-from kvstore_engine.restore.plan import RestorePlan, plan_restore
-from kvstore_engine.restore.profile import CostProfile
+from kvstore_engine.restore.record import RestorationLog, RestorationRecord
 from kvstore_engine.restore.report import RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession
 
 __all__ = [
-    "CostModel",
-    "CostProfile",
     "KvSession",
-    "RestorePlan",
+    "RestorationLog",
+    "RestorationRecord",
     "RestoreReport",
     "StoreReport",
     "model_fingerprint",
-    "plan_restore",
 ]

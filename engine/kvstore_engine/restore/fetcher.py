@@ -6,34 +6,69 @@ between two steps, and releases it. No error here fails a request: it is an answ
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvstore_engine.restore.session import KvLease, KvSession, Tokens
+from kvstore_engine.restore.session import KvLease, KvSession, KvStream, Tokens
 
 _THREADS = 4
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One request. Once `done`, `lease` is entered, for the engine to exit, or None with the `failure`. `due_s`: when
-    the answer is due, unless it waits for a thread.
+    """One lookup. Once `done`, `lease` is on the leading blocks that are mapped, for the engine to release, or None
+    with the `failure`. If some are not mapped, `tiers` says where each resident block is, and `estimated_load_s` what
+    the daemon expects of mapping them. `due_s`: when the answer is due, unless it waits for a thread.
     """
 
     begun_s: float
     due_s: float
     done: bool = False
     lease: KvLease | None = None
+    tiers: tuple[str, ...] = ()
+    estimated_load_s: float = 0.0
     failure: str = ""
     seconds: float = 0.0
     is_dropped: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        return self.done
 
     def release(self) -> None:
         """End the lease, if there is one."""
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.__exit__(None, None, None)
+
+
+class Arrival(NamedTuple):
+    """Blocks first, first + 1, … of a prefix, readable since `at_s`."""
+
+    first: int
+    lease: KvLease
+    at_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """Blocks of one prefix on their way, the last ones first. `arrived`: what the engine has not taken yet. `tiers`:
+    where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says why.
+    """
+
+    begun_s: float
+    arrived: list[Arrival] = field(default_factory=list)
+    tiers: tuple[str, ...] = ()
+    done: bool = False
+    reason: str = ""
+    source: KvStream | None = None
+    is_dropped: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        return self.done or bool(self.arrived)
 
 
 class Fetcher:
@@ -44,29 +79,41 @@ class Fetcher:
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
-    def request(
-        self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool
-    ) -> Fetch:
-        """Start `session.get` with these arguments; `tokens` must not change afterwards."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvengine-fetch")
+    def request(self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> Fetch:
+        """Start a lookup of the first `max_blocks` blocks of `tokens`, which must not change afterwards."""
         now = self._clock()
         fetch = Fetch(now, now + deadline_s)
-        self._threads.submit(self._run, fetch, session, tokens, max_blocks, deadline_s, promote)
+        self._pool().submit(self._look_up, fetch, session, tokens, max_blocks, deadline_s)
         return fetch
 
-    def drop(self, fetch: Fetch) -> None:
-        """Discard the answer, and release its lease when it comes."""
-        with self._changed:
-            fetch.is_dropped = True
-            if not fetch.done:
-                return
-        fetch.release()
+    def stream(self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> Stream:
+        """Start to load the first `max_blocks` blocks of `tokens`, from the last one down."""
+        stream = Stream(self._clock())
+        self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s)
+        return stream
 
-    def wait(self, fetches: list[Fetch], timeout_s: float) -> None:
-        """Wait until one of `fetches` is done, or for `timeout_s`."""
+    def take(self, stream: Stream) -> list[Arrival]:
+        """What has arrived since the last call."""
         with self._changed:
-            self._changed.wait_for(lambda: any(fetch.done for fetch in fetches), timeout_s)
+            arrived, stream.arrived = stream.arrived, []
+        return arrived
+
+    def drop(self, dropped: Fetch | Stream) -> None:
+        """Discard the answers, and release their leases, also those of answers that are yet to come."""
+        with self._changed:
+            dropped.is_dropped = True
+            source = dropped.source if isinstance(dropped, Stream) else None
+            is_lookup_done = isinstance(dropped, Fetch) and dropped.done
+        if source is not None:
+            source.close()
+        if is_lookup_done and isinstance(dropped, Fetch):
+            dropped.release()
+
+    def wait(self, awaited: Iterable[Fetch | Stream], timeout_s: float) -> None:
+        """Wait until one of `awaited` has news, or for `timeout_s`."""
+        known = list(awaited)
+        with self._changed:
+            self._changed.wait_for(lambda: any(each.has_news for each in known), timeout_s)
 
     def close(self) -> None:
         """Wait for the threads; each request has a deadline."""
@@ -74,20 +121,49 @@ class Fetcher:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
 
-    def _run(
-        self, fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float, promote: bool
-    ) -> None:
-        lease, failure = None, ""
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvengine-fetch")
+        return self._threads
+
+    def _look_up(self, fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
+        lease: KvLease | None = None
+        tiers: tuple[str, ...] = ()
+        failure = ""
         if not fetch.is_dropped:
             try:
-                lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=promote).__enter__()
+                lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False).__enter__()
+                if len(lease) < lease.resident_blocks:
+                    tiers = session.lookup(tokens, deadline_s=deadline_s).tiers[: lease.resident_blocks]
             except Exception as error:  # a failure to restore must not fail an answer, nor end this thread
                 failure = f"restoring failed: {type(error).__name__}: {error}"
         with self._changed:
-            fetch.lease, fetch.failure = lease, failure
+            fetch.lease, fetch.tiers, fetch.failure = lease, tiers, failure
+            fetch.estimated_load_s = 0.0 if lease is None else lease.estimated_load_s
             fetch.seconds = self._clock() - fetch.begun_s
             fetch.done = True
             is_dropped = fetch.is_dropped
             self._changed.notify_all()
         if is_dropped:
             fetch.release()
+
+    def _load(self, stream: Stream, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
+        source, reason = None, ""
+        try:
+            if not stream.is_dropped:
+                source = session.get_stream(tokens, order="back", max_blocks=max_blocks, deadline_s=deadline_s)
+                with self._changed:
+                    stream.source = source
+                if stream.is_dropped:
+                    source.close()
+                for first, lease in source:
+                    with self._changed:
+                        stream.tiers = source.tiers
+                        stream.arrived.append(Arrival(first, lease, self._clock()))
+                        self._changed.notify_all()
+                reason = source.reason
+        except Exception as error:  # as above
+            reason = f"loading failed: {type(error).__name__}: {error}"
+        with self._changed:
+            stream.done, stream.reason = True, reason
+            self._changed.notify_all()

@@ -5,7 +5,7 @@ lookups miss and puts are dropped; bytes under a lease stay readable and unchang
 only when it no longer needs the payload callables; the daemon may ignore a `hint`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -43,6 +43,27 @@ class KvLease(Protocol):
     ) -> object: ...
 
 
+class KvLookup(Protocol):
+    """What is resident of a prefix: the tier of each block that was asked for, "absent" where there is none."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]: ...
+
+
+class KvStream(Protocol):
+    """Leases on runs of blocks, (first block, lease), each time some have become readable. `tiers` says, from the first
+    run on, where each resident block was; in the end, `reason` why a part was not leased. `close` releases everything
+    and may be called from another thread, while this one waits for a run: it then gets none.
+    """
+
+    @property
+    def tiers(self) -> tuple[str, ...]: ...
+    @property
+    def reason(self) -> str: ...
+    def __iter__(self) -> Iterator[tuple[int, KvLease]]: ...
+    def close(self) -> None: ...
+
+
 class KvReceipt(Protocol):
     """What became of each block of a put: "stored", "present", or why it was not stored."""
 
@@ -60,6 +81,10 @@ class KvSession(Protocol):
     def ping(self) -> float | None: ...
     def wake(self) -> None: ...
     def get(self, tokens: Tokens, /, *, max_blocks: int, deadline_s: float, promote: bool) -> KvLease: ...
+    def lookup(self, tokens: Tokens, /, *, deadline_s: float) -> KvLookup: ...
+    def get_stream(
+        self, tokens: Tokens, /, *, order: Literal["front", "back"], max_blocks: int, deadline_s: float
+    ) -> KvStream: ...
     def put(self, tokens: Tokens, /, *, first_block: int, payloads: Sequence[Payload]) -> KvReceipt: ...
     def hint(
         self,

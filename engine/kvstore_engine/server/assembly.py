@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.errors import UsageError
@@ -20,9 +21,8 @@ from kvstore_engine.model import ModelConfig, copied_bytes
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
 from kvstore_engine.profiler import TracingObserver
-from kvstore_engine.restore import CostModel
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
-from kvstore_engine.restore.profile import CostProfile
+from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.sessions import TenantSessions
 from kvstore_engine.threads import default_threads
@@ -76,7 +76,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
                 on_notice=on_notice,
             )
         )
-        sessions, costs = None, CostModel()
+        sessions, costs = None, LearnedCosts()
         if options.kvstore is not None:
             digest = file.weights_digest()
             fingerprint = fingerprint_of(file, config, tokenizer, pool, digest)
@@ -85,9 +85,9 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             stack.callback(sessions.close)
             if not options.has_tenants:
                 sessions("")
-            profile = CostProfile(cache_root(), digest, threads)
-            costs = profile.load()
-            stack.callback(profile.save, costs)
+            profile = profile_path(cache_root(), digest, threads)
+            costs = LearnedCosts.load(profile)
+            stack.callback(costs.save, profile)
         observer = Observer()
         if options.trace is not None:
             observer = tracing = TracingObserver(Path(options.trace))

@@ -1,0 +1,112 @@
+"""What each restoration predicted and did: one record each, the last ones kept, and totals of all.
+
+Owns plain values. Times are those of the engine's clock, in seconds; `at` is the time of day.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+RECORDS = 64  # that are kept
+WORK_ITEMS = 512  # of one record; the rest of a longer one is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`tokens` tokens from position `first` on were computed in a step, or loaded: readable at `end_s`."""
+
+    kind: Literal["compute", "load"]
+    first: int
+    tokens: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestorationRecord:
+    """One restoration. Chunks are storage blocks; those that were in DRAM were copied first and are `mapped`. What
+    follows is about the rest, `chunks` of them.
+
+    plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
+    predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.
+    actual_s:    from the plan until all was present; None if that was left to ordinary steps, or cut short.
+    loaded, computed, lost, wasted: chunks by how they came; lost ones could not be loaded and were computed, wasted
+                 ones were done twice.
+    load_busy_s, compute_busy_s: how long the link, and steps, worked for it; the rest of `actual_s` they were idle.
+    """
+
+    request_id: str
+    index: int
+    at: float
+    begun_s: float
+    planned_s: float
+    ended_s: float
+    plan: str
+    reason: str
+    chunk_tokens: int
+    first_token: int
+    mapped: int
+    chunks: int
+    tiers: Mapping[str, int]
+    predicted_s: float
+    predicted_load_s: float
+    predicted_compute_s: float
+    actual_s: float | None
+    loaded: int
+    computed: int
+    lost: int
+    wasted: int
+    load_busy_s: float
+    compute_busy_s: float
+    work: tuple[Work, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """Everything; the times of `work` count from the plan."""
+        kept = asdict(self)
+        kept["work"] = [
+            {**asdict(each), "begin_s": each.begin_s - self.planned_s, "end_s": each.end_s - self.planned_s}
+            for each in self.work
+        ]
+        for name in ("load", "compute"):
+            busy_s = kept[f"{name}_busy_s"]
+            kept[f"{name}_idle_s"] = None if self.actual_s is None else max(0.0, self.actual_s - busy_s)
+        del kept["begun_s"], kept["planned_s"], kept["ended_s"]
+        kept["lookup_s"] = self.planned_s - self.begun_s
+        return kept
+
+
+@dataclass(slots=True)
+class RestorationTotals:
+    """Of all restorations since the start. The two times are of those that were loaded at least in part."""
+
+    by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
+    chunks: dict[str, int] = field(
+        default_factory=lambda: {"mapped": 0, "loaded": 0, "computed": 0, "lost": 0, "wasted": 0}
+    )
+    predicted_s: float = 0.0
+    actual_s: float = 0.0
+
+
+class RestorationLog:
+    """The records of one engine."""
+
+    def __init__(self) -> None:
+        self._records: deque[RestorationRecord] = deque(maxlen=RECORDS)
+        self.totals = RestorationTotals()
+
+    def add(self, record: RestorationRecord) -> None:
+        self._records.append(record)
+        totals = self.totals
+        totals.by_plan[record.plan or "mapped"] += 1
+        for name in totals.chunks:
+            totals.chunks[name] += getattr(record, name)
+        if record.actual_s is not None:
+            totals.predicted_s += record.predicted_s
+            totals.actual_s += record.actual_s
+
+    def last(self, count: int) -> list[RestorationRecord]:
+        """The last `count` records that are kept, the latest first."""
+        return list(reversed(self._records))[: max(0, count)]
