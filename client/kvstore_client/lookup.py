@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvstore_client import lookup_index
 from kvstore_client.prefix import Prefix
@@ -23,17 +24,19 @@ def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
         request = wire.Request(lookup=wire.Lookup(sets=[prefix.key_set(keys)]))
         answer = daemon.call(request, max(deadline - clock(), 0.001))
         if isinstance(answer, str):
-            return Lookup(whole.blocks, whole.tokens, whole.tiers, whole.estimated_load_s, answer)
+            return replace(whole, reason=answer)
         if not answer.lookup.sets:
             break
         found = answer.lookup.sets[0]
         blocks = whole.blocks + min(found.usable_blocks, len(keys))
+        load_s = tuple(each / 1e6 for each in found.load_us[: found.usable_blocks])
         whole = Lookup(
             blocks=blocks,
             tokens=blocks * prefix.fingerprint.block_tokens,
             tiers=whole.tiers + tuple(map(tier_name, found.tiers)),
-            estimated_load_s=whole.estimated_load_s + sum(found.load_us[: found.usable_blocks]) / 1e6,
+            estimated_load_s=whole.estimated_load_s + sum(load_s),
             reason=miss_reason(found.miss_reason) if blocks < len(chain) else "",
+            load_s=whole.load_s + load_s,
         )
         if blocks < start + len(keys):
             break

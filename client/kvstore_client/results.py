@@ -50,8 +50,9 @@ class Lookup:
     blocks: int = 0
     tokens: int = 0
     tiers: tuple[str, ...] = ()  # of each block asked for, also those beyond `blocks`
-    estimated_load_s: float = 0.0  # to have all `blocks` mapped
+    estimated_load_s: float = 0.0  # to have all `blocks` mapped, behind what is queued now
     reason: str = ""
+    load_s: tuple[float, ...] = ()  # of each of the `blocks`, what it adds to that; empty where that is not known
 
 
 @dataclass(frozen=True, slots=True)

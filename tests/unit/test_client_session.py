@@ -62,6 +62,7 @@ def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: S
         assert (found.blocks, found.tokens, found.reason) == (12, 768, "")
         assert found.tiers == ("host",) * 12
         assert found.estimated_load_s == pytest.approx(12 * 100e-6)
+        assert found.load_s == pytest.approx([100e-6] * 12)
         with other.get(TOKENS) as lease:
             assert (len(lease), lease.tokens, lease.valid) == (12, 768, True)
             for block, expected in enumerate(PAYLOADS):

@@ -43,6 +43,31 @@ def test_demand_first_then_in_order_of_arrival() -> None:
     assert len(lane) == 0
 
 
+def test_of_demand_the_earliest_deadline_is_first_and_what_has_none_does_not_starve() -> None:
+    lane = make(max_in_flight=1)
+    undated = put(lane, DEMAND, "undated")
+    dues = {"late": 9 * S, "soon": 2 * S, "soon too": 2 * S, "taken back": S, "hastened": 8 * S, "after": 11 * S}
+    tickets = {work: lane.submit(DEMAND, KIB, work, 0, due_ns) for work, due_ns in dues.items()}
+    assert lane.cancel(tickets["taken back"], 0) == "taken back"  # type: ignore[arg-type]
+    assert lane.promote(tickets["hastened"], DEMAND, 0, S)  # type: ignore[arg-type]
+    assert not lane.promote(tickets["hastened"], DEMAND, 0, 5 * S), "never later"  # type: ignore[arg-type]
+    assert not lane.promote(undated, DEMAND, 0)
+    order = []
+    while items := lane.next(0):
+        order += [item.work for item in items]
+        lane.completed(items[0].ticket, 0)
+    assert order == ["hastened", "soon", "soon too", "late", "undated", "after"]
+
+
+def test_demand_that_is_taken_back_again_and_again_leaves_no_trace() -> None:
+    lane = make(max_in_flight=1)
+    for number in range(1000):
+        lane.cancel(put(lane, DEMAND, f"{number}"), 0)
+    assert len(lane._by_due) < 100
+    put(lane, DEMAND, "last")
+    assert started(lane) == ["last"]
+
+
 def test_no_more_in_flight_than_the_limits_say() -> None:
     lane = make(max_in_flight=3, demotion=Limits(queued_items=100, in_flight=2))
     for number in range(5):

@@ -192,6 +192,23 @@ async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) ->
 
 
 @over_a_store("movement.in_flight=1")
+async def test_a_get_with_a_nearer_deadline_is_loaded_first_and_hastens_what_it_shares(driven: DrivenStore) -> None:
+    others = keys_of(2, BLOCKS)
+    for keys in (KEYS, others):
+        await driven.put(keys, DurabilityMode.ALWAYS)
+        driven.leave_host(keys)
+    patient = driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(others)))
+    await anext(patient)
+    hurried = await driven.operations.get.acquire(driven.client, Wanted(PACKED, max_wait_ms=500))
+    assert hurried.blocks == BLOCKS
+    assert driven.tiers_of(others[-1]) == 1 << NVME
+    shared = await driven.operations.get.acquire(driven.client, Wanted(b"".join(others[:4]), max_wait_ms=500))
+    assert shared.blocks == 4 and driven.tiers_of(others[-1]) == 1 << NVME
+    await patient.aclose()
+    await driven.small.settle()
+
+
+@over_a_store("movement.in_flight=1")
 async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
     await only_on_nvme(driven)
     leaving, first = await driven.begin_stream(Wanted(PACKED))

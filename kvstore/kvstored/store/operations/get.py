@@ -141,8 +141,9 @@ class Get:
         try:
             intact = await self._loader.verify(rows, loading.tokens)
             if not wanted.mapped_only:
-                until_ns = self._until_ns(wanted, patience_ms=loading.begin(range(intact)))
-                await loading.wait(until_ns, for_all=True)
+                until_ns = self._until_ns(wanted)
+                patience_ms = loading.begin(range(intact), until_ns)
+                await loading.wait(min(until_ns, self._clock.monotonic_ns() + patience_ms * NS_PER_MS), for_all=True)
                 if not loading.is_over:
                     self._counters.add("acquire_timeouts")
             if not client.closed:
@@ -168,9 +169,9 @@ class Get:
             self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
             expected = self._expected(rows[:intact])
             order = range(held, intact)
-            loading.begin(reversed(order) if wanted.from_back else order)
-            yield expected
             until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
+            loading.begin(reversed(order) if wanted.from_back else order, until_ns)
+            yield expected
             while not loading.is_over and not client.closed:
                 arrived = await loading.wait(until_ns)
                 for run in _runs(arrived):
@@ -192,11 +193,9 @@ class Get:
     def leases_of(self, client: Client) -> int:
         return self._leases.count(client.session_id)
 
-    def _until_ns(self, wanted: Wanted, patience_ms: int | None = None) -> int:
+    def _until_ns(self, wanted: Wanted) -> int:
         most_ms = self.limits.wait_ms
         wait_ms = min(wanted.max_wait_ms or most_ms, wanted.deadline_ms or most_ms)
-        if patience_ms is not None:
-            wait_ms = min(wait_ms, patience_ms)
         return self._clock.monotonic_ns() + wait_ms * NS_PER_MS
 
     def _run(self, client: Client, wanted: Wanted) -> list[int]:

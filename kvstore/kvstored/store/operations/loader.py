@@ -73,9 +73,9 @@ class Loading:
         """Whether no promotion is under way any more whose end `wait` has not reported."""
         return not self._coming and not self._arrived
 
-    def begin(self, positions: Iterable[int]) -> int:
-        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. Returns how many
-        milliseconds they are worth waiting for."""
+    def begin(self, positions: Iterable[int], due_ns: int) -> int:
+        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
+        until `due_ns` at most. Returns how many milliseconds they are worth waiting for."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -87,7 +87,7 @@ class Loading:
                 lacking.append((position, row))
         patience_ms = promoter.patience_ms([row for _, row in lacking])
         for position, row in lacking:
-            self._coming[position] = promotion = promoter.promote(row, Priority.DEMAND)
+            self._coming[position] = promotion = promoter.promote(row, Priority.DEMAND, due_ns)
             promotion.add_done_callback(partial(self._ended, position))
         return patience_ms
 

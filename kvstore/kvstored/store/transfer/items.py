@@ -44,6 +44,7 @@ class LaneSettings:
     quiet_s: float = 0.002
     quiet_max_s: float = 0.25
     prefetch_item_bytes: int = 4 << 20
+    undated_s: float = 10.0
     aged_s: float = 1.0
     aged_share: float = 0.05
     prior_bytes_per_s: float = 1e9

@@ -5,7 +5,8 @@ caller runs what `next` returns and reports each with `completed`. Never does I/
 what a block is (`work` belongs to the caller). Deterministic: the same calls give the same answers.
 
 Rules
-- Priority: demand > prefetch > demotion > maintenance; within one, first come, first served.
+- Priority: demand > prefetch > demotion > maintenance; within demand, the earliest deadline first, and what has none
+  counts as due `undated_s` after it came; else first come, first served.
 - Prefetch runs only while no demand is queued or in flight, here or in a lane that shares a medium, and
   `quiet_s` have passed since the last demand, or longer where gets are small (see `pauses`); few items at
   once (one by default), each no larger than `prefetch_item_bytes`. So demand waits for at most that much of
@@ -24,11 +25,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Generic
 
 from kvstored.store.transfer.items import Dispatch, LaneSettings, LaneStatistics, Priority, Refused, Work
 from kvstored.store.transfer.pauses import DemandPauses
 from kvstored.store.transfer.rates import NS_PER_S, RateMeter, ServiceModel, TokenBucket
+
+_LEAST_STALE = 64  # entries of items that were taken back, before they are dropped
 
 
 @dataclass(slots=True)
@@ -37,6 +41,8 @@ class _Item(Generic[Work]):
     nbytes: int
     priority: Priority
     queued_ns: int
+    due_ns: int
+    arrival: int = 0  # among demand
     started_ns: int = 0
     shared_bytes: int = 0
 
@@ -49,11 +55,12 @@ class Lane(Generic[Work]):
         self.settings = settings or LaneSettings()
         limits = self.settings.limits
         self._queues: tuple[OrderedDict[int, _Item[Work]], ...] = tuple(OrderedDict() for _ in Priority)
+        self._by_due: list[tuple[int, int, int]] = []  # a heap: due, arrival, ticket of demand; also of what has left
         self._running: dict[int, _Item[Work]] = {}
         self._buckets = tuple(TokenBucket(limits[p].bytes_per_s, limits[p].burst_bytes) for p in Priority)
         self._neighbours: list[Lane[Work]] = []
         self._closed = False
-        self._tickets = 0
+        self._tickets = self._arrivals = 0
         self._pauses = DemandPauses(
             round(self.settings.quiet_s * NS_PER_S), round(self.settings.quiet_max_s * NS_PER_S)
         )
@@ -77,8 +84,12 @@ class Lane(Generic[Work]):
 
     # What the caller does to items
 
-    def submit(self, priority: Priority, nbytes: int, work: Work, now_ns: int) -> int | Refused:
-        """Queue `work`: its ticket. Refused items leave no trace but in the statistics."""
+    def submit(
+        self, priority: Priority, nbytes: int, work: Work, now_ns: int, due_ns: int | None = None
+    ) -> int | Refused:
+        """Queue `work`: its ticket. `due_ns`: when it is of no use any more. Refused items leave no trace but in the
+        statistics.
+        """
         refused: Refused | None = None
         if self._closed:
             refused = Refused.CLOSED
@@ -92,23 +103,30 @@ class Lane(Generic[Work]):
         self._tickets += 1
         if priority == Priority.DEMAND:
             self._demand_arrives(nbytes, now_ns)
-        self._enqueue(self._tickets, _Item(work, nbytes, priority, now_ns))
+        self._enqueue(self._tickets, _Item(work, nbytes, priority, now_ns, self._due_ns(now_ns, due_ns)))
         return self._tickets
 
-    def promote(self, ticket: int, priority: Priority, now_ns: int) -> bool:
-        """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's
-        queue.
+    def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
+        """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's queue, or
+        demand to an earlier deadline.
 
-        False when the ticket is gone, in flight, or of that priority or a higher one already. Never refused:
-        the item is held already.
+        False when the ticket is gone, in flight, or was of no less urgency already. Never refused: the item is held
+        already.
         """
         item = self._queued(ticket)
-        if item is None or item.priority <= priority:
+        if item is None or item.priority < priority:
             return False
+        due_ns = self._due_ns(now_ns, due_ns)
+        if item.priority == priority:
+            if priority != Priority.DEMAND or due_ns >= item.due_ns:
+                return False
+            item.due_ns = due_ns
+            heappush(self._by_due, (due_ns, item.arrival, ticket))
+            return True
         if priority == Priority.DEMAND:
             self._demand_arrives(item.nbytes, now_ns)
         self._dequeue(ticket, item)
-        item.priority = priority
+        item.priority, item.due_ns = priority, due_ns
         self._enqueue(ticket, item)
         return True
 
@@ -213,8 +231,21 @@ class Lane(Generic[Work]):
         for priority in Priority:
             at_ns = self._startable_at(priority, now_ns, aged=False)
             if at_ns is not None and at_ns <= now_ns:
-                return next(iter(self._queues[priority]))
+                return self._most_urgent() if priority == Priority.DEMAND else next(iter(self._queues[priority]))
         return None
+
+    def _most_urgent(self) -> int:
+        """The queued demand whose deadline is the earliest."""
+        demand = self._queues[Priority.DEMAND]
+        while True:
+            due_ns, _, ticket = self._by_due[0]
+            item = demand.get(ticket)
+            if item is not None and item.due_ns == due_ns:
+                return ticket
+            heappop(self._by_due)
+
+    def _due_ns(self, now_ns: int, due_ns: int | None) -> int:
+        return now_ns + round(self.settings.undated_s * NS_PER_S) if due_ns is None else due_ns
 
     def _aged(self, now_ns: int) -> int | None:
         """A demotion or maintenance item that may pass waiting demand."""
@@ -283,6 +314,13 @@ class Lane(Generic[Work]):
 
     def _enqueue(self, ticket: int, item: _Item[Work]) -> None:
         self._queues[item.priority][ticket] = item
+        if item.priority == Priority.DEMAND:
+            self._arrivals += 1
+            item.arrival = self._arrivals
+            heappush(self._by_due, (item.due_ns, item.arrival, ticket))
+            demand = self._queues[Priority.DEMAND]
+            if len(self._by_due) > 2 * len(demand) + _LEAST_STALE:
+                self._by_due = sorted((queued.due_ns, queued.arrival, at) for at, queued in demand.items())
         self._queued_bytes[item.priority] += item.nbytes
 
     def _dequeue(self, ticket: int, item: _Item[Work]) -> None:

@@ -43,17 +43,19 @@ class Mover:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pump_scheduled: set[str] = set()
 
-    def submit(self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer) -> int | Refused:
+    def submit(
+        self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
+    ) -> int | Refused:
         """A ticket, or why not. The transfer starts on the next turn of the loop, so that a batch is seen whole."""
         lane = self.lanes[lane_name]
-        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns())
+        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
             self._schedule(lane)
         return answer
 
-    def raise_priority(self, lane_name: str, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, lane_name: str, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
         lane = self.lanes[lane_name]
-        if lane.promote(ticket, priority, self._clock.monotonic_ns()):
+        if lane.promote(ticket, priority, self._clock.monotonic_ns(), due_ns):
             self._schedule(lane)
 
     def cancel(self, lane_name: str, ticket: int) -> None:
@@ -153,10 +155,11 @@ class Link:
         priority: Priority,
         ended: Callable[[Outcome], None],
         begun: Callable[[], None] | None = None,
+        due_ns: int | None = None,
     ) -> int | None:
         """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
         full. `begun` is called when the destination has the transfer, `ended` after the copy was published or given
-        up."""
+        up. `due_ns`: when the caller stops waiting."""
         residency = self._residency
         source, key = residency.slot(row, self.source), residency.key(row)
         residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
@@ -201,7 +204,7 @@ class Link:
                 self._to.free(residency.detach(row, self.destination))
             ended(outcome)
 
-        ticket = self._mover.submit(self.lane.name, priority, source.nbytes, Transfer(start, end))
+        ticket = self._mover.submit(self.lane.name, priority, source.nbytes, Transfer(start, end), due_ns)
         if isinstance(ticket, Refused):
             self._to.free(residency.detach(row, self.destination))
             return None
@@ -211,8 +214,8 @@ class Link:
         """Give back a slot of the destination that was not used."""
         self._to.free(slot)
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
-        self._mover.raise_priority(self.lane.name, ticket, priority)
+    def raise_priority(self, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
+        self._mover.raise_priority(self.lane.name, ticket, priority, due_ns)
 
     def cancel(self, ticket: int) -> None:
         """End a transfer as cancelled if it is still queued."""

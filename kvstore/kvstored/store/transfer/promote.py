@@ -39,6 +39,7 @@ class _Promotion:
     nbytes: int
     future: asyncio.Future[bool]
     link: Link
+    due_ns: int | None = None  # when the last of those that wait first stops waiting
     ticket: int = 0
     waiters: int = 1  # a hint is one, and never gives up
     ended: Callable[[bool, bool], None] | None = None
@@ -108,18 +109,21 @@ class Promoter:
         """How long to wait for `rows` at most: a read that takes many times the estimate is not worth waiting for."""
         return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
-    def promote(self, row: int, priority: Priority) -> asyncio.Future[bool]:
-        """Resolves to whether the block has a mapped copy. Joins a promotion under way, raising its priority."""
+    def promote(self, row: int, priority: Priority, due_ns: int | None = None) -> asyncio.Future[bool]:
+        """Resolves to whether the block has a mapped copy. Joins a promotion under way, raising its priority. `due_ns`:
+        when the caller stops waiting."""
         token = self._residency.token(row)
         known = self._under_way.get(token)
         if known is not None:
             known.waiters += 1
             if priority < known.priority:
                 self._hold_room(known, -1)
-                known.priority = priority
+                known.priority, known.due_ns = priority, due_ns
                 self._hold_room(known, +1)
-                if known.ticket:
-                    known.link.raise_priority(known.ticket, priority)
+            elif due_ns is not None:
+                known.due_ns = due_ns if known.due_ns is None else min(known.due_ns, due_ns)
+            if known.ticket and priority == known.priority:
+                known.link.raise_priority(known.ticket, priority, known.due_ns)
             return known.future
         link = self._link_of(row)
         if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
@@ -127,12 +131,14 @@ class Promoter:
             future.set_result(self._residency.has(row, MAPPED))
             return future
         slot = self._room.allocate_now(self._residency.slot_bytes(row), self._residency.tenant_of(row))
-        return self._new(row, priority, link, slot).future
+        return self._new(row, priority, link, slot, due_ns).future
 
-    def _new(self, row: int, priority: Priority, link: Link, slot: Slot | None) -> _Promotion:
+    def _new(
+        self, row: int, priority: Priority, link: Link, slot: Slot | None, due_ns: int | None = None
+    ) -> _Promotion:
         """Begin to read into `slot`, or into one for which room is made first."""
         nbytes, future = self._residency.slot_bytes(row), asyncio.get_running_loop().create_future()
-        promotion = _Promotion(self._residency.token(row), priority, nbytes, future, link)
+        promotion = _Promotion(self._residency.token(row), priority, nbytes, future, link, due_ns)
         self._under_way[promotion.token] = promotion
         self._hold_room(promotion, +1)
         self._residency.pin(row)
@@ -256,7 +262,9 @@ class Promoter:
         """Queue the read into `slot`. The row is pinned, so its copies stay until the end."""
         row = self._residency.current(promotion.token)
         assert row >= 0
-        ticket = promotion.link.begin(row, slot, promotion.priority, lambda outcome: self._read(promotion, outcome))
+        ticket = promotion.link.begin(
+            row, slot, promotion.priority, lambda outcome: self._read(promotion, outcome), due_ns=promotion.due_ns
+        )
         if ticket is None:
             self._finish(promotion, False)
             return

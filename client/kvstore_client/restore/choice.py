@@ -1,0 +1,280 @@
+"""How many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from requests.
+
+For engines that compute only behind what was loaded. With n blocks loaded a first token takes
+
+    own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
+
+`own` is what a load costs the client (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
+queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier. Within a run of blocks in one tier the sum is
+concave in n, so its least value is at an end of a run: only those are compared.
+
+A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it some blocks take the other one, as
+soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of each request may be lost to this.
+Owns what was learned, and its file. It loads and computes nothing. Not safe for use by two threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from time import time
+
+from kvstore_client.restore.costs import ComputeCost, LinkCost
+from kvstore_client.restore.regression import RecursiveLeastSquares
+
+TRIAL_SHARE, TRIAL_EVERY = 0.015, 16
+_TRIAL_PART = 8  # at most one in so many blocks takes the other path in a trial
+_MOST_SAVED_S = 30.0
+_PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.05
+_MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the mapped one
+_LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
+_FIRST_BIAS_SHARE, _BIAS_SHARE, _LEAST_BIAS, _MOST_BIAS = 0.8, 0.4, 0.25, 32.0
+_BIAS_HALF_LIFE_S = 600.0  # of what made loads look slow: it may have passed
+_TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024  # scales of the features
+_COMPUTE_PRIOR = (0.003, 0.5, 0.1)
+_OWN_PRIOR = (0.001, 0.004)
+_MOST_TIERS = 16
+_MOST_ENDS = 64  # of runs of blocks that are compared
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Stored blocks of a prompt of `tokens` tokens, behind the `first` tokens that the engine holds.
+
+    `tiers`, `load_s`: by block, the latter what it adds to the time until all are mapped. ValueError if the blocks do
+    not leave a token to compute, or differ in number.
+    """
+
+    tiers: Sequence[str]
+    load_s: Sequence[float]
+    block_tokens: int
+    block_bytes: int
+    tokens: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tiers) != len(self.load_s):
+            raise ValueError(f"{len(self.tiers)} tiers and {len(self.load_s)} times for the same blocks")
+        if min(self.block_tokens, self.block_bytes) < 1 or self.held(len(self.tiers)) >= self.tokens:
+            raise ValueError("a block needs at least one token and one byte, and one token of a prompt is computed")
+
+    def held(self, blocks: int) -> int:
+        """Tokens that the engine holds once so many blocks are loaded."""
+        return self.first + blocks * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Load `blocks` leading blocks and give that up after `deadline_s`; compute what is then left.
+
+    `load_s` and `compute_s` are predicted; `wait_s` is the daemon's part of `load_s`, without the bias of `tier`.
+    `is_trial`: another number is predicted to be a little better.
+    """
+
+    blocks: int
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    deadline_s: float = 0.0
+    wait_s: float = 0.0
+    tier: str = ""
+    is_trial: bool = False
+
+
+@dataclass(slots=True)
+class _Bias:
+    """Measured by predicted time of one tier, and when that was measured."""
+
+    factor: float
+    at_s: float
+
+
+class LoadChoice:
+    """Loads all until something was computed. `step_tokens`: the most that the engine computes in one step, 0: no
+    bound. `clock`: seconds that go on over restarts.
+    """
+
+    def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
+        self._step_tokens = step_tokens
+        self._clock = clock
+        self._compute = RecursiveLeastSquares(_COMPUTE_PRIOR, uncertainty=10.0)
+        self._own = RecursiveLeastSquares(_OWN_PRIOR, uncertainty=10.0)
+        self._biases: dict[str, _Bias] = {}
+        self._saved_s = 0.0  # may be lost to trials
+        self._since_load = self._since_compute = 0  # decisions since that path taught something
+        self._informative_tokens = 0  # so many at once say what those of the latest hit cost
+
+    def choose(self, hit: Hit) -> Chosen:
+        """How many blocks to load."""
+        whole = len(hit.tiers)
+        if not whole:
+            return Chosen(0)
+        self._since_load += 1
+        self._since_compute += 1
+        self._informative_tokens = (hit.tokens - hit.first) // _TRIAL_PART
+        waits = self._waits(hit)
+        if not self._compute.samples:
+            return self._chosen(hit, whole, waits, math.inf)
+        nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
+        totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *_ends_of_runs(hit), whole)}
+        best = min(totals, key=lambda blocks: (totals[blocks], -blocks))
+        self._saved_s = min(self._saved_s + TRIAL_SHARE * totals[best], _MOST_SAVED_S)
+        tried = self._tried(hit, best, totals[best], waits)
+        if tried is None:
+            return self._chosen(hit, best, waits, nothing_s)
+        self._saved_s -= self._total_s(hit, tried, waits) - totals[best]
+        return self._chosen(hit, tried, waits, nothing_s, is_trial=True)
+
+    def compute_s(self, first: int, tokens: int) -> float:
+        """Predicted seconds to compute `tokens` tokens from position `first` on."""
+        fixed, token, attended = (max(0.0, value) for value in self._compute.coefficients)
+        cost = ComputeCost(fixed, token / _TOKENS, attended / _ATTENDED)
+        seconds = cost.chunk_s(first, tokens)
+        further_steps = -(-tokens // self._step_tokens) - 1 if self._step_tokens and tokens else 0
+        return seconds + further_steps * fixed
+
+    def observe_compute(self, first: int, tokens: int, seconds: float) -> None:
+        """One step of `tokens` tokens of a prompt, from position `first` on, took `seconds`."""
+        if tokens > 0 and seconds > 0:
+            self._compute.observe((1.0, tokens / _TOKENS, tokens * (first + tokens / 2) / _ATTENDED), seconds)
+            if tokens >= self._informative_tokens:
+                self._since_compute = 0
+
+    def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
+        """`blocks` of the chosen ones had been loaded after `seconds`; when fewer than chosen, that was given up."""
+        if not chosen.blocks or seconds <= 0:
+            return
+        is_whole = blocks >= chosen.blocks
+        nbytes = chosen.blocks * hit.block_bytes
+        if chosen.wait_s < _LEAST_WAIT_S or not chosen.tier:
+            self._own.observe((1.0, nbytes / _BYTES), seconds if is_whole else 2 * seconds)
+            return
+        factor = (seconds - self._own_s(nbytes)) / chosen.wait_s
+        known = self._bias(chosen.tier)
+        if not is_whole:  # it would have taken longer than that
+            factor = max(2 * factor, known)
+        share = _BIAS_SHARE if chosen.tier in self._biases else _FIRST_BIAS_SHARE
+        factor = math.exp((1 - share) * math.log(known) + share * math.log(_bounded(factor)))
+        if chosen.tier in self._biases or len(self._biases) < _MOST_TIERS:
+            self._biases[chosen.tier] = _Bias(_bounded(factor), self._clock())
+
+    def save(self, path: Path) -> None:
+        """Save atomically; does nothing if the file cannot be written."""
+        kept = {
+            "version": _VERSION,
+            "compute": self._compute.state(),
+            "own": self._own.state(),
+            "biases": {tier: [bias.factor, bias.at_s] for tier, bias in self._biases.items()},
+        }
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(kept))
+            part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
+        """What was saved; a new one if the file is missing, damaged or of another version."""
+        choice = cls(step_tokens=step_tokens, clock=clock)
+        try:
+            kept = json.loads(path.read_text())
+            if kept["version"] != _VERSION:
+                return choice
+            compute, own = dict(kept["compute"]), dict(kept["own"])
+            biases = {
+                str(tier): _Bias(_bounded(float(factor)), min(float(at_s), clock()))
+                for tier, (factor, at_s) in list(kept["biases"].items())[:_MOST_TIERS]
+            }
+            fresh = cls(step_tokens=step_tokens, clock=clock)
+            fresh._compute.restore(**compute)
+            fresh._own.restore(**own)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return choice
+        fresh._biases = biases
+        return fresh
+
+    def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
+        held = hit.held(blocks)
+        return self._load_s(hit, blocks, waits) + self.compute_s(held, hit.tokens - held)
+
+    def _load_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
+        return self._own_s(blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
+
+    def _waits(self, hit: Hit) -> list[float]:
+        """By number of leading blocks, how long the daemon is expected to take until they are mapped."""
+        biases = {tier: self._bias(tier) for tier in set(hit.tiers)}
+        return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
+
+    def _own_s(self, nbytes: int) -> float:
+        fixed, byte = (max(0.0, value) for value in self._own.coefficients)
+        return LinkCost(fixed, byte / _BYTES).load_s(nbytes)
+
+    def _bias(self, tier: str) -> float:
+        known = self._biases.get(tier)
+        if known is None or known.factor <= 1.0:
+            return 1.0 if known is None else known.factor
+        age_s = max(0.0, self._clock() - known.at_s)
+        return 1.0 + (known.factor - 1.0) * math.exp2(-age_s / _BIAS_HALF_LIFE_S)
+
+    def _chosen(
+        self, hit: Hit, blocks: int, waits: Sequence[float], nothing_s: float, *, is_trial: bool = False
+    ) -> Chosen:
+        if blocks:
+            self._since_load = 0
+        held = hit.held(blocks)
+        compute_s, load_s = self.compute_s(held, hit.tokens - held), self._load_s(hit, blocks, waits)
+        if not blocks:
+            return Chosen(0, compute_s=compute_s, is_trial=is_trial)
+        # What has not come by then is computed: a load that hangs costs no more than it could have saved.
+        patience_s = max(_PATIENCE * load_s, _LEAST_PATIENCE_S)
+        deadline_s = min(patience_s, max(nothing_s - compute_s, 2 * load_s)) if self._compute.samples else math.inf
+        return Chosen(blocks, load_s, compute_s, deadline_s, sum(hit.load_s[:blocks]), _slowest(hit, blocks), is_trial)
+
+    def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float]) -> int | None:
+        """Some blocks more or fewer than the best, for what it teaches; None if that would cost too much now, or
+        teaches nothing."""
+        whole = len(hit.tiers)
+        if best < whole and self._since_load >= TRIAL_EVERY:
+            room, sign = whole - best, +1
+        elif best and self._since_compute >= TRIAL_EVERY:
+            room, sign = best, -1
+        else:
+            return None
+        step = -(-room // _TRIAL_PART)
+        while step:
+            blocks = best + sign * step
+            if self._total_s(hit, blocks, waits) - best_s <= self._saved_s:
+                return blocks
+            step //= 2
+        return None
+
+
+def _ends_of_runs(hit: Hit) -> list[int]:
+    """Where one tier's blocks are followed by another's; of too many, as many as fit."""
+    tiers = [hit.tiers[block] if not _is_mapped(hit, block) else "" for block in range(len(hit.tiers))]
+    ends = [at for at in range(1, len(tiers)) if tiers[at] != tiers[at - 1]]
+    return ends[:: len(ends) // _MOST_ENDS + 1]
+
+
+def _is_mapped(hit: Hit, block: int) -> bool:
+    return hit.load_s[block] < _MAPPED_S
+
+
+def _slowest(hit: Hit, blocks: int) -> str:
+    """The tier that most of the time of these blocks is spent on; "" where all are mapped."""
+    spent: dict[str, float] = {}
+    for block in range(blocks):
+        if not _is_mapped(hit, block):
+            spent[hit.tiers[block]] = spent.get(hit.tiers[block], 0.0) + hit.load_s[block]
+    return max(spent, key=lambda tier: spent[tier], default="")
+
+
+def _bounded(factor: float) -> float:
+    return min(max(factor, _LEAST_BIAS), _MOST_BIAS) if factor == factor else 1.0
