@@ -75,13 +75,32 @@ def features_of(
     )
 
 
+def continued(
+    new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None
+) -> Features:
+    """As `features_of`, in half of the time."""
+    return Features(
+        1, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), bisect_right(_TURNS, turn), AWAITED,
+        1 + bisect_right(_GAP_S, gap_s), 1 + bisect_right(_GAP_S, pace_s),
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), 0,
+    )  # fmt: skip
+
+
+def begun(new_blocks: int, length: int, text_tokens: int | None, *, is_branch: bool) -> Features:
+    """Of a chain that continues none; as `features_of`, in half of the time."""
+    return Features(
+        2 if is_branch else 0, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), 0, AWAITED, 0, 0,
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), 0,
+    )  # fmt: skip
+
+
 def grown(features: Features, new_blocks: int, length: int) -> Features:
     """The same request has gone on."""
     return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
 
 
 def with_answer(features: Features, output_tokens: int) -> Features:
-    return features._replace(answer=1 + bisect_right(_ANSWER_TOKENS, output_tokens))
+    return Features(*features[:4], 1 + bisect_right(_ANSWER_TOKENS, output_tokens), *features[5:])  # often called
 
 
 def with_hint(features: Features, hint: Expected) -> Features:

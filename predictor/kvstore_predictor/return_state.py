@@ -12,11 +12,12 @@ import numpy as np
 
 from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features
-from kvstore_predictor.gittins import BINS, Floats
-from kvstore_predictor.hazards import LATE, STEP, HazardTables, ladders_of
+from kvstore_predictor.gittins import BINS
+from kvstore_predictor.hazards import STEP, ladders_of, unhinted
+from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 
-FORMAT = 1
+FORMAT = 2
 _COPIED = 256  # chains or marks copied between two pauses
 _COLUMNS = ("tenant", "tokens", "answer", "length", "turn", "bin", "used_s", "pace", "due_s", "fan")
 CHAIN = np.dtype(
@@ -38,7 +39,7 @@ def numbers(state: State, count: int) -> list[float]:
     return [float(value) for value in found]
 
 
-def exported(sessions: Sessions, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
+def exported(sessions: Sessions, features: Sequence[Features | None], tables: ReturnHazards) -> Iterator[Piece]:
     """Chains come in the order of their last use."""
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
@@ -62,54 +63,38 @@ def exported(sessions: Sessions, features: Sequence[Features | None], tables: Ha
     yield from tables.copied()
 
 
-def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], HazardTables]:
+def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], ReturnHazards]:
     """With room for `slots` chains, the last ones. Raises ValueError for a state that this version cannot use."""
     try:
-        about = json.loads(state["about"].tobytes())
-        steps, late = state.get("steps", np.empty(0, STEP)), state.get("late", np.empty(0, LATE))
-        old = state["cells"]
+        about, steps = json.loads(state["about"].tobytes()), state.get("steps", np.empty(0, STEP))
         chains = state.get("chains", np.empty(0, CHAIN))[-slots:]
         marks = state.get("marks", np.empty(0, MARK))
-        if about["format"] != FORMAT or (steps.dtype, late.dtype, chains.dtype, marks.dtype) != (
-            STEP,
-            LATE,
-            CHAIN,
-            MARK,
-        ):
+        if about["format"] != FORMAT or (steps.dtype, chains.dtype, marks.dtype) != (STEP, CHAIN, MARK):
             raise ValueError("the state of another version")
-        tables = HazardTables(ladders_of(about["orders"], steps))
-        found = np.zeros(len(old), np.int64)
-        for cell in np.unique(late["cell"]).tolist():
-            found[cell] = tables.cell(Features(*old[cell].tolist()))
-        sessions, features = Sessions(slots), _restore_chains(chains, slots, tables)
-        _name(sessions, chains, features, tables, later_s)
+        tables = ReturnHazards(ladders_of(about["orders"], steps))
+        tables.restore(state)
+        known = [Features(*each) for each in chains["features"].tolist()]
+        sessions = Sessions(slots)
+        _restore_chains(sessions, chains, known, tables, later_s)
         sessions.restore_marks(marks.tolist())
-        tables.restore(state, found)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"the state of another version: {error}") from error
+    features: list[Features | None] = [*known, *[None] * (slots - len(known))]
     return sessions, features, tables
 
 
-def _restore_chains(chains: Array, slots: int, tables: HazardTables) -> list[Features | None]:
-    known: list[Features | None] = [Features(*each) for each in chains["features"].tolist()]
-    return known + [None] * (slots - len(known))
-
-
-def _name(
-    sessions: Sessions, chains: Array, features: Sequence[Features | None], tables: HazardTables, later_s: float
+def _restore_chains(
+    sessions: Sessions, chains: Array, features: Sequence[Features], tables: ReturnHazards, later_s: float
 ) -> None:
-    lasts, aboves = chains["last"].tolist(), chains["above"].tolist()
-    ages: Floats = chains["used_s"] + later_s
     for name in _COLUMNS:
         column = getattr(sessions, name)
         for slot, value in enumerate(chains[name].tolist()):
             column[slot] = value
+    lasts, aboves = chains["last"].tolist(), chains["above"].tolist()
     for slot, (last, above, has_above) in enumerate(zip(lasts, aboves, chains["has_above"].tolist(), strict=True)):
-        each = features[slot]
-        assert each is not None
         sessions.name(slot, sessions.tenant[slot], last, above if has_above else None, sessions.fan[slot])
-        sessions.cell[slot] = tables.cell(each)
-        sessions.used_s[slot] = float(ages[slot])
+        sessions.cell[slot], sessions.hint[slot] = tables.cell(unhinted(features[slot])), hint_number(features[slot])
+        sessions.used_s[slot] += later_s
         sessions.due_s[slot] += later_s if sessions.due_s[slot] else 0.0
         sessions.bin[slot] = min(max(sessions.bin[slot], 0), BINS)
     sessions.hand = len(chains) % sessions.slots

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from kvstore_predictor import return_state
-from kvstore_predictor.ages import count_age, count_ages, count_return
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
-from kvstore_predictor.features import Features, features_of, with_answer, with_hint
-from kvstore_predictor.gittins import BINS, Floats, Ints, passed_by
-from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
+from kvstore_predictor.gittins import BINS, Floats, Ints, passed, passed_by
+from kvstore_predictor.hazards import Ladder, unhinted
 from kvstore_predictor.horizons import END_S, age_of, at_age, chance, cumulative
 from kvstore_predictor.prior import shipped
+from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 
 _ORDER = ("kind", "new_blocks", "length", "turn", "answer")  # of the table that starts empty
@@ -29,9 +29,8 @@ _GAP_MIN_S = 0.5
 _RUNNING_MAX = 4096
 _BRANCH_MIN = 2  # blocks of others
 _DECAY = 0.9995  # of the tables' counts, a request
-_RENEW_MIN, _RENEW_MAX, _RENEW_SHARE = 25, 1000, 5  # requests; a fifth more than before
-_AGED, _FOLDED, _MADE, _EVERY = 4096, 48, 32, 4  # slots, cells, cells; one request in four works
-_IDLE, _AGEING, _FOLDING, _MAKING = range(4)
+_RENEW_MIN, _RENEW_MAX, _RENEW_SHARE = 50, 2000, 4  # requests; a quarter more than before
+_AGED, _LOGGED, _EVERY = 2048, 128, 4  # slots of a slice; entries; one request in four does a slice
 _LEAST = 0.002  # a guess of less is none
 _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
@@ -48,11 +47,11 @@ class SessionReturn(Predictor):
 
     def __init__(self, requests_max: int = 1 << 16) -> None:
         self.sessions = Sessions(requests_max)
-        self.tables = HazardTables(starting_ladders())
+        self.tables = ReturnHazards(starting_ladders())
         self.features: list[Features | None] = [None] * self.sessions.slots
         self.requests, self.renewed, self.renew_at = 0, 0, _RENEW_MIN
-        self._phase = _IDLE
-        self._aged = 0  # slots below it have been
+        self._renewal: Iterator[None] | None = None  # that is under way
+        self._now_s = 0.0
         self._running: dict[int, tuple[int, bytes]] = {}  # requests whose answer is awaited: slot and last key
 
     # Events
@@ -61,69 +60,76 @@ class SessionReturn(Predictor):
         keys, tenant, tokens = request.keys, request.tenant, request.prompt_tokens or -1
         if not keys:
             return
-        sessions = self.sessions
+        sessions, tables, blocks = self.sessions, self.tables, len(keys)
         prev, reach = sessions.find(tenant, keys)
-        turn, gap_s, pace, text, fan = 1, 0.0, 0.0, request.prompt_tokens or None, 0
         if prev >= 0:
-            turn, gap_s, pace = self._returned(prev, now_s)
-            known = sessions.tokens[prev]
+            gap_s, turn, known = now_s - sessions.used_s[prev], sessions.turn[prev] + 1, sessions.tokens[prev]
+            first, reached = sessions.bin[prev], passed(gap_s)
+            reached = max(first, reached)
+            tables.log.append((sessions.cell[prev], first, reached, reached < BINS, sessions.hint[prev]))
+            pace = math.log(max(gap_s, _GAP_MIN_S))
+            pace = pace if turn == 2 else 0.5 * (pace + sessions.pace[prev])
             text = max(0, tokens - known) if tokens >= 0 and known >= 0 else None
-            fan = sessions.fan_of(prev, keys)
+            features = continued(blocks - reach, blocks, turn, gap_s, math.exp(pace), text)
+            fan, marked = 0 if reach == sessions.length[prev] else sessions.fan_of(prev, keys), reach
             sessions.drop(prev)
         else:
-            reach = sessions.known(tenant, keys)
-        features = features_of(
-            is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=len(keys) - reach, length=len(keys),
-            turn=turn, gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text, type_number=0,
-        )  # fmt: skip
-        slot = sessions.take(tenant, keys, fan)
+            turn, pace, fan, marked, reach = 1, 0.0, 0, 0, sessions.known(tenant, keys)
+            features = begun(blocks - reach, blocks, request.prompt_tokens or None, is_branch=reach >= _BRANCH_MIN)
+        slot = sessions.take(tenant, keys, fan, marked)
         self.features[slot] = features
-        sessions.cell[slot], sessions.bin[slot], sessions.length[slot] = self.tables.cell(features), 0, len(keys)
-        sessions.turn[slot], sessions.used_s[slot], sessions.pace[slot] = turn, now_s, pace
+        sessions.cell[slot], sessions.hint[slot] = tables.cell(features), 0
+        sessions.bin[slot], sessions.length[slot], sessions.turn[slot] = 0, blocks, turn
+        sessions.used_s[slot], sessions.pace[slot] = now_s, pace
         sessions.tokens[slot], sessions.answer[slot], sessions.due_s[slot] = tokens, 0, 0.0
         if request.number >= 0:
             self._running[request.number] = (slot, keys[-1])
             if len(self._running) > _RUNNING_MAX:
                 del self._running[next(iter(self._running))]
         self.requests += 1
-        if self.requests % _EVERY == 0 and (self._phase != _IDLE or self.requests >= self.renew_at):
+        if self.requests % _EVERY == 0:
             self._keep_up(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
         slot, key = self._running.pop(number, (-1, b""))
-        if slot >= 0 and self.sessions.last[slot] == key:
-            self._ended(slot, Hint(answer_tokens=output_tokens), now_s)
+        if output_tokens and slot >= 0 and self.sessions.last[slot] == key:
+            features = self._until_now(slot, now_s)
+            self._add_answer(slot, output_tokens)
+            self._change_class(slot, with_answer(features, output_tokens))
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
         slot = self.sessions.by_end(tenant, key)
         if slot < 0:
             return
         if hint.next_step or hint.will_continue is not None or hint.answer_tokens:
-            self._ended(slot, hint, now_s)
+            features = self._until_now(slot, now_s)
+            if hint.answer_tokens:
+                self._add_answer(slot, hint.answer_tokens)
+                features = with_answer(features, hint.answer_tokens)
+            self._change_class(slot, with_hint(features, hint))
         if hint.due_s is not None:
             self.sessions.due_s[slot] = hint.due_s
 
-    def _ended(self, slot: int, hint: Hint, now_s: float) -> None:
-        """The chain is of another class from now on."""
+    def _until_now(self, slot: int, now_s: float) -> Features:
+        """The chain's class, for which its age is counted up to now."""
         sessions, features = self.sessions, self.features[slot]
         assert features is not None
-        if hint.answer_tokens:
-            if sessions.tokens[slot] >= 0:
-                sessions.tokens[slot] += hint.answer_tokens - sessions.answer[slot]  # not a second answer
-                sessions.answer[slot] = hint.answer_tokens
-            features = with_answer(features, hint.answer_tokens)
-        age_s = now_s - sessions.used_s[slot]
-        sessions.bin[slot] = count_age(self.tables, sessions.cell[slot], sessions.bin[slot], age_s)
-        self.features[slot] = features = with_hint(features, hint)
-        sessions.cell[slot] = self.tables.cell(features)
+        reached, now_bin = sessions.bin[slot], passed(now_s - sessions.used_s[slot])
+        if reached < now_bin:
+            self.tables.log.append((sessions.cell[slot], reached, now_bin, False, sessions.hint[slot]))
+            sessions.bin[slot] = now_bin
+        return features
 
-    def _returned(self, prev: int, now_s: float) -> tuple[int, float, float]:
-        """A request continues `prev`: its turn, the gap before it, and the session's pace (a logarithm)."""
+    def _add_answer(self, slot: int, tokens: int) -> None:
         sessions = self.sessions
-        turn, gap_s = sessions.turn[prev] + 1, now_s - sessions.used_s[prev]
-        count_return(self.tables, sessions.cell[prev], sessions.bin[prev], gap_s)
-        pace = math.log(max(gap_s, _GAP_MIN_S))
-        return turn, gap_s, pace if turn == 2 else 0.5 * (pace + sessions.pace[prev])
+        if sessions.tokens[slot] >= 0:
+            sessions.tokens[slot] += tokens - sessions.answer[slot]  # not a second answer
+            sessions.answer[slot] = tokens
+
+    def _change_class(self, slot: int, features: Features) -> None:
+        self.features[slot] = features
+        self.sessions.hint[slot] = said = hint_number(features)
+        self.sessions.cell[slot] = self.tables.cell(unhinted(features) if said else features)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         self.sessions.forget(tenant, keys)
@@ -131,33 +137,37 @@ class SessionReturn(Predictor):
     # Learning: one slice a call
 
     def _keep_up(self, now_s: float) -> None:
-        tables = self.tables
-        if self._phase == _IDLE:
-            self._phase, self._aged = _AGEING, 0
-        if self._phase == _AGEING:
-            used = min(self.sessions.slots, self.requests)
-            last = min(self._aged + _AGED, used)
-            self._age(self._aged, last, now_s)
-            self._aged = last
-            if last == used:
-                self._phase = _FOLDING
-        elif self._phase == _FOLDING:
-            if tables.fold(_FOLDED) < _FOLDED:  # more is seen all the time
-                tables.renew(_DECAY ** (self.requests - self.renewed))
-                self.renewed, self._phase = self.requests, _MAKING
-        elif not tables.make(_MADE):
-            self._phase = _IDLE
-            self.renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
+        self._now_s = now_s
+        if self._renewal is not None:
+            if next(self._renewal, self) is self:
+                self._renewal = None
+                self.renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
+        elif self.requests >= self.renew_at:
+            self._renewal = self._renewed()
+        elif len(self.tables.log) >= _LOGGED:
+            self.tables.fold()
 
-    def _age(self, first: int, last: int, now_s: float) -> None:
-        """Count the age bins that live chains have passed since the last time."""
-        sessions = self.sessions
-        live = first + np.flatnonzero(np.frombuffer(sessions.live, np.uint8)[first:last])
-        reached, cells = np.frombuffer(sessions.bin, np.int32), np.frombuffer(sessions.cell, np.int32)
-        now_bins = passed_by(now_s - np.frombuffer(sessions.used_s)[live])
-        self.tables.in_use(cells[live])
-        self.tables.want(cells[live[now_bins < BINS]])
-        count_ages(self.tables, cells, reached, live, now_bins)
+    def _renewed(self) -> Iterator[None]:
+        """Count the age bins that live chains have passed since the last time; then what was seen begins to count."""
+        used, sessions = min(self.sessions.slots, self.requests), self.sessions
+        for first in range(0, used, _AGED):
+            live = first + np.flatnonzero(np.frombuffer(sessions.live, np.uint8)[first : min(first + _AGED, used)])
+            reached = np.frombuffer(sessions.bin, np.int32)
+            now_bins = passed_by(self._now_s - np.frombuffer(sessions.used_s)[live])
+            is_behind = reached[live] < now_bins
+            live, now_bins = live[is_behind], now_bins[is_behind]
+            if len(live):
+                columns = sessions.cell, sessions.bin, sessions.hint
+                cells, former, hints = (np.asarray(column)[live].astype(np.int64) for column in columns)
+                self.tables.count_many(cells, former, now_bins, hints)
+                reached[live] = now_bins
+            yield
+        live = np.flatnonzero(np.frombuffer(sessions.live, np.uint8))
+        self.tables.free_unused(np.frombuffer(sessions.cell, np.int32)[live].astype(np.int64))
+        self.tables.fold()
+        yield
+        since, self.renewed = self.renewed, self.requests
+        yield from self.tables.renewal(_DECAY ** (self.requests - since))
 
     # Answers
 
@@ -169,8 +179,10 @@ class SessionReturn(Predictor):
         slots: Ints = np.flatnonzero(is_live & ((used_s > now_s - END_S) | is_due))
         if not len(slots) or limit < 1:
             return []
-        cells, rows = np.unique(np.frombuffer(sessions.cell, np.int32)[slots], return_inverse=True)
-        table = cumulative(self.tables.hazards(cells.astype(np.int64)))
+        hints = np.frombuffer(sessions.hint, np.uint8)[slots]
+        classes, rows = np.unique(np.frombuffer(sessions.cell, np.int32)[slots] * 256 + hints, return_inverse=True)
+        cells, said = np.divmod(classes.astype(np.int64), 256)
+        table = cumulative(self.tables.hazards(cells, said))
         ages_s = np.maximum(now_s - used_s[slots], 0.0)
         before = at_age(table, rows, ages_s)
         chances = chance(before, at_age(table, rows, ages_s + horizon_s))
@@ -212,5 +224,5 @@ class SessionReturn(Predictor):
         requests, renewed, renew_at = return_state.numbers(state, 3)
         self.sessions, self.features, self.tables = found
         self.requests, self.renewed, self.renew_at = int(requests), int(renewed), int(renew_at)
-        self._phase = _IDLE
+        self._renewal = None
         self._running.clear()

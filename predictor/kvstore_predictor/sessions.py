@@ -5,22 +5,23 @@ continues that chain. A block that many different blocks follow (a system prompt
 takes the next slot of a ring, so that what is forgotten first is what was used longest ago.
 
 Owns slots, the names of chains, and *marks*: keys at depths 2, 4, 8, ..., which show how much a new chain has in common
-with others (at least half of it is seen). Never knows hazards. Bounded: `slots` requests, twice as many marks.
+with others (at least half of it is seen). Never knows hazards. Bounded: `slots` requests, twice as many marks. A call
+takes no longer the longer a chain is, beyond `LOOKED_BACK` blocks.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from itertools import islice
 
 SHARED_FAN = 4
+LOOKED_BACK = 512  # blocks that a request may add to its session
 
 
 class _Names:
-    """Of one tenant. `ends`: by the key of the last block its slot, by that before it ~slot. `marks`: whether the block
-    is shared by many sessions.
+    """Of one tenant. `ends`: by the key of the last block its slot, by that before it ~slot; each live chain is under
+    both, unless another one has taken the name. `marks`: whether the block is shared by many sessions.
     """
 
     __slots__ = ("chains", "ends", "marks", "old_marks")
@@ -41,6 +42,7 @@ class _Names:
 class Sessions:
     """Columns by slot. `live`: a return is awaited. `tokens`: of prompt and answer, -1 if not known; `answer`: of those
     the answer's. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use it then; 0: none.
+    `hint`: what engines said, as one number.
     """
 
     def __init__(self, slots: int) -> None:
@@ -50,7 +52,7 @@ class Sessions:
         self.tenant, self.tokens, self.answer = (array("q", bytes(8 * self.slots)) for _ in range(3))
         self.length, self.turn, self.cell, self.bin = (array("i", bytes(4 * self.slots)) for _ in range(4))
         self.used_s, self.pace, self.due_s = (array("d", bytes(8 * self.slots)) for _ in range(3))
-        self.live, self.fan = bytearray(self.slots), bytearray(self.slots)
+        self.live, self.fan, self.hint = (bytearray(self.slots) for _ in range(3))
         self.hand = 0  # the slot that is taken next
         self._names: dict[int, _Names] = {}
         self._marks = 0
@@ -60,17 +62,14 @@ class Sessions:
         names = self._names.get(tenant)
         if names is None:
             return -1, 0
-        ends, at = names.ends, len(keys)
-        for key in reversed(keys):
-            if key in ends:
-                if at == 1 and len(keys) > 1:
-                    break
-                packed = ends[key]
-                if packed >= 0:
-                    return packed, at
-                if not names.is_shared(key):
-                    return ~packed, at
-            at -= 1
+        ends, backwards = names.ends, reversed(keys)
+        for key in filter(ends.__contains__, backwards if len(keys) <= LOOKED_BACK else islice(backwards, LOOKED_BACK)):
+            packed = ends[key]
+            slot, known = (packed, self.length[packed]) if packed >= 0 else (~packed, self.length[~packed] - 1)
+            if known <= 1 < len(keys):
+                break
+            if packed >= 0 or not names.is_shared(key):
+                return slot, known
         return -1, 0
 
     def known(self, tenant: int, keys: Sequence[bytes]) -> int:
@@ -85,8 +84,9 @@ class Sessions:
         is_same = len(keys) > 1 and self.above[slot] == keys[-2] and self.last[slot] != keys[-1]
         return self.fan[slot] + 1 if is_same else 0
 
-    def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0) -> int:
-        """The next slot, which is named by the end of `keys`; the caller sets every column."""
+    def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0, known: int = 0) -> int:
+        """The next slot, which is named by the end of `keys`; the caller sets every column. The first `known` keys
+        were marked with the chain that is continued."""
         slot = self.hand
         self.hand = slot + 1 if slot + 1 < self.slots else 0
         if self.live[slot]:
@@ -95,38 +95,52 @@ class Sessions:
         names = self._names.get(tenant)
         if names is None:
             names = self._names[tenant] = _Names()
-        last, above = keys[-1], keys[-2] if len(keys) > 1 else None
-        replaced = names.ends.get(last, -1)
-        if replaced >= 0 and self.live[replaced]:
-            self.drop(replaced)
+        above = keys[-2] if len(keys) > 2 else None  # the first block is no session's
         if above is not None and fan >= SHARED_FAN:
             self._mark(names, above, True)
-        depth = 2
-        while depth <= len(keys):
-            if keys[depth - 1] not in names.marks:
-                self._mark(names, keys[depth - 1], False)
+            above = None
+        depth, blocks, marks = 1 << max(known.bit_length(), 1), len(keys), names.marks
+        while depth <= blocks:
+            key = keys[depth - 1]
+            if key not in marks:
+                self._mark(names, key, False)
             depth *= 2
-        self.name(slot, tenant, last, above, fan)
+        self.name(slot, tenant, keys[-1], above, fan)
         return slot
 
     def name(self, slot: int, tenant: int, last: bytes, above: bytes | None, fan: int) -> None:
-        names = self._names.setdefault(tenant, _Names())
-        names.chains += 1
-        names.ends[last] = slot
-        if above is not None and names.ends.get(above, -1) < 0:  # an end says more
-            names.ends[above] = ~slot
+        names = self._names.get(tenant)
+        if names is None:
+            names = self._names[tenant] = _Names()
+        ends = names.ends
+        other = ends.get(last)
+        if other is not None:
+            if other >= 0:
+                self.drop(other)
+            else:
+                self.above[~other] = None
+        ends[last] = slot
+        if above is not None:
+            other = ends.get(above)
+            if other is None:
+                ends[above] = ~slot
+            elif other >= 0:  # an end says more
+                above = None
+            else:
+                self.above[~other] = None
+                ends[above] = ~slot
         self.last[slot], self.above[slot] = last, above
         self.tenant[slot], self.fan[slot], self.live[slot] = tenant, min(fan, 255), 1
+        names.chains += 1
 
     def drop(self, slot: int) -> None:
         """The chain is known no more."""
-        tenant = self.tenant[slot]
-        names = self._names[tenant]
-        ends, last, above = names.ends, self.last[slot], self.above[slot]
-        if last is not None and ends.get(last) == slot:
-            del ends[last]
-        if above is not None and ends.get(above) == ~slot:
-            del ends[above]
+        names = self._names[self.tenant[slot]]
+        last, above = self.last[slot], self.above[slot]
+        if last is not None:
+            del names.ends[last]
+        if above is not None:
+            del names.ends[above]
         self.last[slot] = self.above[slot] = None
         self.live[slot] = 0
         names.chains -= 1
@@ -143,19 +157,16 @@ class Sessions:
         return -1 if names is None else max(names.ends.get(key, -1), -1)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        """Keep no chain that ends with one of `keys` or has it before its end, and none of their names."""
         names = self._names.get(tenant)
         if names is None:
             return
-        wanted = list(names.ends) if keys is None else list(keys)
-        for key in wanted:
-            while (packed := names.ends.get(key)) is not None:
+        for key in list(names.ends) if keys is None else keys:
+            packed = names.ends.get(key)
+            if packed is not None:
                 self.drop(packed if packed >= 0 else ~packed)
             self._marks -= names.marks.pop(key, None) is not None
             names.old_marks.pop(key, None)
-        gone = set(wanted)  # chains whose names others have taken over
-        for slot in np.flatnonzero(np.frombuffer(self.tenant, np.int64) == tenant).tolist():
-            if self.live[slot] and (keys is None or self.last[slot] in gone or self.above[slot] in gone):
-                self.drop(slot)
         self._drop_if_empty(tenant)
 
     def marks(self) -> list[tuple[int, bytes, bool]]:
