@@ -1,41 +1,55 @@
 """What prefetch by prediction does for the time to first token, predictor by predictor, in mode timing's virtual time.
 
-    benchmarks/prefetch_study.py agents.jsonl.gz conversation.jsonl.gz --sessions 30 --window-s 40000 --json
+    benchmarks/prefetch_study.py agents.jsonl.gz conversation.jsonl.gz --seeds 3 --loads 1,0.5 --results study.jsonl
     benchmarks/prefetch_study.py --quick
 
-DRAM holds 5 % of the distinct blocks, NVMe (2 GB/s) all of them, on one H100 with llama-3.1-8b. `none` is mode timing's
-`orchestrated` without prefetch, and so is the plan under every predictor; `on-arrival` prefetches when a request enters
-the engine's queue. With "+pause" the engine says, when a request ends, when its session will come back. `gain` is the
-share of the oracle's gain in mean TTFT over `none`; then the same of `exposed`, what loading or computing again added
-to a request, without the queue, in which one long prompt can outweigh everything; `wasted` the share of the bytes
-brought that no request used; `p99` that of TTFT without the queue, against `none`; `s/GB` loading time that was saved.
+One H100 with llama-3.1-8b; DRAM holds 5 % of the distinct blocks, NVMe (2 GB/s) all of them. A seed is a draw of the
+sessions (Claude Code: 14 in 5,000 s) or a window (Mooncake: 15 % of the trace, at 0.3 times its speed), at load 1; both
+of the half of the trace that nothing was fitted to, or with --fitted of the other one. The engine must not be
+overloaded (`engine`: its busy share), else the time to first token is queue and nothing else.
+
+`none` is mode timing's `orchestrated` without prefetch, and so is the plan under every predictor; `on-arrival`
+prefetches when a request enters the engine's queue. "+pause": engines say when a session will come back, exactly, or
+"+pause20" with an error of 20 % (lognormal); the policy hears that too. `oracle` is the same machinery (queue, budget,
+room) with perfect guesses: the times at which requests arrive, and the keys. It is what a predictor could do at best,
+and no bound: it goes by the times of arrival, while requests are served later, and it does not choose what is evicted.
+
+`gain`: share of the oracle's gain over `none` in the mean time that loading, or computing again what is stored, added
+to a request (`exposed`); then of that in mean TTFT, where that is at least 0.5 %; both over all seeds, with 95 % of
+bootstrapped draws of them. With pauses the oracle, too, has a policy that hears them. `prefetch`: the same over `none`
+with those pauses: what prefetch adds to what the policy makes of them. `wasted`: share of the bytes brought that no
+request used, and the worst seed's. `worst`: of any seed, mean TTFT and the p99 of TTFT and of TTFT without the queue,
+as multiples of those of `none` (with those pauses).
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study.sources import format_of
+from study.prefetch_table import gains, table
+from study.sources import format_of, window
 from study.standins import write_standins
 from support.report import progress
 
-from kvstore_console.table import render_table
+import kvstored
 from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.predictor_names import NONE, ON_HINT, PREDICTORS
+from kvstored.predictor_names import NONE, PREDICTORS
 from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.machine import Machine, load_machine
-from kvstored.simulator.node import serve_trace
+from kvstored.simulator.node import Node, serve_trace
 from kvstored.simulator.node_store import MakePredictor, NodeSettings
 from kvstored.simulator.plan import ABLATIONS, ORCHESTRATED
 from kvstored.simulator.predictors import Oracle, fixed_lead, moving_average
@@ -46,17 +60,56 @@ from kvstored.store.prefetch.guarded import create_predictor
 
 MODEL, PROFILE = "llama-3.1-8b", "h100"
 DRAM_SHARE, NVME_BYTES_PER_S = 0.05, 2e9
-ON_ARRIVAL, ORACLE, PAUSE = "on-arrival", "oracle", "+pause"
+ENGINE_BLOCKS = 480  # of 512 tokens: the longest prompt, and a little more
+ON_ARRIVAL, ORACLE = "on-arrival", "oracle"
+PAUSES = {"+pause": 0.0, "+pause20": 0.2}
 _BASELINES: dict[str, MakePredictor] = {
     ORACLE: Oracle,
     "fixed-lead": lambda trace, speed: fixed_lead(),
     "moving-average": lambda trace, speed: moving_average(),
 }
-NAMES = (
-    NONE, ORACLE, ON_ARRIVAL, "fixed-lead", "moving-average",
-    *(name for name in PREDICTORS if name not in (NONE, ON_HINT)), ON_HINT + PAUSE, "ensemble" + PAUSE,
+_ALONE = (NONE, ORACLE, ON_ARRIVAL, *(name for name in _BASELINES if name != ORACLE), *PREDICTORS)
+NAMES = tuple(dict.fromkeys((*_ALONE, *(name + pause for name in (NONE, ORACLE, *PREDICTORS) for pause in PAUSES))))
+USUAL = (
+    NONE, ORACLE, ON_ARRIVAL, "fixed-lead", "moving-average", "session-return", "none+pause", "oracle+pause",
+    "on-hint+pause", "none+pause20", "on-hint+pause20",
 )  # fmt: skip
+SESSIONS, WINDOW_S = 14, 5000.0
+WINDOW_SHARE, WINDOW_SPEED = 0.15, 0.3
+HALF = 0.55  # of a trace in windows: what is before it may be fitted to
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One draw or window of one trace under one load."""
+
+    path: Path
+    seed: int
+    load: float
+    is_fitted: bool
+    sessions: int
+
+    def load_trace(self) -> tuple[Trace, float]:
+        """The trace, and its speed."""
+        if format_of(self.path) == "claude-code":
+            with gzip.open(self.path, "rt") as lines:
+                half = lines.readlines()[0 if self.is_fitted else 1 :: 2]
+            with tempfile.NamedTemporaryFile("wt", suffix=f"-{self.path.name.removesuffix('.gz')}") as kept:
+                kept.writelines(half)
+                kept.flush()
+                options = ReadOptions(
+                    seed=self.seed, sessions=min(self.sessions, len(half)), window_s=WINDOW_S / self.load
+                )
+                return read_trace(Path(kept.name), "claude-code", options, lambda done, total: None), 1.0
+        trace = read_trace(self.path, format_of(self.path), ReadOptions(), lambda done, total: None)
+        begin = self.seed * WINDOW_SHARE + (0.0 if self.is_fitted else HALF)
+        if begin + WINDOW_SHARE > 1 + 1e-9:
+            raise ValueError(f"{self.path.name} has no window {self.seed}: fewer --seeds")
+        return window(trace, begin, begin + WINDOW_SHARE), WINDOW_SPEED * self.load
+
+    def key(self, name: str) -> list[Any]:
+        return [self.path.name, self.seed, self.load, self.is_fitted, self.sessions, name, _code()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="prefetch-study-") as scratch:
         try:
             paths = options.trace or write_standins(Path(scratch), requests=300, sessions=8)
-            rows = [row for path in paths for row in _rows(options, path)]
+            rows = list(_rows(options, paths))
         except (TraceError, ValueError) as error:
             print(f"prefetch_study: {error}", file=sys.stderr)
             return 2
@@ -72,85 +125,99 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"prefetch_study: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
             return 2
     if options.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": rows, "gains": gains(rows)}))
     else:
-        headings = (
-            "TRACE",
-            "PREDICTOR",
-            ">MEAN S",
-            ">P50",
-            ">P95",
-            ">P99",
-            ">GAIN",
-            ">EXPOSED",
-            ">GAIN",
-            ">WASTED",
-            ">S/GB",
-        )
-        print(render_table(headings, [_line(row) for row in rows]))
+        print(table(rows))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="*", metavar="TRACE", help="a trace's file (default: made-up ones)")
-    parser.add_argument("--predictors", default=",".join(NAMES), metavar="LIST", help="none and oracle run always")
-    parser.add_argument("--sessions", type=int, help="so many, drawn (claude-code; default all)")
-    parser.add_argument("--window-s", type=float, default=3600.0, help="sessions start within it (claude-code)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--speed", type=float, default=1.0, help="requests arrive so many times as fast")
-    parser.add_argument("--devices", type=int, default=1, help="H100 side by side, over the same NVMe")
-    parser.add_argument("--pause-noise", type=float, default=0.0, help="of pause hints; 0: they are exact")
+    parser.add_argument("--predictors", default=",".join(USUAL), metavar="LIST", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="draws, or windows, 3 at most (default 3)")
+    parser.add_argument("--loads", default="1,0.5", metavar="LIST", help="multiples (default 1,0.5)")
+    parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"of a draw (claude-code; default {SESSIONS})")
+    parser.add_argument("--fitted", action="store_true", help="the half that constants may have been chosen on")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep rows there, and make none that it has")
     parser.add_argument("--quick", action="store_true", help="with made-up traces a minute or two")
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     return parser
 
 
-def _rows(options: argparse.Namespace, path: Path) -> Iterator[Row]:
-    reading = ReadOptions(seed=options.seed, sessions=options.sessions, window_s=options.window_s)
-    trace = read_trace(path, format_of(path), reading, lambda done, total: None)
+def _rows(options: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Row]:
     asked = [name.strip() for name in options.predictors.split(",")]
     for name in asked:
         if name not in NAMES:
             raise ValueError(f"--predictors {name!r}: known are {', '.join(NAMES)}")
-    rows: dict[str, Row] = {}
-    for name in dict.fromkeys((NONE, ORACLE, *asked)):
-        progress(f"{trace.name}: {name}")
-        row = rows[name] = _run(trace, name, options)
-        base, best = rows[NONE], rows.get(ORACLE, row)
-        for gain, measure in (("gain", "ttft_mean_s"), ("exposed_gain", "exposed_mean_s")):
-            could_s = base[measure] - best[measure]
-            row[gain] = (base[measure] - row[measure]) / could_s if could_s > 0 else 0.0
-        row["p99_ratio"] = row["demand_p99_s"] / base["demand_p99_s"]
-        yield row
+    loads, seeds = [float(load) for load in options.loads.split(",")], options.seeds
+    if options.quick:
+        asked, loads, seeds = [NONE, ORACLE, "none+pause", "oracle+pause", "on-hint+pause"], loads[:1], 1
+    known = _known(options.results)
+    for path in paths:
+        for seed in range(seeds):
+            for load in loads:
+                case = Case(path, seed, load, options.fitted, options.sessions)
+                for name in asked:
+                    key = json.dumps(case.key(name))
+                    if key not in known:
+                        progress(f"{path.name}, seed {seed}, load {load:g}: {name}")
+                        known[key] = _run(case, name)
+                        if options.results is not None:
+                            with options.results.open("a") as results:
+                                results.write(json.dumps({"key": key, "row": known[key]}) + "\n")
+                    yield known[key]
 
 
-def _run(trace: Trace, name: str, options: argparse.Namespace) -> Row:
-    model, machine = models()[MODEL], _machine(options.devices)
-    slot = slot_bytes(model.kv_bytes_per_token * trace.block_tokens)
-    blocks = trace.distinct_blocks
+def _known(results: Path | None) -> dict[str, Row]:
+    if results is None or not results.exists():
+        return {}
+    return {line["key"]: line["row"] for line in map(json.loads, results.read_text().splitlines())}
+
+
+def _code() -> str:
+    """A digest of the sources that a row depends on."""
+    package, found = Path(kvstored.__file__).parent, hashlib.sha256()
+    folders = (package / "simulator", package / "store", package.parents[1] / "predictor" / "kvstore_predictor")
+    for path in sorted(each for folder in folders for each in folder.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _run(case: Case, name: str) -> Row:
+    trace, speed = case.load_trace()
+    model, machine = models()[MODEL], _machine()
+    block_bytes = model.kv_bytes_per_token * trace.block_tokens
+    slot, blocks = slot_bytes(block_bytes), trace.distinct_blocks
     tiers = (("dram", max(1, round(blocks * DRAM_SHARE)) * slot), ("nvme", blocks * slot))
-    hints = Hints(seed=options.seed, pause_noise=options.pause_noise) if name.endswith(PAUSE) else NO_HINTS
+    bare, plus, pause = name.partition("+")
     settings = NodeSettings(
-        machine, model, tiers, machine.pool_bytes(model), CHAIN_HAZARD, speed=options.speed, hints=hints,
-        predictor=None if name in (NONE, ON_ARRIVAL) else _maker(name.removesuffix(PAUSE)),
+        machine, model, tiers, ENGINE_BLOCKS * block_bytes * 512 // trace.block_tokens, CHAIN_HAZARD, speed=speed,
+        hints=Hints(seed=case.seed, pause_noise=PAUSES[plus + pause]) if plus else NO_HINTS,
+        predictor=None if bare in (NONE, ON_ARRIVAL) else _maker(bare),
     )  # fmt: skip
-    plan = ORCHESTRATED if name == ON_ARRIVAL else ABLATIONS["prefetch"]
+    plan = ORCHESTRATED if bare == ON_ARRIVAL else ABLATIONS["prefetch"]
     node = serve_trace(trace, settings, plan, lambda done, total: None)
+    return {"trace": case.path.name, "seed": case.seed, "load": case.load, "predictor": name} | _measured(node)
+
+
+def _measured(node: Node) -> Row:
     visits = [visit for visit in node.served.visits if visit.is_served]
     if not visits or node.store is None:
-        raise ValueError(f"{trace.name}: no request fits the engine's memory")
+        raise ValueError(f"{node.trace.name}: no request fits the engine's memory")
     ttft_s = np.array([visit.ttft_ns for visit in visits]) / 1e9
     served_s = ttft_s - np.array([visit.queued_ns for visit in visits]) / 1e9
     status = node.store.store.prefetcher.statistics()
-    figures = status.all
+    figures, lasted_s = status.all, node.served.lasted_s
     return {
-        "trace": trace.name, "predictor": name, "requests": len(visits), "failure": status.failure,
+        "requests": len(visits), "engine": node.served.compute_busy_s / lasted_s,
+        "nvme": node.media[-1].busy_ns / 1e9 / lasted_s, "failure": status.failure,
         "ttft_mean_s": float(ttft_s.mean()), "ttft_p50_s": float(np.percentile(ttft_s, 50)),
         "exposed_mean_s": float(np.mean([visit.exposed_ns for visit in visits])) / 1e9,
-        "ttft_p95_s": float(np.percentile(ttft_s, 95)), "demand_p99_s": float(np.percentile(served_s, 99)),
-        "prefetched_bytes": figures.prefetched_bytes, "wasted_share": figures.wasted_share,
-        "precision": figures.precision, "recall": figures.recall, "spared_s_per_gb": figures.spared_s_per_gb,
+        "queue_mean_s": float((ttft_s - served_s).mean()), "ttft_p95_s": float(np.percentile(ttft_s, 95)),
+        "ttft_p99_s": float(np.percentile(ttft_s, 99)), "demand_p99_s": float(np.percentile(served_s, 99)),
+        "prefetched_bytes": figures.prefetched_bytes, "used_bytes": figures.used_bytes,
+        "wasted_bytes": figures.wasted_bytes, "late_blocks": figures.late_blocks, "spared_s": figures.spared_s,
         "standing": figures.standing.name.lower(),
     }  # fmt: skip
 
@@ -165,21 +232,11 @@ def _shipped(name: str, trace: Trace, speed: float) -> Predictor:
     return predictor
 
 
-def _machine(devices: int) -> Machine:
-    """`devices` of the profile over one NVMe of 2 GB/s."""
+def _machine() -> Machine:
+    """The profile with one NVMe of 2 GB/s."""
     machine = load_machine(PROFILE)
     nvme = replace(machine.media["nvme"], read_bytes_per_s=NVME_BYTES_PER_S, write_bytes_per_s=NVME_BYTES_PER_S)
-    many = machine.times(devices)
-    return replace(many, media={**many.media, "nvme": nvme})
-
-
-def _line(row: Row) -> list[str]:
-    return [
-        row["trace"], row["predictor"], f"{row['ttft_mean_s']:.4f}", f"{row['ttft_p50_s']:.4f}",
-        f"{row['ttft_p95_s']:.4f}", f"{row['p99_ratio']:.3f}", f"{row['gain']:.0%}",
-        f"{row['exposed_mean_s']:.4f}", f"{row['exposed_gain']:.0%}", f"{row['wasted_share']:.0%}",
-        f"{row['spared_s_per_gb']:.3f}",
-    ]  # fmt: skip
+    return replace(machine, media={**machine.media, "nvme": nvme})
 
 
 if __name__ == "__main__":

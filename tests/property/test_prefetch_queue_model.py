@@ -19,7 +19,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
         tokens = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True))
         made = [Block(100 * tenant + token, 100 + 80 * token, 1 + token % 2, 0.01) for token in tokens]
         due_s, probability = draw(st.floats(0, 20)), draw(st.floats(0.1, 1))
-        found.append(Candidate(tenant, bytes([tenant, number]), probability, due_s, due_s, made))
+        found.append(Candidate(tenant, bytes([tenant, number]), probability, due_s, due_s, due_s + 5, made))
     return found
 
 

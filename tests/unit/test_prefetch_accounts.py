@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstored.store.prefetch.accounts import (
-    CALM_MIN,
-    JUDGED_MIN,
-    PAUSE_S,
-    TRIAL_BLOCKS,
+    HALF_LIFE_S,
+    TRIED_BLOCKS,
+    UNJUDGED_BLOCKS,
     Accounts,
     Held,
     Standing,
@@ -16,22 +15,31 @@ from kvstored.store.prefetch.accounts import (
 from kvstored.telemetry import Counters
 
 NBYTES = 1000
+CHAIN = b"chain"
 
 
 def accounts_of(most_held_bytes: int = 1 << 40) -> Accounts:
     return Accounts(0.2, 0.5, most_held_bytes, Counters())
 
 
-def bring(accounts: Accounts, number: int, tenant: int = 0, now_s: float = 0.0) -> bytes:
+def bring(
+    accounts: Accounts, number: int, tenant: int = 0, now_s: float = 0.0, probability: float = 1.0, chain: bytes = CHAIN
+) -> bytes:
     key = number.to_bytes(16, "big")
-    accounts.brought(tenant, key, Held(NBYTES, 0.5, now_s + 60, now_s, ()))
+    accounts.brought(tenant, key, Held(chain, NBYTES, 0.5, now_s, (), probability), now_s + 60)
     return key
 
 
-def judge(accounts: Accounts, used: int, wasted: int, tenant: int = 0, now_s: float = 0.0) -> None:
+def may_bring(accounts: Accounts, probability: float = 1.0, tenant: int = 0, now_s: float = 0.0) -> bool:
+    return accounts.may_bring(tenant, probability, NBYTES, 0, now_s)
+
+
+def judge(
+    accounts: Accounts, used: int, wasted: int, tenant: int = 0, now_s: float = 0.0, probability: float = 1.0
+) -> None:
     """So many of each, evenly mixed."""
     for number in range(used + wasted):
-        key = bring(accounts, number, tenant, now_s)
+        key = bring(accounts, number, tenant, now_s, probability)
         if (number + 1) * wasted // (used + wasted) > number * wasted // (used + wasted):
             accounts.wasted(tenant, key, now_s, is_evicted=False)
         else:
@@ -46,7 +54,7 @@ def test_figures_say_what_became_of_what_was_brought() -> None:
     accounts.used(0, keys[0], 12.0)
     accounts.used(0, keys[1], 16.0)
     accounts.wasted(0, keys[2], 30.0, is_evicted=True)
-    accounts.late(0, NBYTES, 30.0)
+    accounts.late(0, NBYTES, 1.0, 30.0)
     found = accounts.statistics(0, demanded_blocks=2)
     assert (found.prefetched_blocks, found.used_blocks, found.late_blocks, found.wasted_blocks) == (5, 2, 1, 1)
     assert (found.waiting_blocks, found.evicted_blocks, found.prefetched_bytes) == (1, 1, 5 * NBYTES)
@@ -58,27 +66,56 @@ def test_figures_say_what_became_of_what_was_brought() -> None:
     assert accounts.statistics(1, 0).prefetched_blocks == 0
 
 
-def test_waste_raises_the_bar_then_ends_it_then_it_is_tried_again() -> None:
+def test_less_likely_chains_are_brought_as_far_as_surer_ones_earn_credit_for_them() -> None:
     accounts = accounts_of()
-    assert accounts.least_probability(0, 0.0) == 0.5
-    judge(accounts, JUDGED_MIN // 2, JUDGED_MIN // 2)
-    assert accounts.statistics(0, 0).standing is Standing.REDUCED
-    assert accounts.least_probability(0, 0.0) == 0.8
-    judge(accounts, JUDGED_MIN // 2, JUDGED_MIN // 2)
-    assert accounts.statistics(0, 0).standing is Standing.OFF
-    assert accounts.least_probability(0, PAUSE_S - 1) > 1
-    assert accounts.least_probability(0, PAUSE_S) == 0.8
-    assert accounts.may_bring(0, TRIAL_BLOCKS - 1) and not accounts.may_bring(0, TRIAL_BLOCKS)
-    judge(accounts, JUDGED_MIN // 2, JUDGED_MIN // 2, now_s=PAUSE_S)
-    assert accounts.least_probability(0, 2 * PAUSE_S) > 1, "the second pause is twice as long"
-    assert accounts.least_probability(0, 3 * PAUSE_S) == 0.8
+    for number in range(1000):  # a half of them will be waste: three in ten blocks above the limit
+        if not may_bring(accounts, 0.5):
+            break
+        bring(accounts, number, probability=0.5)
+    waited = accounts.statistics(0, 0).waiting_blocks
+    assert waited == min(UNJUDGED_BLOCKS, round(TRIED_BLOCKS / 0.3))
+    assert may_bring(accounts, 0.4999) is False, "below min_probability nothing is"
+    for number in range(waited):
+        accounts.used(0, number.to_bytes(16, "big"), 1.0)
+    judge(accounts, 400, 0, probability=0.9)
+    assert may_bring(accounts, 0.5)
 
 
-def test_little_waste_lowers_the_bar_again() -> None:
+def test_waste_stays_within_the_limit_whatever_a_predictor_says() -> None:
+    """One that is always sure, and right in half of the cases."""
     accounts = accounts_of()
-    judge(accounts, JUDGED_MIN // 2, JUDGED_MIN // 2)
-    judge(accounts, 2 * CALM_MIN, 0)
-    assert accounts.statistics(0, 0).standing is Standing.FULL
+    brought = 0
+    for number in range(20_000):
+        now_s = number * 0.1
+        if may_bring(accounts, 0.95, now_s=now_s):
+            key = bring(accounts, number, now_s=now_s, probability=0.95)
+            brought += 1
+            if number % 2:
+                accounts.used(0, key, now_s)
+            else:
+                accounts.wasted(0, key, now_s, is_evicted=False)
+    figures = accounts.statistics(0, 0)
+    assert figures.wasted_bytes <= 0.2 * figures.prefetched_bytes + 5 * TRIED_BLOCKS * NBYTES
+    assert brought < 1000 and figures.standing is Standing.OFF
+
+
+def test_a_tenant_that_was_denied_is_tried_again_later_the_more_it_wasted() -> None:
+    waited_s = []
+    for wasted in (64, 256):
+        accounts = accounts_of()
+        judge(accounts, 0, wasted)
+        assert accounts.statistics(0, 0).standing is Standing.OFF and not may_bring(accounts)
+        waited_s.append(next(now_s for now_s in range(0, 36_000, 10) if may_bring(accounts, now_s=now_s)))
+    assert HALF_LIFE_S / 2 < waited_s[0] < waited_s[1] < 6 * HALF_LIFE_S
+
+
+def test_what_guesses_are_worth_is_learned_by_their_probability() -> None:
+    accounts = accounts_of()
+    judge(accounts, 2000, 0, probability=0.95)
+    judge(accounts, 50, 350, probability=0.65)
+    assert may_bring(accounts, 0.95)
+    assert not may_bring(accounts, 0.65) and may_bring(accounts, 0.55), "another bin's"
+    assert may_bring(accounts, 0.65, now_s=4 * HALF_LIFE_S), "it may be right again"
 
 
 def test_as_much_waste_as_is_allowed_changes_nothing() -> None:
@@ -90,21 +127,42 @@ def test_as_much_waste_as_is_allowed_changes_nothing() -> None:
 def test_one_tenant_s_waste_does_not_end_it_for_another_one_that_has_none() -> None:
     accounts = accounts_of()
     judge(accounts, 4000, 0, tenant=1)
-    judge(accounts, 0, 2 * JUDGED_MIN, tenant=0)
-    assert accounts.least_probability(0, 0.0) > 1
-    assert accounts.least_probability(1, 0.0) == 0.5 and accounts.may_bring(1, 0)
+    judge(accounts, 0, 64, tenant=0)
+    assert not may_bring(accounts) and may_bring(accounts, tenant=1)
     assert accounts.statistics(None, 0).standing is Standing.OFF, "that of the tenant turned down furthest"
     assert accounts.statistics(None, 0).used_blocks == 4000 and accounts.statistics(None, 0).wasted_blocks == 64
+
+
+def test_the_more_was_used_the_more_may_wait_for_its_use() -> None:
+    accounts = accounts_of()
+    for number in range(UNJUDGED_BLOCKS):
+        assert may_bring(accounts)
+        bring(accounts, number)
+    assert not may_bring(accounts)
+    accounts.used(0, (0).to_bytes(16, "big"), 0.0)
+    assert may_bring(accounts)
+
+
+def test_blocks_wait_as_long_as_their_chain_is_held() -> None:
+    accounts = accounts_of()
+    bring(accounts, 1)
+    ((_, _, held),) = accounts.to_look_at(10)
+    hold = accounts.hold(0, CHAIN)
+    assert hold is not None and not accounts.is_over(0, held, 59.0) and accounts.is_over(0, held, 60.0)
+    hold.until_s = 90.0
+    assert not accounts.is_over(0, held, 60.0) and accounts.is_over(0, held, 90.0)
+    accounts.wasted(0, (1).to_bytes(16, "big"), 90.0, is_evicted=False)
+    assert accounts.hold(0, CHAIN) is None
 
 
 def test_what_waits_for_its_use_is_bounded() -> None:
     accounts = accounts_of(most_held_bytes=3 * NBYTES)
     for number in range(3):
-        assert accounts.may_bring(0, 0)
+        assert may_bring(accounts)
         bring(accounts, number)
-    assert not accounts.may_bring(0, 0)
+    assert not may_bring(accounts)
     accounts.used(0, (0).to_bytes(16, "big"), 1.0)
-    assert accounts.may_bring(0, 0)
+    assert may_bring(accounts)
 
 
 def test_blocks_that_wait_are_looked_at_in_turn_each_once() -> None:
@@ -122,6 +180,6 @@ def test_a_block_that_left_and_is_brought_again_is_held_once() -> None:
         key = bring(accounts, 1)
     figures = accounts.statistics(0, 0)
     assert (figures.waiting_blocks, figures.wasted_blocks, figures.evicted_blocks) == (1, 2, 2)
-    assert accounts.may_bring(0, 0)
+    assert may_bring(accounts)
     accounts.used(0, key, 1.0)
     assert accounts.statistics(None, 0).waiting_blocks == 0 and accounts.held_of(0) == {}

@@ -14,7 +14,7 @@ def blocks(first: int, count: int, source: int = SLOW, load_s: float = 0.01) -> 
 
 def chain(first: int, count: int, probability: float = 1.0, due_s: float = 0.0, **how: object) -> Candidate:
     key = first.to_bytes(16, "big")
-    return Candidate(0, key, probability, due_s, due_s, blocks(first, count, **how))  # type: ignore[arg-type]
+    return Candidate(0, key, probability, due_s, due_s, due_s + 5, blocks(first, count, **how))  # type: ignore[arg-type]
 
 
 def drained(queue: PrefetchQueue, now_s: float = 0.0) -> list[int]:

@@ -302,8 +302,12 @@ class Node:
             return
         due_in_ms = None
         if hint.due_ns is not None:
-            due_in_ms = max(0, round((hint.due_ns / self.settings.speed - answered_ns) / NS_PER_MS))
+            due_in_ms = round((hint.due_ns / self.settings.speed - answered_ns) / NS_PER_MS)
             hint = replace(hint, due_ns=None)
+            if due_in_ms < 0:  # the next request was not waiting for the answer, and has come: nothing to announce
+                if hint == ChainHint():
+                    return
+                due_in_ms = None
         self._loop.at_ns(answered_ns, store.hint, visit, hint, due_in_ms)
 
     # Time

@@ -1,12 +1,14 @@
 """What prefetch by prediction was good for, by tenant, and how much of it each tenant gets.
 
-Owns which blocks were brought and not used yet, what became of the others, and each tenant's standing. A block is
-*used* when a request comes within the horizon, *late* when the request came while it was being brought, and *wasted*
+Owns which blocks were brought and not used yet, what became of the others, and each tenant's credit. A block is
+*used* when a request comes while it is held, *late* when the request came while it was being brought, and *wasted*
 when it left the mapped tier before, or no request came. Never moves a block; times are arguments.
 
-Standing: where more than `waste_limit` of the bytes judged lately was wasted, only chains that are surely requested are
-brought; where that is still too much, none, for a while that doubles each time. Then a few blocks at a time are tried.
-A tenant's figures never decide for another one.
+Credit: of what was brought for a tenant at most `waste_limit` may be waste. What was wasted counts whole, what waits
+for its use by its risk: the chance, as guesses of that probability turned out lately, that it is not used. A block
+whose guess is probable enough in the light of that is brought if the sum stays within the limit, or a few blocks above
+it: something has to be tried first. What was judged counts half after HALF_LIFE_S, so a tenant that was denied
+everything is tried again, later the more it has wasted. A tenant's figures never decide for another one.
 """
 
 from __future__ import annotations
@@ -18,19 +20,17 @@ from enum import IntEnum
 
 from kvstored.telemetry import Counters
 
-JUDGED_MIN = 32  # blocks judged before a standing may fall,
-CALM_MIN = 256  # and before it may rise again, at first
-CALM_MAX = 16_384
-PAUSE_S, PAUSE_MAX_S = 60.0, 3600.0
-TRIAL_BLOCKS = 32  # unjudged at once, while a tenant is tried again
-WINDOW_BLOCKS = 512  # what was judged before counts half after so many
+HALF_LIFE_S, PASSED_S = 600.0, 1.0
+UNJUDGED_BLOCKS = 64  # may wait for their use at once before any was used; twice as many as were used lately, later
+TRIED_BLOCKS = 32  # may be wasted above the limit
+BINS = 10  # of probability
+BELIEVED_BLOCKS = 128.0  # judged ones outweigh what a guess says of itself; those of one chain come together
 
 
 class Standing(IntEnum):
-    FULL = 0
-    REDUCED = 1  # chains that are surely requested
-    TRIED = 2  # and few of these at once
-    OFF = 3
+    FULL = 0  # whatever is probable enough is brought
+    REDUCED = 1  # only what surely is of use
+    OFF = 2  # nothing
 
 
 @dataclass(slots=True)
@@ -75,27 +75,74 @@ class PrefetchFigures:
 
 
 @dataclass(slots=True)
+class _Bin:
+    """Blocks of guesses of about one probability, judged lately."""
+
+    used: float = 0.0
+    judged: float = 0.0
+
+    def chance(self, probability: float) -> float:
+        """That a block is used whose guess says so."""
+        return (self.used + BELIEVED_BLOCKS * probability) / (self.judged + BELIEVED_BLOCKS)
+
+
+@dataclass(slots=True)
 class _Account:
-    """`figures`: all that was counted; `used_bytes` and `wasted_bytes` are what was judged lately, in its standing."""
+    """`figures`: all that was counted. The rest decays: bytes that were used and wasted until `at_s`; of the blocks
+    that wait for their use, `held_bytes`, the expected waste is `risk_bytes`."""
 
     figures: PrefetchFigures = field(default_factory=PrefetchFigures)
-    judged: int = 0  # blocks, since the standing changed
     used_bytes: float = 0.0
     wasted_bytes: float = 0.0
-    calm: int = CALM_MIN
-    pause_s: float = PAUSE_S
-    until_s: float = 0.0  # off
+    used_blocks: float = 0.0
+    at_s: float = 0.0
+    held_bytes: int = 0
+    risk_bytes: float = 0.0
+    bins: list[_Bin] = field(default_factory=lambda: [_Bin() for _ in range(BINS)])
+
+    def pass_time(self, now_s: float) -> None:
+        if now_s - self.at_s < PASSED_S:
+            return
+        keep = 0.5 ** ((now_s - self.at_s) / HALF_LIFE_S)
+        self.used_bytes, self.wasted_bytes = keep * self.used_bytes, keep * self.wasted_bytes
+        self.used_blocks, self.at_s = keep * self.used_blocks, now_s
+        for each in self.bins:
+            each.used, each.judged = keep * each.used, keep * each.judged
+
+    def bin(self, probability: float) -> _Bin:
+        return self.bins[min(BINS - 1, int(probability * BINS))]
+
+    def risk(self, probability: float) -> float:
+        """That a block is not used whose guess says so."""
+        return 1 - self.bin(probability).chance(probability)
+
+    def has_credit(self, nbytes: int, risk_bytes: float, limit: float) -> bool:
+        """For so many bytes more, of which so many are expected to be waste."""
+        all_bytes = self.used_bytes + self.wasted_bytes + self.held_bytes + nbytes
+        return self.wasted_bytes + self.risk_bytes + risk_bytes <= limit * all_bytes + TRIED_BLOCKS * nbytes
+
+
+@dataclass(slots=True)
+class Hold:
+    """Until when the blocks of a chain wait for its request; `renewed_s`: when the policy was last asked to keep it."""
+
+    until_s: float
+    renewed_s: float
+    blocks: int = 0
 
 
 @dataclass(slots=True)
 class Held:
-    """A block that was brought, and not used yet. `slot` names its copy."""
+    """A block that was brought, and not used yet. `slot` names its copy, `chain` the guess, which said `probability`;
+    `risk_bytes`: what it counts as waste until it is judged."""
 
+    chain: bytes
     nbytes: int
     load_s: float
-    until_s: float
     landed_s: float
     slot: tuple[int, ...]
+    probability: float
+    risk_bytes: float = 0.0
 
 
 class Accounts:
@@ -108,46 +155,55 @@ class Accounts:
         self._counters = counters
         self._tenants: dict[int, _Account] = {}
         self._held: dict[int, dict[bytes, Held]] = {}  # by tenant and key
+        self._holds: dict[tuple[int, bytes], Hold] = {}  # by tenant and chain, of those of which blocks wait
         self._looked_at: deque[tuple[int, bytes, Held]] = deque()
         self._held_bytes = 0
 
     # What may be brought
 
-    def least_probability(self, tenant: int, now_s: float) -> float:
-        """That a chain must have to be brought for `tenant` now; above 1: none is."""
-        standing = self._standing(self._account(tenant), now_s)
-        if standing is Standing.OFF:
-            return 2.0
-        return self._min_probability if standing is Standing.FULL else max(self._min_probability, 1 - self._waste_limit)
-
-    def may_bring(self, tenant: int, under_way: int) -> bool:
-        """Whether one more block may be, beside so many that are under way."""
-        if self._held_bytes >= self._most_held_bytes:
+    def may_bring(self, tenant: int, probability: float, nbytes: int, under_way: int, now_s: float) -> bool:
+        """Whether a block of a chain of that probability may be, beside so many that are under way."""
+        if probability < self._min_probability or self._held_bytes >= self._most_held_bytes:
             return False
-        figures = self._account(tenant).figures
-        return figures.standing is not Standing.TRIED or figures.waiting_blocks + under_way < TRIAL_BLOCKS
+        account = self._account(tenant)
+        account.pass_time(now_s)
+        unjudged = account.figures.waiting_blocks + under_way
+        if unjudged >= UNJUDGED_BLOCKS + 2 * account.used_blocks:
+            return False
+        risk = account.risk(probability)
+        return risk <= 1 - self._min_probability and account.has_credit(nbytes, risk * nbytes, self._waste_limit)
 
-    def _standing(self, account: _Account, now_s: float) -> Standing:
-        if account.figures.standing is Standing.OFF and now_s >= account.until_s:
-            self._set(account, Standing.TRIED)
-        return account.figures.standing
+    def _standing(self, account: _Account) -> Standing:
+        """As of the last time that it was asked, or judged."""
+        for standing, probability in ((Standing.FULL, self._min_probability), (Standing.REDUCED, 1.0)):
+            if account.has_credit(1, account.risk(probability), self._waste_limit):
+                return standing
+        return Standing.OFF
 
     # What happened
 
-    def brought(self, tenant: int, key: bytes, held: Held) -> None:
-        """The block is mapped now, and no request has asked for it. One that was brought before has left meanwhile."""
+    def brought(self, tenant: int, key: bytes, held: Held, until_s: float) -> None:
+        """The block is mapped now, and no request has asked for it; it waits until then. One that was brought before
+        has left meanwhile."""
         if key in self.held_of(tenant):
             self.wasted(tenant, key, held.landed_s, is_evicted=True)
+        account = self._account(tenant)
+        account.pass_time(held.landed_s)
+        held.risk_bytes = held.nbytes * account.risk(held.probability)
+        account.risk_bytes += held.risk_bytes
+        account.held_bytes += held.nbytes
         self._held.setdefault(tenant, {})[key] = held
+        hold = self._holds.setdefault((tenant, held.chain), Hold(until_s, held.landed_s))
+        hold.until_s, hold.blocks = max(hold.until_s, until_s), hold.blocks + 1
         self._looked_at.append((tenant, key, held))
         self._held_bytes += held.nbytes
         self._counters.add("predicted_blocks")
-        figures = self._account(tenant).figures
+        figures = account.figures
         figures.waiting_blocks += 1
         figures.prefetched_blocks += 1
         figures.prefetched_bytes += held.nbytes
 
-    def late(self, tenant: int, nbytes: int, now_s: float) -> None:
+    def late(self, tenant: int, nbytes: int, probability: float, now_s: float) -> None:
         """A request came for the block while it was being brought."""
         self._counters.add("predicted_blocks")
         self._counters.add("predicted_late_blocks")
@@ -157,11 +213,19 @@ class Accounts:
         figures.prefetched_bytes += nbytes
         figures.late_blocks += 1
         figures.used_bytes += nbytes
-        self._judge(account, nbytes, now_s, is_used=True)
+        self._judge(account, nbytes, probability, now_s, is_used=True)
 
     def held_of(self, tenant: int) -> dict[bytes, Held]:
         """By key; not to be changed."""
         return self._held.get(tenant, {})
+
+    def hold(self, tenant: int, chain: bytes) -> Hold | None:
+        """Of the blocks that wait for this chain's request, if there are any."""
+        return self._holds.get((tenant, chain))
+
+    def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
+        """Whether it has waited long enough."""
+        return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:
         """A request has come for the block, and it was there."""
@@ -173,7 +237,7 @@ class Accounts:
         figures.used_bytes += held.nbytes
         figures.spared_s += held.load_s
         figures.lead_s += (now_s - held.landed_s - figures.lead_s) / figures.used_blocks
-        self._judge(account, held.nbytes, now_s, is_used=True)
+        self._judge(account, held.nbytes, held.probability, now_s, is_used=True)
 
     def wasted(self, tenant: int, key: bytes, now_s: float, *, is_evicted: bool) -> None:
         """The block has left, or its time is over."""
@@ -184,7 +248,7 @@ class Accounts:
         figures.wasted_blocks += 1
         figures.evicted_blocks += is_evicted
         figures.wasted_bytes += held.nbytes
-        self._judge(account, held.nbytes, now_s, is_used=False)
+        self._judge(account, held.nbytes, held.probability, now_s, is_used=False)
 
     def to_look_at(self, limit: int) -> list[tuple[int, bytes, Held]]:
         """Blocks that wait for their use, in turn."""
@@ -199,9 +263,10 @@ class Accounts:
     def statistics(self, tenant: int | None, demanded_blocks: int) -> PrefetchFigures:
         """A copy. None: of all tenants."""
         if tenant is None:
-            found = _sum([account.figures for account in self._tenants.values()])
+            found = _sum([self.statistics(each, 0) for each in self._tenants])
         else:
-            found = self._tenants.get(tenant, _Account()).figures
+            account = self._tenants.get(tenant, _Account())
+            found = replace(account.figures, standing=self._standing(account))
         return replace(found, demanded_blocks=demanded_blocks)
 
     @property
@@ -210,37 +275,27 @@ class Accounts:
 
     # Inside
 
-    def _judge(self, account: _Account, nbytes: int, now_s: float, *, is_used: bool) -> None:
-        account.judged += 1
-        standing = account.figures.standing
-        keep = 1 - 0.5 / WINDOW_BLOCKS
-        account.used_bytes = keep * account.used_bytes + (nbytes if is_used else 0)
-        account.wasted_bytes = keep * account.wasted_bytes + (0 if is_used else nbytes)
-        share = account.wasted_bytes / (account.used_bytes + account.wasted_bytes)
-        if standing is Standing.OFF or account.judged < JUDGED_MIN:
-            return
-        if share > self._waste_limit:
-            account.calm = min(CALM_MAX, 2 * account.calm)
-            if standing is Standing.FULL:
-                self._set(account, Standing.REDUCED)
-            else:
-                account.until_s = now_s + account.pause_s
-                account.pause_s = min(PAUSE_MAX_S, 2 * account.pause_s)
-                self._set(account, Standing.OFF)
-        elif standing is Standing.TRIED or (
-            standing is Standing.REDUCED and account.judged >= account.calm and share < self._waste_limit / 2
-        ):
-            account.pause_s = PAUSE_S
-            self._set(account, Standing(standing - 1))
-
-    def _set(self, account: _Account, standing: Standing) -> None:
-        account.figures.standing, account.judged = standing, 0
-        account.used_bytes = account.wasted_bytes = 0.0
+    def _judge(self, account: _Account, nbytes: int, probability: float, now_s: float, *, is_used: bool) -> None:
+        account.pass_time(now_s)
+        bin_ = account.bin(probability)
+        bin_.used, bin_.judged = bin_.used + is_used, bin_.judged + 1
+        if is_used:
+            account.used_bytes += nbytes
+            account.used_blocks += 1
+        else:
+            account.wasted_bytes += nbytes
 
     def _take(self, tenant: int, key: bytes) -> Held:
         held = self._held[tenant].pop(key)
         self._held_bytes -= held.nbytes
-        self._account(tenant).figures.waiting_blocks -= 1
+        hold = self._holds[tenant, held.chain]
+        hold.blocks -= 1
+        if not hold.blocks:
+            del self._holds[tenant, held.chain]
+        account = self._account(tenant)
+        account.held_bytes -= held.nbytes
+        account.risk_bytes = account.risk_bytes - held.risk_bytes if account.held_bytes else 0.0  # no rounding is kept
+        account.figures.waiting_blocks -= 1
         return held
 
     def _account(self, tenant: int) -> _Account:

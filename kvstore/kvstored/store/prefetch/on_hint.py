@@ -1,88 +1,185 @@
-"""Predicts what engines said, and nothing else: a chain is due when its engine said so.
+"""Predicts what engines said, as far as they were right before: a chain is due about when its engine said so.
 
-A hint with a due time makes a guess, with the chance that the engine gave, or certainty. The request, another hint, a
-closed session, or time ends it. Bounded: the oldest hints are forgotten.
+A hint with a due time makes a guess. Of each tenant it is remembered how late the requests came that were announced
+(`Lateness`), and how many did not come; so the guess of an engine that is always right is sure and sharp, that of one
+that is not is spread over the time in which its requests come. The request, another hint, a closed session, or time
+ends it. Bounded: the oldest hints are forgotten.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, nsmallest
-from operator import itemgetter
+from heapq import heapify, heappop, heappush, nlargest
+from itertools import count
+from math import inf
 
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
 
 HINTS_MAX = 65_536
-LATE_S = 30.0  # a request that does not come so long after it was due is not expected any more
-EARLY = 0.05  # of the time that was announced: what comes earlier than this is rare
-
+LATE_S = 30.0  # a request that does not come so long after it was due, or after twice its pause, does not come
+LOOKED_AT = 0.5  # of the time that was announced: before it has passed nothing is guessed
+SHORT_S = 5.0  # lateness is a share of the pause that was announced, or of this where that was shorter
+REMEMBERED = 128  # requests of a tenant
+AT_FIRST = (-0.05, -0.01, 0.0, 0.0, 0.0, 0.0, 0.01, 0.05, 0.5)  # taken for known before any came: engines are right
+DOUBT = 0.5  # as many more requests that will not come
+FIRST, MIDDLE = 0.1, 0.5
+TENANTS_MAX = 4096
+BEFORE_MAX = 16_384
 
 _Chain = tuple[int, bytes]
 
 
+class Lateness:
+    """How late requests came that were announced, as a share of the pause that was announced; inf: they did not."""
+
+    def __init__(self) -> None:
+        self._latest = deque(AT_FIRST)
+        self._sorted = sorted(AT_FIRST)
+
+    def add(self, share: float) -> None:
+        if len(self._latest) == REMEMBERED:
+            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
+        self._latest.append(share)
+        insort(self._sorted, share)
+
+    def between(self, after: float, until: float) -> tuple[float, float, float]:
+        """Of those that are later than `after`: the chance of at most `until`, and the lateness of a tenth and of a
+        half of these."""
+        known = self._sorted
+        begin, end = bisect_right(known, after), bisect_right(known, until)
+        if end <= begin:
+            return 0.0, inf, inf
+        first, middle = (known[begin + int(part * (end - begin))] for part in (FIRST, MIDDLE))
+        return (end - begin) / (len(known) - begin + DOUBT), first, middle
+
+
 @dataclass(frozen=True, slots=True)
 class _Due:
-    said_s: float
     due_s: float
+    pause_s: float  # that was announced
     probability: float
+    number: int
+    names: tuple[_Chain, ...]
+
+    @property
+    def scale_s(self) -> float:
+        return max(self.pause_s, SHORT_S)
+
+    @property
+    def over_s(self) -> float:
+        return self.due_s + max(LATE_S, self.pause_s)
 
 
 class OnHint(Predictor):
-    """See the module. O(log n) an event; `guesses` costs O(hints that are due within the horizon)."""
+    """See the module. O(log n) an event; `guesses` costs O(hints of which half the pause has passed)."""
 
     name = "on-hint"
 
     def __init__(self) -> None:
         self._due: OrderedDict[_Chain, _Due] = OrderedDict()
-        self._later: list[tuple[float, _Chain]] = []  # heap; what is outdated is left out when it is met
+        self._names: dict[_Chain, _Chain] = {}  # of the chains that are due: their last block, and the last but one
+        self._before: OrderedDict[_Chain, bytes] = OrderedDict()  # by the last block of a request, the last but one
+        self._later: list[tuple[float, int, _Chain]] = []  # heap; what is outdated is left out when it is met
         self._soon: dict[_Chain, None] = {}
+        self._lateness: OrderedDict[int, Lateness] = OrderedDict()
+        self._numbers = count()
 
     def requested(self, request: Request, now_s: float) -> None:
-        due = self._due
-        if due:
-            for key in request.keys:
-                due.pop((request.tenant, key), None)
+        tenant, keys = request.tenant, request.keys
+        if self._due:
+            names = self._names
+            named = dict.fromkeys(names[tenant, key] for key in keys if (tenant, key) in names)
+            came = [due for chain in named if (due := self._drop(chain)) is not None]
+            if came:  # the deepest is the request's own; of the others another was meant, perhaps
+                due = came[-1]
+                self._of(tenant).add((now_s - due.due_s) / due.scale_s)
+        if len(keys) > 1:
+            self._before[tenant, keys[-1]] = keys[-2]
+            self._before.move_to_end((tenant, keys[-1]))
+            if len(self._before) > BEFORE_MAX:
+                self._before.popitem(last=False)
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
         chain = (tenant, key)
         if hint.next_step is NextStep.CLOSED or hint.will_continue == 0.0:
-            self._due.pop(chain, None)
+            self._drop(chain)
         elif hint.due_s is not None:
-            self._due[chain] = _Due(now_s, hint.due_s, 1.0 if hint.will_continue is None else hint.will_continue)
-            self._due.move_to_end(chain)
-            heappush(self._later, (hint.due_s, chain))
-            if len(self._due) > HINTS_MAX:
-                self._due.popitem(last=False)
+            self._drop(chain)
+            if len(self._due) >= HINTS_MAX:
+                self._drop(next(iter(self._due)))
+            pause_s, chance = max(hint.due_s - now_s, 0.0), 1.0 if hint.will_continue is None else hint.will_continue
+            names = tuple((tenant, name) for name in {key, self._before.get(chain, key)})
+            self._due[chain] = due = _Due(hint.due_s, pause_s, chance, next(self._numbers), names)
+            for name in names:  # the last block may be partial: then the next request has the last but one
+                self._names[name] = chain
+            heappush(self._later, self._entry(chain, due))
             if len(self._later) > 2 * HINTS_MAX:
-                self._later = [(due.due_s, chain) for chain, due in self._due.items() if chain not in self._soon]
+                self._later = [self._entry(*each) for each in self._due.items() if each[0] not in self._soon]
                 heapify(self._later)
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         while self._later and self._later[0][0] <= now_s + horizon_s:
-            self._soon[heappop(self._later)[1]] = None
-        found: list[tuple[bool, float, float, _Chain, _Due]] = []
+            self._soon[heappop(self._later)[2]] = None
+        found: list[Guess] = []
         for chain in list(self._soon):
             due = self._due.get(chain)
-            if due is None or due.due_s + LATE_S < now_s:
-                self._due.pop(chain, None)
+            if due is None:
                 del self._soon[chain]
-            elif due.due_s <= now_s + horizon_s:
-                found.append((due.due_s < now_s, -due.probability, due.due_s, chain, due))
-        return [
-            Guess(*chain, 0, due.probability, due.due_s - EARLY * (due.due_s - due.said_s), due.due_s, 1.0)
-            for _, _, _, chain, due in nsmallest(limit, found, key=itemgetter(0, 1, 2))  # overdue ones last
-        ]
+            elif now_s > due.over_s:
+                self._drop(chain)
+                self._of(chain[0]).add(inf)
+            elif (guess := self._guess(chain, due, now_s, horizon_s)) is not None:
+                found.append(guess)
+        return nlargest(limit, found, key=lambda guess: (guess.probability, -guess.due_s, guess.key))
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        gone = [chain for chain in self._due if chain[0] == tenant] if keys is None else [(tenant, key) for key in keys]
-        for chain in gone:
-            self._due.pop(chain, None)
-            self._soon.pop(chain, None)
+        if keys is None:
+            chains = [chain for chain in self._due if chain[0] == tenant]
+            before = [name for name in self._before if name[0] == tenant]
+        else:
+            gone = {(tenant, key) for key in keys}
+            chains = [self._names[name] for name in gone if name in self._names]
+            before = [it for it, last_but_one in self._before.items() if it in gone or (it[0], last_but_one) in gone]
+        for chain in chains:
+            self._drop(chain)
+        for name in before:
+            del self._before[name]
 
     def export_state(self) -> Iterator[Piece]:
         return iter(())
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
         """There is nothing to go on from: engines say it again."""
+
+    def _guess(self, chain: _Chain, due: _Due, now_s: float, horizon_s: float) -> Guess | None:
+        scale_s = due.scale_s
+        since = (now_s - due.due_s) / scale_s
+        chance, first, middle = self._of(chain[0]).between(since, since + horizon_s / scale_s)
+        if not chance:
+            return None
+        first_s, due_s = (max(now_s, due.due_s + late * scale_s) for late in (first, middle))
+        return Guess(*chain, 0, due.probability * chance, first_s, due_s, 1.0)
+
+    def _drop(self, chain: _Chain) -> _Due | None:
+        due = self._due.pop(chain, None)
+        if due is not None:
+            self._soon.pop(chain, None)
+            for name in due.names:
+                if self._names.get(name) == chain:
+                    del self._names[name]
+        return due
+
+    def _of(self, tenant: int) -> Lateness:
+        found = self._lateness.get(tenant)
+        if found is None:
+            found = self._lateness[tenant] = Lateness()
+            if len(self._lateness) > TENANTS_MAX:
+                self._lateness.popitem(last=False)
+        return found
+
+    @staticmethod
+    def _entry(chain: _Chain, due: _Due) -> tuple[float, int, _Chain]:
+        return due.due_s - LOOKED_AT * due.pause_s, due.number, chain

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore_predictor.base import Guess
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.schema import PrefetchSection
 from kvstored.store.blocks import Residency
@@ -32,7 +33,9 @@ AGAIN_S = 2.0  # after which what a chain lacks is looked at again, at most
 PUMPED = 16  # blocks handed out in a turn: half a millisecond
 LOOKED_AT = 64  # blocks brought and not used yet, a tick
 AHEAD_BYTES = 64 << 20  # under way on a link at once
-HOUR_S = 3600.0
+SPREADS, SLACK_S = 2.0, 5.0  # a block is held so many times the distance of first and due after it was due, and so long
+HOLD_LEAST = 0.25  # what is less likely is not held any longer
+RENEWED_S = 2.0  # so often, at most, the policy is asked to keep a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class Prefetcher:
         if not self._predictor.works:
             return
         self._look_after_held()
+        self._recent.tidy()
         self.wake()
 
     def wake(self) -> None:
@@ -138,13 +142,14 @@ class Prefetcher:
         candidates: list[Candidate] = []
         left = PLANNED_BLOCKS
         for guess in guesses:
-            if guess.probability < self._accounts.least_probability(guess.tenant, now_s):
-                continue
             chain = (guess.tenant, guess.key)
+            until_s = min(now_s + self._settings.horizon_s, _until_s(guess))
+            self._hold(guess, until_s, now_s)
+            if guess.probability < self._settings.min_probability:
+                continue
             walked = former.get(chain)
             if walked is None or now_s >= walked.until_s:
-                rows = (self._residency.find(guess.tenant, key) for key in self._recent.names(*chain))
-                row = next((row for row in rows if row >= 0), -1)
+                row = self._end_of(chain)
                 if row < 0:
                     continue  # its put may come yet
                 blocks = await self._missing(row)
@@ -154,7 +159,7 @@ class Prefetcher:
             if walked.blocks:
                 blocks = walked.blocks[:left]
                 left -= len(blocks)
-                candidates.append(Candidate(*chain, guess.probability, guess.first_s, guess.due_s, blocks))
+                candidates.append(Candidate(*chain, guess.probability, guess.first_s, guess.due_s, until_s, blocks))
             if left <= 0:
                 break
         for token in self._queue.plan(candidates):
@@ -205,10 +210,12 @@ class Prefetcher:
             row = self._residency.current(block.token)
             if row < 0 or self._promoter.is_coming(row):
                 self._queue.skip(block)
-            elif not self._accounts.may_bring(candidate.tenant, self._queue.under_way):
+            elif not self._accounts.may_bring(
+                candidate.tenant, candidate.probability, block.nbytes, self._queue.under_way, now_s
+            ):
                 self._queue.drop(candidate.tenant, candidate.key)
             else:
-                pays = partial(self._pays, candidate.probability, max(1.0, candidate.due_s - now_s))
+                pays = partial(self._pays, candidate.uses_an_hour(now_s))
                 if self._promoter.prefetch_if(row, pays, partial(self._ended, candidate, block)):
                     self._queue.started(candidate, block)
                 else:
@@ -220,37 +227,57 @@ class Prefetcher:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._pump)
 
-    def _pays(self, probability: float, wait_s: float, victim: int) -> bool:
-        """Whether a block that will be used so probably, in so long, is worth more than `victim`."""
+    def _pays(self, uses_an_hour: float, victim: int) -> bool:
+        """Whether a block that is used so often, while it is held, is worth more than `victim`."""
         policy, now_ns = self._policies[MAPPED], self._clock.monotonic_ns()
         worth = policy.worth(victim, now_ns)
         if worth is None:
             return policy.residency_class(victim, now_ns) is ResidencyClass.COLD
-        return probability * HOUR_S / wait_s > worth
+        return uses_an_hour > worth
 
     def _ended(self, candidate: Candidate, block: Block, is_mapped: bool, is_late: bool) -> None:
         self._queue.ended(block.token)
         row, now_s = self._residency.current(block.token), self._now_s()
+        tenant, probability = candidate.tenant, candidate.probability
         if not is_mapped or row < 0:
             self._cancelled += 1
         elif is_late:
-            self._accounts.late(candidate.tenant, block.nbytes, now_s)
+            self._accounts.late(tenant, block.nbytes, probability, now_s)
         else:
-            until_s = max(candidate.due_s, now_s) + self._settings.horizon_s
             key = self._residency.key(row)
-            held = Held(block.nbytes, block.load_s, until_s, now_s, self._slot(candidate.tenant, key))
-            self._accounts.brought(candidate.tenant, key, held)
-            due = ChainHint(due_ns=round(candidate.due_s * NS_PER_S))  # else the policy's order evicts it first
-            self._policies[MAPPED].on_hint(candidate.tenant, row, key, due, round(now_s * NS_PER_S))
+            until_s, slot = max(candidate.until_s, now_s + SLACK_S), self._slot(tenant, key)
+            held = Held(candidate.key, block.nbytes, block.load_s, now_s, slot, probability)
+            self._accounts.brought(tenant, key, held, until_s)
+            self._keep(tenant, row, candidate.due_s, now_s)  # else the policy's order evicts it first
         self._pump_soon()
 
     # Looking after
+
+    def _hold(self, guess: Guess, until_s: float, now_s: float) -> None:
+        """What was brought for this guess is held as long as it is expected, however long its request takes."""
+        hold = self._accounts.hold(guess.tenant, guess.key)
+        if hold is None or now_s - hold.renewed_s < RENEWED_S or guess.probability < HOLD_LEAST:
+            return
+        hold.renewed_s, hold.until_s = now_s, max(hold.until_s, until_s)
+        row = self._end_of((guess.tenant, guess.key))
+        if row >= 0:
+            self._keep(guess.tenant, row, guess.due_s, now_s)
+
+    def _keep(self, tenant: int, row: int, due_s: float, now_s: float) -> None:
+        """Let the policy of the mapped tier keep the chain down to `row` until it is due."""
+        due = ChainHint(due_ns=round(due_s * NS_PER_S))
+        self._policies[MAPPED].on_hint(tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S))
+
+    def _end_of(self, chain: tuple[int, bytes]) -> int:
+        """The deepest block of the chain that is stored; -1: none that is known."""
+        rows = (self._residency.find(chain[0], key) for key in self._recent.names(*chain))
+        return next((row for row in rows if row >= 0), -1)
 
     def _look_after_held(self) -> None:
         now_s = self._now_s()
         for tenant, key, held in self._accounts.to_look_at(LOOKED_AT):
             is_evicted = self._slot(tenant, key) != held.slot
-            if is_evicted or now_s >= held.until_s:
+            if is_evicted or self._accounts.is_over(tenant, held, now_s):
                 self._accounts.wasted(tenant, key, now_s, is_evicted=is_evicted)
 
     def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
@@ -260,3 +287,8 @@ class Prefetcher:
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / NS_PER_S
+
+
+def _until_s(guess: Guess) -> float:
+    """When nearly all of its requests have come, should one come."""
+    return guess.due_s + SPREADS * (guess.due_s - guess.first_s) + SLACK_S

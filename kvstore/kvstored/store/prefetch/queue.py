@@ -24,6 +24,7 @@ MARGIN_S = 0.5  # the plan is looked at a few times a second
 LEAD = 2.0  # times the time that loading takes by itself: prefetch has only what demand leaves of a link
 ROOM_FOR_OTHERS = 2.0  # ... and as much again for what is as urgent
 BURST_S = 1.0
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chain that may be requested, and its blocks that are not mapped, in the order in which they are of use."""
+    """A chain that may be requested, and its blocks that are not mapped, in the order in which they are of use.
+    `until_s`: how long they would be held for it."""
 
     tenant: int
     key: bytes
     probability: float
     first_s: float
     due_s: float
+    until_s: float
     blocks: Sequence[Block]
+
+    def uses_an_hour(self, now_s: float) -> float:
+        """Of a block that is brought now, while it is held."""
+        held_s = self.probability * (self.due_s - now_s) + (1 - self.probability) * (self.until_s - now_s)
+        return self.probability * HOUR_S / max(1.0, held_s)
 
     @property
     def value(self) -> float:
