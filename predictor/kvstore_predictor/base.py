@@ -96,6 +96,11 @@ class Predictor(ABC):
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         """At most `limit` chains that may be requested within `horizon_s` from now, the most probable first."""
 
+    def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
+        """About `count` of the guesses, in any order, another part of them with each `turn`; in a time that does not
+        grow with the number of chains. What a calibration is learned from."""
+        return self.guesses(now_s, horizon_s, count)
+
     @abstractmethod
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         """Keep nothing that names blocks `keys` of `tenant` (None: any)."""

@@ -1,9 +1,9 @@
 """Members' guesses, calibrated and mixed: what each predicted is held against what came.
 
-Now and then the ensemble asks its members itself, for one of three horizons in turn, and notes which of the guesses
-come true. From that follow, for each member and horizon, a calibration (bins of probability, made monotone) and a
-weight (by the log loss of its calibrated guesses, decayed). A guess of one member alone is its own; of several, they
-are mixed by weight in log odds.
+Now and then the ensemble asks its members for a sample of their guesses, for one of three horizons in turn, and notes
+which of them come true. From that follow, for each member and horizon, a calibration (bins of probability, made
+monotone) and a weight (by the log loss of its calibrated guesses, decayed). A guess of one member alone is its own; of
+several, they are mixed by weight in log odds.
 
 Owns calibrations, weights and open questions. Bounded: `_NOTED` guesses a member and question, `_OPEN` questions.
 """
@@ -12,34 +12,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
 from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_predictor.generations import Generations
 from kvstore_predictor.gittins import Floats
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
-from kvstore_predictor.sessions import Sessions
+from kvstore_predictor.sessions import LOOKED_BACK, SHARED_FAN
 
 HORIZONS_S = (10.0, 60.0, 300.0)
 _EDGES: Floats = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9])
 _BINS = len(_EDGES) + 1
 _PRIOR = 10.0  # guesses that it takes in a bin for what came to count as much as what was predicted
 _DECAY = 0.98  # of what was seen, a question
-_EVERY, _EVERY_FIRST, _OPEN, _NOTED = 256, 16, 64, 128  # requests, questions, guesses
-_FOLLOWED = 1 << 13  # requests: to know which of them continue a chain
+_EVERY, _EVERY_FIRST, _FIRST, _OPEN, _NOTED = 256, 16, 512, 64, 128  # requests, requests, requests, questions, guesses
+_FOLLOWED = 1 << 13  # requests of which the last block but one is known
 _TRUST = 4.0  # how sharply log loss separates members
 Name = tuple[int, bytes]
 
 
 class _Question:
-    """`chances`: by name, what each member said (-1: nothing). `came`: those that came true."""
+    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain."""
 
-    __slots__ = ("came", "chances", "due_s", "horizon")
+    __slots__ = ("came", "due_s", "horizon", "names", "said")
 
     def __init__(self, due_s: float, horizon: int, chances: dict[Name, list[float]]) -> None:
-        self.due_s, self.horizon, self.chances = due_s, horizon, chances
-        self.came: set[Name] = set()
+        self.due_s, self.horizon = due_s, horizon
+        self.names, self.said = list(chances), list(chances.values())
+        self.came: list[float | None] = [0.0] * len(chances)
 
 
 class Ensemble(Predictor):
@@ -53,10 +56,14 @@ class Ensemble(Predictor):
         shape = (len(members), len(HORIZONS_S), _BINS)
         self._predicted, self._came, self._guessed = (np.zeros(shape) for _ in range(3))
         self._loss = np.zeros((len(members), len(HORIZONS_S), 2))  # sum and guesses
+        self._reset()
+
+    def _reset(self) -> None:
         self._open: list[_Question] = []
-        self._awaited: dict[int, dict[bytes, list[_Question]]] = {}  # by tenant and key
+        self._awaited: dict[int, dict[bytes, list[tuple[_Question, int]]]] = {}  # by tenant and key
         self._due_s = math.inf  # when the first open question is over
-        self._sessions = Sessions(_FOLLOWED)
+        self._above: Generations[Name, bytes] = Generations(_FOLLOWED)  # of a last block, the one before it,
+        self._below: Generations[Name, tuple[bytes, int]] = Generations(_FOLLOWED)  # and how many have followed that
         self._requests = self._asked = 0
 
     def requested(self, request: Request, now_s: float) -> None:
@@ -68,7 +75,8 @@ class Ensemble(Predictor):
         for member in self.members:
             member.requested(request, now_s)
         self._requests += 1
-        if self._requests % (_EVERY if self._requests > 2 * _EVERY else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
+        every = _EVERY if self._requests > _FIRST else _EVERY_FIRST
+        if self._requests % every == 0 and len(self._open) < _OPEN:
             self._ask(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
@@ -80,46 +88,53 @@ class Ensemble(Predictor):
             member.hinted(tenant, key, hint, now_s)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        gone = None if keys is None else set(keys)
+        gone = None if keys is None else list(keys)
         for member in self.members:
             member.forget(tenant, gone)
-        self._sessions.forget(tenant, gone)
-        for question in self._open:
-            for name in [each for each in question.chances if each[0] == tenant and (gone is None or each[1] in gone)]:
-                del question.chances[name]
-                question.came.discard(name)
-                self._awaited.get(tenant, {}).pop(name[1], None)
+        awaited = self._awaited.get(tenant, {})
+        for key in list(awaited) if gone is None else gone:
+            for question, at in awaited.pop(key, ()):
+                question.came[at] = None
+        for key in [key for owner, key in self._known() if owner == tenant] if gone is None else gone:
+            self._above.pop((tenant, key))
+            self._below.pop((tenant, key))
+
+    def _known(self) -> list[Name]:
+        return [name for table in (self._above, self._below) for name, _ in table.items()]
 
     # Questions of its own
 
     def _seen(self, request: Request) -> None:
         """Which awaited chains the request uses."""
-        tenant, keys, sessions = request.tenant, request.keys, self._sessions
-        prev, _ = sessions.find(tenant, keys)
-        fan, last = 0, None
-        if prev >= 0:
-            fan, last = sessions.fan_of(prev, keys), sessions.last[prev]
-            sessions.drop(prev)
-        sessions.take(tenant, keys, fan)
+        tenant, keys = request.tenant, request.keys
         awaited = self._awaited.get(tenant)
         if awaited:
-            came = [key for key in keys if key in awaited]
-            if last is not None and last in awaited:
-                came.append(last)
-            for key in came:
-                for question in awaited.pop(key, ()):
-                    question.came.add((tenant, key))  # counted when the question closes, as the others are
+            looked_at = reversed(keys) if len(keys) <= LOOKED_BACK else islice(reversed(keys), LOOKED_BACK)
+            for key in list(filter(awaited.__contains__, looked_at)):
+                for question, at in awaited.pop(key):
+                    if question.came[at] is not None:
+                        question.came[at] = 1.0
+        if len(keys) > 2:  # the first block is no session's
+            last, name = keys[-1], (tenant, keys[-2])
+            self._above[tenant, last] = name[1]
+            below = self._below.get(name)
+            if below is None or below[0] != last:
+                self._below[name] = (last, 1 if below is None else below[1] + 1)
 
     def _ask(self, now_s: float) -> None:
         horizon = self._asked % len(HORIZONS_S)
         chances: dict[Name, list[float]] = {}
         for number, member in enumerate(self.members):
-            for guess in member.guesses(now_s, HORIZONS_S[horizon], _NOTED):
+            for guess in member.sample(now_s, HORIZONS_S[horizon], _NOTED, self._asked // len(HORIZONS_S)):
                 said = chances.setdefault((guess.tenant, guess.key), [-1.0] * len(self.members))
                 said[number] = guess.probability
         question = _Question(now_s + HORIZONS_S[horizon], horizon, chances)
-        for tenant, key in chances:
-            self._awaited.setdefault(tenant, {}).setdefault(key, []).append(question)
+        for at, (tenant, key) in enumerate(question.names):
+            awaited = self._awaited.setdefault(tenant, {})
+            awaited.setdefault(key, []).append((question, at))
+            above = self._above.get((tenant, key))
+            if above is not None and (self._below.get((tenant, above)) or (b"", 0))[1] < SHARED_FAN:
+                awaited.setdefault(above, []).append((question, at))
         self._open.append(question)
         self._due_s = min(self._due_s, question.due_s)
         self._asked += 1
@@ -128,28 +143,35 @@ class Ensemble(Predictor):
 
     def _close(self, now_s: float) -> None:
         """Count what came, and what did not, of the questions whose horizon is over."""
-        for question in [each for each in self._open if each.due_s < now_s]:
-            self._open.remove(question)
-            for (tenant, key), said in question.chances.items():
-                self._score(question.horizon, said, float((tenant, key) in question.came))
-                awaited = self._awaited.get(tenant, {})
-                left = [each for each in awaited.pop(key, ()) if each is not question]
-                if left:
+        over = [each for each in self._open if each.due_s < now_s]
+        self._open = [each for each in self._open if each.due_s >= now_s]
+        for question in over:
+            self._score(question)
+        for tenant, awaited in list(self._awaited.items()):
+            for key, asked in list(awaited.items()):
+                left = [each for each in asked if each[0].due_s >= now_s]
+                if not left:
+                    del awaited[key]
+                elif len(left) < len(asked):
                     awaited[key] = left
-        for tenant in [each for each, awaited in self._awaited.items() if not awaited]:
-            del self._awaited[tenant]
+            if not awaited:
+                del self._awaited[tenant]
         self._due_s = min((each.due_s for each in self._open), default=math.inf)
 
-    def _score(self, horizon: int, said: Sequence[float], came: float) -> None:
-        for member, chance in enumerate(said):
-            if chance < 0.0:
-                continue
-            sure = float(self._calibrated(member, horizon, np.array([chance]))[0])
-            self._loss[member, horizon] += (-math.log(sure if came else 1.0 - sure), 1.0)
-            at = int(np.searchsorted(_EDGES, chance, side="right"))
-            self._predicted[member, horizon, at] += chance
-            self._came[member, horizon, at] += came
-            self._guessed[member, horizon, at] += 1.0
+    def _score(self, question: _Question) -> None:
+        horizon = question.horizon
+        kept = [at for at, came in enumerate(question.came) if came is not None]
+        if not kept:
+            return
+        came = np.array([question.came[at] for at in kept], np.float64)
+        for member, chances in enumerate(np.array([question.said[at] for at in kept]).T):
+            named = chances >= 0.0
+            said, true = chances[named], came[named]
+            sure = self._calibrated(member, horizon, said)
+            self._loss[member, horizon] += (-np.log(np.where(true > 0.0, sure, 1.0 - sure)).sum(), len(said))
+            bins = np.searchsorted(_EDGES, said, side="right")
+            for column, weights in ((self._predicted, said), (self._came, true), (self._guessed, np.ones(len(said)))):
+                column[member, horizon] += np.bincount(bins, weights, _BINS)
 
     def _calibrated(self, member: int, horizon: int, chances: Floats) -> Floats:
         """What came of guesses like these."""
@@ -206,11 +228,7 @@ class Ensemble(Predictor):
         self.members = members
         self._predicted, self._came, self._guessed = seen.copy()
         self._loss = loss.copy()
-        self._open.clear()
-        self._awaited.clear()
-        self._due_s = math.inf
-        self._sessions = Sessions(_FOLLOWED)
-        self._requests = self._asked = 0
+        self._reset()
 
 
 _CENTRES: Floats = (np.concatenate([[0.005], _EDGES]) + np.concatenate([_EDGES, [1.0]])) / 2

@@ -27,6 +27,13 @@ class Generations(Generic[K, V]):
         found = self._young.get(key)
         return self._old.get(key) if found is None else found
 
+    def renewed(self, key: K) -> V | None:
+        """As `get`; it is among the youngest from now on."""
+        found = self._young.get(key)
+        if found is None and (found := self._old.get(key)) is not None:
+            self[key] = found
+        return found
+
     def pop(self, key: K) -> V | None:
         old = self._old.pop(key, None)
         return self._young.pop(key, old)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -45,12 +46,15 @@ class _Document:
     logarithm of the seconds between two requests.
     """
 
-    __slots__ = ("depth", "key", "last_s", "mark", "mean", "number", "returns", "spread", "tail", "tenant", "uses")
+    __slots__ = (
+        "blocks", "depth", "key", "last_s", "mark", "mean", "number", "returns", "spread", "tail", "tenant", "uses",
+    )  # fmt: skip
 
     def __init__(self, tenant: int, mark: bytes, depth: int, number: int) -> None:
         self.tenant, self.mark, self.number = tenant, mark, number
         self.key, self.depth = mark, depth
-        self.tail: dict[bytes, int] = {}  # the last keys of its last request, with their depths
+        self.tail: Sequence[bytes] = ()  # the last keys of its last request, which had so many `blocks`
+        self.blocks = 0
         self.uses, self.returns, self.mean, self.spread, self.last_s = 1.0, 0.0, 0.0, _SPREAD, 0.0
 
     def used(self, now_s: float, gap_s: float) -> None:
@@ -72,6 +76,7 @@ class Markov(Predictor):
         self._max = documents_max
         self._documents: OrderedDict[Name, _Document] = OrderedDict()
         self._by_number: dict[int, _Document] = {}
+        self._by_key: dict[Name, set[bytes]] = {}  # marks of documents that end with another block than their mark
         self._marks = Generations[Name, float](4 * documents_max)
         self._history: dict[int, tuple[tuple[int, ...], float]] = {}
         self._numbers = 0
@@ -94,17 +99,28 @@ class Markov(Predictor):
             return
         document = self._document(tenant, keys[depth - 1], depth)
         document.used(now_s, now_s - last_s)
-        common = [each for each in keys[-2 * _TAIL :] if each in document.tail]
-        document.key, document.depth = keys[depth - 1], depth
-        if common and document.tail[common[-1]] > depth:
-            document.key, document.depth = common[-1], document.tail[common[-1]]
-        first = max(len(keys) - _TAIL, 0)
-        document.tail = {key: first + at + 1 for at, key in enumerate(keys[first:])}
+        self._name(document, *_end(document, keys, depth))
+        document.tail, document.blocks = keys[-_TAIL:], len(keys)
         history, before_s = self._history.pop(tenant, ((), now_s))
         self._successors.came(history, document.number, now_s - before_s)
         self._history[tenant] = ((*history, document.number)[-ORDER:], now_s)
         if len(self._history) > _TENANTS_MAX:
             del self._history[next(iter(self._history))]
+
+    def _name(self, document: _Document, key: bytes, depth: int) -> None:
+        """The end of what is requested again."""
+        if key != document.key:
+            self._unname(document)
+            if key != document.mark:
+                self._by_key.setdefault((document.tenant, key), set()).add(document.mark)
+        document.key, document.depth = key, depth
+
+    def _unname(self, document: _Document) -> None:
+        marks = self._by_key.get((document.tenant, document.key))
+        if marks is not None:
+            marks.discard(document.mark)
+            if not marks:
+                del self._by_key[document.tenant, document.key]
 
     def _document(self, tenant: int, mark: bytes, depth: int) -> _Document:
         found = self._documents.pop((tenant, mark), None)
@@ -114,24 +130,38 @@ class Markov(Predictor):
             self._numbers += 1
         self._documents[tenant, mark] = found
         if len(self._documents) > self._max:
-            _, oldest = self._documents.popitem(last=False)
-            del self._by_number[oldest.number]
+            self._drop(next(iter(self._documents)))
         return found
 
+    def _drop(self, name: Name) -> None:
+        gone = self._documents.pop(name, None)
+        if gone is not None:
+            self._unname(gone)
+            del self._by_number[gone.number]
+
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        return self._guesses(now_s, horizon_s, limit, 0, 1)
+
+    def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
+        step = max(1, len(self._documents) // (2 * count))
+        return self._guesses(now_s, horizon_s, count, turn % step, step)
+
+    def _guesses(self, now_s: float, horizon_s: float, limit: int, first: int, step: int) -> list[Guess]:
+        """Of one document in `step`, and of one tenant in `step` what follows its last requests."""
         if limit < 1:
             return []
+        documents = list(islice(self._documents.values(), first, None, step))
+        histories = list(islice(self._history.values(), first % len(self._history) if self._history else 0, None, step))
         found: dict[Name, Guess] = {}
-        for each in (*self._again(now_s, horizon_s, limit), *self._next(now_s, horizon_s)):
+        for each in (*self._again(documents, now_s, horizon_s, limit), *self._next(histories, now_s, horizon_s)):
             name = (each.tenant, each.key)
             if name not in found or each.probability > found[name].probability:
                 found[name] = each
         ranked = sorted(found.values(), key=lambda each: (-each.probability, each.tenant, each.key))
         return ranked[:limit]
 
-    def _again(self, now_s: float, horizon_s: float, limit: int) -> Iterator[Guess]:
+    def _again(self, documents: Sequence[_Document], now_s: float, horizon_s: float, limit: int) -> Iterator[Guess]:
         """The most probable by the documents' own intervals."""
-        documents = list(self._documents.values())
         if not documents:
             return
         columns = np.array([(each.mean, each.spread, each.last_s, each.returns, each.uses) for each in documents])
@@ -151,10 +181,12 @@ class Markov(Predictor):
             first_s, due_s = (now_s + min(max(each_s, 0.0), horizon_s) for each_s in in_s)
             yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
 
-    def _next(self, now_s: float, horizon_s: float) -> Iterator[Guess]:
+    def _next(
+        self, histories: Sequence[tuple[tuple[int, ...], float]], now_s: float, horizon_s: float
+    ) -> Iterator[Guess]:
         """By what follows what was requested last."""
         slope = _SLOPE / _STEP_SPREAD
-        for history, last_s in self._history.values():
+        for history, last_s in histories:
             waited_s = now_s - last_s
             for follower in self._successors.ahead(history, waited_s + horizon_s):
                 each = self._by_number.get(follower.symbol)
@@ -172,17 +204,17 @@ class Markov(Predictor):
                 yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        gone = None if keys is None else set(keys)
-        for name, each in list(self._documents.items()):
-            if name[0] == tenant and (gone is None or each.mark in gone or each.key in gone):
-                del self._documents[name], self._by_number[each.number]
-            elif name[0] == tenant and gone is not None:
-                each.tail = {key: depth for key, depth in each.tail.items() if key not in gone}
-        if gone is None:
+        if keys is None:
             self._history.pop(tenant, None)
-            gone = {key for owner, key in [name for name, _ in self._marks.items()] if owner == tenant}
-        for key in gone:
-            self._marks.pop((tenant, key))
+            for name in [each for each in self._documents if each[0] == tenant]:
+                self._drop(name)
+            keys = [name[1] for name, _ in self._marks.items() if name[0] == tenant]
+        for key in keys:
+            name = (tenant, key)
+            self._marks.pop(name)
+            self._drop(name)
+            for mark in list(self._by_key.get(name, ())):
+                self._drop((tenant, mark))
 
     # Over a restart
 
@@ -212,10 +244,11 @@ class Markov(Predictor):
         about = state.get("numbers", np.zeros(0))
         if about.shape != (2,) or about[0] != FORMAT:
             raise ValueError("the state of another version")
-        self._numbers, self._documents, self._by_number = int(about[1]), OrderedDict(), {}
+        self._numbers, self._documents, self._by_number, self._by_key = int(about[1]), OrderedDict(), {}, {}
         for tenant, mark, key, depth, number, *learned, last_s in state["documents"].tolist()[-self._max :]:
             each = _Document(tenant, mark, depth, number)
-            each.key, each.last_s = key, last_s + later_s
+            self._name(each, key, depth)
+            each.last_s = last_s + later_s
             each.uses, each.returns, each.mean, each.spread = learned
             self._documents[tenant, mark] = self._by_number[number] = each
         self._marks = Generations(4 * self._max)
@@ -227,6 +260,17 @@ class Markov(Predictor):
         }
         self._successors = Successors(4 * self._max)
         self._successors.restore(state["followers"])
+
+
+def _end(document: _Document, keys: Sequence[bytes], depth: int) -> tuple[bytes, int]:
+    """The deepest block near the ends of this request and the last one of `document` that both have, and its depth; or
+    that at `depth`."""
+    tail = document.tail
+    for key in keys[: -2 * _TAIL - 1 : -1]:
+        if key in tail:
+            found = document.blocks - len(tail) + 1 + tail.index(key)
+            return (key, found) if found > depth else (keys[depth - 1], depth)
+    return keys[depth - 1], depth
 
 
 def _come_by(ages_s: Floats, mean: Floats, slope: Floats | float) -> Floats:

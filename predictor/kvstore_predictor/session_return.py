@@ -32,6 +32,7 @@ _DECAY = 0.9995  # of the tables' counts, a request
 _RENEW_MIN, _RENEW_MAX, _RENEW_SHARE = 50, 2000, 4  # requests; a quarter more than before
 _AGED, _LOGGED, _EVERY = 2048, 128, 4  # slots of a slice; entries; one request in four does a slice
 _LEAST = 0.002  # a guess of less is none
+_LIVE_SHARE = 8  # slots that a sample looks at for each of its guesses
 _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
 
@@ -172,13 +173,26 @@ class SessionReturn(Predictor):
     # Answers
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        return self._guesses(now_s, horizon_s, limit, 0, 1)
+
+    def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
+        step = max(1, min(self.sessions.slots, self.requests) // (_LIVE_SHARE * count))
+        return self._guesses(now_s, horizon_s, count, turn % step, step)
+
+    def _guesses(self, now_s: float, horizon_s: float, limit: int, begin: int, step: int) -> list[Guess]:
+        """Of the slots `begin`, `begin + step`, and so on."""
         sessions = self.sessions
         used_s, due_s = np.frombuffer(sessions.used_s), np.frombuffer(sessions.due_s)
-        is_live = np.frombuffer(sessions.live, np.bool_)
-        is_due = (due_s > now_s - _LATE_S) & (due_s > 0.0)
-        slots: Ints = np.flatnonzero(is_live & ((used_s > now_s - END_S) | is_due))
+        is_live, used, due = (
+            np.frombuffer(sessions.live, np.bool_)[begin::step],
+            used_s[begin::step],
+            due_s[begin::step],
+        )
+        is_due = (due > now_s - _LATE_S) & (due > 0.0)
+        slots: Ints = begin + step * np.flatnonzero(is_live & ((used > now_s - END_S) | is_due))
         if not len(slots) or limit < 1:
             return []
+        is_due = due_s[slots] > max(now_s - _LATE_S, 0.0)
         hints = np.frombuffer(sessions.hint, np.uint8)[slots]
         classes, rows = np.unique(np.frombuffer(sessions.cell, np.int32)[slots] * 256 + hints, return_inverse=True)
         cells, said = np.divmod(classes.astype(np.int64), 256)
@@ -186,7 +200,7 @@ class SessionReturn(Predictor):
         ages_s = np.maximum(now_s - used_s[slots], 0.0)
         before = at_age(table, rows, ages_s)
         chances = chance(before, at_age(table, rows, ages_s + horizon_s))
-        queued = is_due[slots] & (due_s[slots] <= now_s + horizon_s)
+        queued = is_due & (due_s[slots] <= now_s + horizon_s)
         chances[queued] = np.maximum(chances[queued], _DUE_CHANCE)
         picked = np.flatnonzero(chances >= _LEAST)
         if len(picked) > 2 * limit:

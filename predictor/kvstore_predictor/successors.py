@@ -35,26 +35,30 @@ class Successors:
     """See the module."""
 
     def __init__(self, contexts_max: int) -> None:
-        self._of = Generations[tuple[int, ...], dict[int, tuple[float, float]]](contexts_max)  # counts and mean gaps
+        self._of = Generations[tuple[int, ...], dict[int, list[float]]](contexts_max)  # counts and mean gaps
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def came(self, history: Sequence[int], symbol: int, gap_s: float) -> None:
+    def came(self, history: tuple[int, ...], symbol: int, gap_s: float) -> None:
         """`symbol` came `gap_s` after the last symbol of `history`."""
         of = self._of
         for length in range(1, len(history) + 1):
-            context = tuple(history[-length:])
-            followers = of.pop(context)
+            context = history[-length:]
+            followers = of.renewed(context)
             if followers is None:
-                followers = {}
-            for other, (count, mean) in followers.items():
-                followers[other] = (count * _DECAY, mean)
-            count, mean = followers.get(symbol, (0.0, gap_s))
-            if not count and len(followers) >= _FOLLOWERS:
-                del followers[min(followers, key=lambda each: followers[each][0])]
-            followers[symbol] = (count + 1.0, mean + (gap_s - mean) / min(count + 1.0, 8.0))
-            of[context] = followers
+                of[context] = {symbol: [1.0, gap_s]}
+                continue
+            for each in followers.values():
+                each[0] *= _DECAY
+            known = followers.get(symbol)
+            if known is None:
+                if len(followers) >= _FOLLOWERS:
+                    del followers[min(followers, key=lambda each: followers[each][0])]
+                followers[symbol] = [1.0, gap_s]
+            else:
+                known[0] += 1.0
+                known[1] += (gap_s - known[1]) / min(known[0], 8.0)
 
     def next(self, history: Sequence[int]) -> list[Follower]:
         """What may come after `history`, by the longest contexts first."""
@@ -103,5 +107,5 @@ class Successors:
         for context, symbol, count, gap_s in rows.tolist():
             known = tuple(int(each) for each in context if each >= 0)
             followers = self._of.get(known) or {}
-            followers[symbol] = (count, gap_s)
+            followers[symbol] = [count, gap_s]
             self._of[known] = followers

@@ -151,6 +151,29 @@ def test_it_goes_on_from_a_state(make: Callable[[], Predictor]) -> None:
     assert ask(first, now_s + 52.0) == ask(second, now_s + 52.0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_imported_state_is_exported_unchanged(make: Callable[[], Predictor], seed: int) -> None:
+    before, after = make(), make()
+    drive(before, requests=500, seed=seed)
+    state = state_of(before)
+    after.import_state(state, 0.0)
+    again = state_of(after)
+    assert set(again) == set(state)
+    for name, array in state.items():
+        assert array.dtype == again[name].dtype, name
+        assert sorted(row.tobytes() for row in array) == sorted(row.tobytes() for row in again[name]), name
+
+
+def test_a_sample_has_guesses_and_turns_to_others(make: Callable[[], Predictor]) -> None:
+    predictor = make()
+    now_s = drive(predictor, requests=1500)
+    known = {(each.tenant, each.key): each.probability for each in ask(predictor, now_s)}
+    named = [{(each.tenant, each.key) for each in predictor.sample(now_s, 60.0, 4, turn)} for turn in range(64)]
+    assert all(len(each) <= 4 for each in named)
+    assert set().union(*named) <= set(known)
+    assert set().union(*named)
+
+
 def test_a_state_of_another_version_changes_nothing(make: Callable[[], Predictor]) -> None:
     predictor = make()
     now_s = drive(predictor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,22 @@ def keys(session: int, blocks: list[int]) -> list[bytes]:
     return [b"prompt" + bytes([at] * 10) for at in range(PROMPT)] + [
         bytes([session, at]) + number.to_bytes(14, "big") for at, number in enumerate(blocks)
     ]
+
+
+def check_deletion(sessions: Sessions) -> None:
+    """No chain is left under the name of a block that was deleted, be it its last or the one before."""
+    names = [
+        (sessions.tenant[slot], key)
+        for slot in range(SLOTS)
+        for key in (sessions.last[slot], sessions.above[slot])
+        if key is not None
+    ]
+    for tenant, key in names:
+        after = deepcopy(sessions)
+        after.forget(tenant, [key])
+        left = [(after.tenant[slot], each[slot]) for slot in range(SLOTS) for each in (after.last, after.above)]
+        assert (tenant, key) not in left
+        assert sum(after.live) == sum(sessions.live) - 1
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,4 +72,5 @@ def test_a_request_continues_the_last_of_its_session(steps: list[tuple[int, int,
         sessions.length[slot] = len(wanted)
         known[name], taken[name] = blocks, number
         assert sum(sessions.live) <= SLOTS
+        check_deletion(sessions)
         assert len(sessions.marks()) <= 2 * SLOTS + 8
