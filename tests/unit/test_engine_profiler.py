@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.errors import OperationError
 from kvstore_engine.profiler import FanOut, Profiler, TraceFile, TracingObserver
+from kvstore_engine.restore.record import RestorationRecord, Work
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, twin_pool
 
@@ -175,6 +177,22 @@ class TestTrace:
         assert {"restore (daemon)", "store", "swap out", "swap in"} <= lanes
         (out,) = (event for event in events if event["ph"] == "X" and event["name"] == "swapped out")
         assert (out["ts"], out["dur"]) == (1e6, 1.1e6)
+
+    def test_a_restoration_draws_both_pointers(self, tmp_path: Path) -> None:
+        observer = TracingObserver(tmp_path / "trace.json")
+        observer.queued("r", 1.0)
+        work = (Work("compute", 0, 64, 2.0, 2.5), Work("load", 192, 64, 2.0, 2.25), Work("load", 128, 64, 2.25, 2.5))
+        names = {field.name: 0 for field in fields(RestorationRecord)}
+        record = RestorationRecord(**{**names, "request_id": "r", "plan": "tokens", "work": work})  # type: ignore[arg-type]
+        observer.restoration(record)
+        observer.close()
+        spans = [event for event in read(tmp_path / "trace.json") if event["ph"] == "X"]
+        assert [(span["name"], span["args"]["position"]) for span in spans] == [
+            ("compute 64", 0),
+            ("load 64", 192),
+            ("load 64", 128),
+        ]
+        assert spans[0]["tid"] != spans[1]["tid"] == spans[2]["tid"]
 
     def test_a_path_that_cannot_be_written_is_reported_in_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(OperationError, match="cannot write the trace"):

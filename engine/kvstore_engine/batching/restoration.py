@@ -213,7 +213,7 @@ class Restoration:
             first_token=self.begin * self.size,
             mapped=self.next_mapped - self.begin if self.is_answered else 0,
             chunks=0 if self.prefix is None else len(self.prefix.tiers),
-            tiers=Counter(self.prefix.tiers) if self.prefix is not None else {},
+            tiers=dict(Counter(self.prefix.tiers)) if self.prefix is not None else {},
             predicted_s=0.0 if self.plan is None else self.plan.finish_s,
             predicted_load_s=self.alone[0],
             predicted_compute_s=self.alone[1],

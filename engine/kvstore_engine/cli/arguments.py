@@ -44,8 +44,30 @@ def parser() -> Parser:
     _add_fetch(commands)
     _add_info(commands)
     add_serve(commands, models=_MODELS, exit_codes=_EXIT_CODES)
+    _add_restorations(commands)
     add_bench(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     return top
+
+
+def _add_restorations(commands: Commands) -> None:
+    command = commands.add_parser(
+        "restorations",
+        help="show the last restorations of a running server",
+        description="Show what the last restorations of a `kvengine serve` planned and did, the latest first.",
+        epilog=f"""examples:
+  kvengine restorations
+  kvengine restorations --url http://127.0.0.1:8080 --last 1 --json
+
+{_EXIT_CODES}""",
+    )
+    command.add_argument(
+        "--url", default="http://127.0.0.1:8080", metavar="URL", help="the server (default http://127.0.0.1:8080)"
+    )
+    command.add_argument("--last", type=int, default=10, metavar="N", help="how many (default 10; the server keeps 64)")
+    command.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the key that the server wants, in the first line of FILE"
+    )
+    command.add_argument("--json", action="store_true", help="the records as a JSON list")
 
 
 def _add_generate(commands: Commands) -> None:

@@ -1,7 +1,8 @@
 """The engine's activity as a trace: a track for each sequence, each lane and each worker.
 
 Owns what is drawn where. Sequences: waiting, each chunk of the prompt, decoding, being swapped out. Lanes: what was
-restored and swapped. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
+restored and swapped, and for each restoration what steps computed of it, from the front, and what was loaded, from the
+back. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
 A sequence's track is its own from the moment it was queued, and used again by one that was queued after it had ended.
 Invariant: what is drawn on a sequence's track never overlaps; a chunk of a step in which it was admitted begins there.
 """
@@ -16,6 +17,7 @@ from typing import Literal
 from kvstore_engine.batching.events import Reason, Usage
 from kvstore_engine.batching.observer import Observer, StepRecord
 from kvstore_engine.profiler.trace_file import TraceFile
+from kvstore_engine.restore.record import RestorationRecord
 
 SEQUENCES, LANES, WORKERS = "sequences", "lanes", "workers"
 _FLUSH_STEPS = 64  # what a killed server loses at most
@@ -65,6 +67,16 @@ class TracingObserver(Observer):
             drawn.until_s = max(t, drawn.until_s)
         else:
             self._file.instant(drawn.track, f"restored {source}", t, tokens=tokens)
+
+    def restoration(self, record: RestorationRecord) -> None:
+        drawn = self._drawn.get((record.request_id, record.index))
+        if drawn is None:
+            return
+        details = {"request": record.request_id, "plan": record.plan}
+        for work in record.work:
+            track = self._file.track(LANES, f"sequence {drawn.number}: restore, {work.kind}")
+            place = {"position": work.first}
+            self._file.span(track, f"{work.kind} {work.tokens}", work.begin_s, work.end_s, **details, **place)
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
         details = {"request": request_id, "answer": index, "stored": not reason}

@@ -17,9 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvstore_engine.restore.record import RECORDS
 from kvstore_engine.server import chat, completions, texts
 from kvstore_engine.server.answers import Answers
-from kvstore_engine.server.api_errors import ApiError, failed, unavailable
+from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
 from kvstore_engine.server.body import read_fields
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.metrics import CONTENT_TYPE
@@ -43,6 +44,7 @@ def application(service: Service) -> Starlette:
         Route("/detokenize", endpoints.converting(texts.detokenize), methods=["POST"]),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
+        Route("/restorations", endpoints.restorations),
         Route("/health", endpoints.health),
         Route("/metrics", endpoints.metrics),
     ]
@@ -97,6 +99,15 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         status, value = await health(self._service, in_detail=request.state.is_known)
         return json_response(value, status)
+
+    async def restorations(self, request: Request) -> Response:
+        last = request.query_params.get("last", str(RECORDS))
+        if not last.isdecimal() or len(last) > 9:
+            raise invalid(f"last={last!r} is not a number")
+        records = await self._service.engine.restorations(int(last))
+        if records is None:
+            raise unavailable("the engine does not answer now: try again in a moment")
+        return json_response({"restorations": records})
 
     async def metrics(self, request: Request) -> Response:
         engine = self._service.engine

@@ -119,11 +119,19 @@ class EngineClient:
 
     async def status(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
         """The scheduler's report; None if it does not arrive within the time."""
+        return await self._ask({"op": "status"}, timeout_s)
+
+    async def restorations(self, last: int, timeout_s: float = 5.0) -> list[dict[str, Any]] | None:
+        """The records of the last restorations, the latest first; None as `status`."""
+        answer = await self._ask({"op": "restorations", "last": last}, timeout_s)
+        return None if answer is None else answer["restorations"]
+
+    async def _ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         if self.state != "ready" or self._writer is None:
             return None
         number = next(self._numbers)
         future = self._statuses[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frames.encode({"op": "status", "seq": number}))
+        self._writer.write(frames.encode({**question, "seq": number}))
         try:
             return await asyncio.wait_for(future, timeout_s) or None
         except TimeoutError:

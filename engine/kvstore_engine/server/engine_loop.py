@@ -92,6 +92,9 @@ class EngineLoop:
                     self._add(serving, header, blob)
                 case "cancel":
                     serving.engine.cancel(header["id"])
+                case "restorations":
+                    records = serving.engine.restorations.last(header["last"])
+                    self.send({"status": header["seq"], "restorations": [each.as_json() for each in records]})
                 case "status":
                     self.send({"status": header["seq"], **self._status(serving)})
 
@@ -117,4 +120,5 @@ class EngineLoop:
             "worker": {"pid": executor.pid, "deaths": executor.deaths},
             "kvstore": serving.sessions.state() if serving.sessions else "off",
             "counters": asdict(self._counters),
+            "restored": asdict(serving.engine.restorations.totals),
         }

@@ -2,7 +2,7 @@
 
 Owns the translation between the engine's values and JSON.
 
-HTTP to scheduler: add (with the prompt's tokens as blob), cancel, status.
+HTTP to scheduler: add (with the prompt's tokens as blob), cancel, status, restorations (answered like status).
 scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, status, worker.
 """
 

@@ -95,6 +95,13 @@ class _Now(Collector):
         yield _counter("preemptions", "Running sequences that lost their blocks.", counters["preemptions"])
         yield _counter("swaps", "Preemptions by copying the blocks out.", counters["swaps"])
         yield _counter("worker_deaths", "ggml processes that died.", status["worker"]["deaths"])
+        restored = status["restored"]
+        yield _labelled("restorations", "Restorations by plan.", "plan", restored["by_plan"])
+        yield _labelled(
+            "restored_chunks", "Stored blocks of prompts by how they were restored.", "how", restored["chunks"]
+        )
+        yield _counter("restore_predicted_seconds", "Predicted time of restoring.", restored["predicted_s"])
+        yield _counter("restore_seconds", "Time that the same restorations took.", restored["actual_s"])
         for name, count in status["sequences"].items():
             yield _gauge(f"sequences_{name}", f"Sequences that are {name}.", count)
         yield _gauge("pool_blocks", "Blocks of the K/V pool.", pool["blocks"])
@@ -105,6 +112,13 @@ class _Now(Collector):
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"kvengine_{name}", text, value)
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"kvengine_{name}", text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

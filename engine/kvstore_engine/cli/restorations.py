@@ -1,0 +1,67 @@
+"""`kvengine restorations`: what the last restorations of a running server planned and did.
+
+Owns the request and the table. The server keeps the records (`restore.record`).
+"""
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvstore_console.table import render_table
+from kvstore_engine.errors import OperationError, UsageError
+
+_TIMEOUT_S = 10.0
+_HEADINGS = ["request", "plan", ">DRAM", ">loaded", ">computed", ">lost", ">predicted", ">took", ">link", ">compute"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show them; OperationError if the server does not answer."""
+    if options.last < 1:
+        raise UsageError(f"--last must be at least 1, got {options.last}")
+    records = _ask(options.url, options.last, _key(options.api_key_file))
+    if options.json:
+        print(json.dumps(records))
+    elif records:
+        print(render_table(_HEADINGS, [_cells(record) for record in records]))
+        print("DRAM, loaded, computed, lost: stored blocks; link, compute: share of the time that each worked")
+    else:
+        print("nothing has been restored yet")
+    return 0
+
+
+def _key(path: Path | None) -> str:
+    """The key in the first line of `path`; none without a file."""
+    try:
+        return "" if path is None else path.read_text().partition("\n")[0].strip()
+    except OSError as error:
+        raise UsageError(f"cannot read the key in {path}: {error.strerror}") from None
+
+
+def _ask(url: str, last: int, key: str) -> list[dict[str, Any]]:
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is not a server's address: http://HOST:PORT")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/restorations?last={last}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            records: list[dict[str, Any]] = json.load(response)["restorations"]
+    except urllib.error.HTTPError as error:
+        raise OperationError(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise OperationError(f"{url} cannot be asked: {error}") from None
+    return records
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    actual_s = record["actual_s"]
+    counts = [str(record[name]) for name in ("mapped", "loaded", "computed", "lost")]
+    times = [_ms(record["predicted_s"]), "" if actual_s is None else _ms(actual_s)]
+    shares = [f"{record[f'{name}_busy_s'] / actual_s:.0%}" if actual_s else "" for name in ("load", "compute")]
+    return [f"{record['request_id']}/{record['index']}", record["plan"] or "DRAM", *counts, *times, *shares]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
