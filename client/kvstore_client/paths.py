@@ -46,3 +46,15 @@ def explain_unreachable(path: Path, error: OSError) -> str:
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return f"the daemon at {path.parent} does not answer (stopped or overloaded)"
     return f"cannot connect to {path}: {error.strerror or error}"
+
+
+def cache_directory() -> Path:
+    """Where connectors keep what they can learn again: `$XDG_CACHE_HOME/kvstored`, or below `~/.cache`."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "kvstored"
+
+
+def costs_file(fingerprint_digest: bytes) -> Path:
+    """What loading and computing cost with one engine and model (`restore/choice.py`)."""
+    return cache_directory() / f"costs-{fingerprint_digest.hex()[:32]}.json"

@@ -57,7 +57,7 @@ def open_session(daemon: RunningDaemon, model: PreTrainedModel, **options: Any) 
 
 def new_cache(session: Session, model: PreTrainedModel) -> KVStoreCache:
     """One that waits long for the daemon: the machines that run tests are busy."""
-    return KVStoreCache(session, model, deadline_s=20.0)
+    return KVStoreCache(session, model, deadline_s=20.0, always_load=True)
 
 
 def stored(session: Session, model: PreTrainedModel, ids: torch.Tensor, **asked: Any) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_the_answer_is_the_one_without_a_store(session: Session, model: PreTrain
 def test_a_socket_directory_is_enough(daemon: RunningDaemon, session: Session, model: PreTrainedModel) -> None:
     ids = prompt(80, seed=1)
     expected = stored(session, model, ids)
-    cache = KVStoreCache(daemon.socket_dir, model, deadline_s=20.0)
+    cache = KVStoreCache(daemon.socket_dir, model, deadline_s=20.0, always_load=True)
     assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
     assert cache.report.restored_tokens == 79
 
@@ -302,7 +302,7 @@ import sys
 from kvstore_client.hooks.transformers import KVStoreCache
 from tests.reference.tiny_transformers import prompt, tiny_model
 model = tiny_model()
-cache = KVStoreCache(sys.argv[1], model, deadline_s=20.0)
+cache = KVStoreCache(sys.argv[1], model, deadline_s=20.0, always_load=True)
 model.generate(prompt(160, seed=17), past_key_values=cache, max_new_tokens=1, do_sample=False)
 """
 

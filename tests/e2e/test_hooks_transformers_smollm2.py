@@ -61,12 +61,12 @@ def test_a_real_model_answers_the_same_from_what_is_stored(
     asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     options: dict[str, Any] = {"deadline_s": 20.0, "staging_bytes": 16 << 20, "required": True}
     with kvstore_session(model, daemon.socket_dir, **options) as session:
-        first = KVStoreCache(session, model, deadline_s=20.0)
+        first = KVStoreCache(session, model, deadline_s=20.0, always_load=True)
         cold = model.generate(tokens, past_key_values=first, **asked)
         assert first.flush(60)
         assert first.report.store_reason == ""
     with kvstore_session(model, daemon.socket_dir, **options) as session, torch.no_grad():
-        cache = KVStoreCache(session, model, deadline_s=20.0)
+        cache = KVStoreCache(session, model, deadline_s=20.0, always_load=True)
         logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
         held = tokens.shape[1] // session.block_tokens * session.block_tokens
         assert cache.report.restored_tokens == held > 500
@@ -79,7 +79,7 @@ def test_a_real_model_answers_the_same_from_what_is_stored(
             assert torch.equal(ours.values, theirs.values)
         if model.dtype == torch.float32:  # in bf16 another split alone may change tokens, without any store
             plain = model.generate(tokens, **asked)
-            again = KVStoreCache(session, model, deadline_s=20.0)
+            again = KVStoreCache(session, model, deadline_s=20.0, always_load=True)
             warm = model.generate(tokens, past_key_values=again, **asked)
             assert again.report.restored_tokens == held
             assert torch.equal(cold, plain)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +18,9 @@ from transformers import DynamicCache
 
 from kvstore_client.hooks.transformers.fingerprint import KVShape
 from kvstore_client.hooks.transformers.layers import KVStack, gather
+from kvstore_client.hooks.transformers.layerwise import LayerCopy
 from kvstore_client.hooks.transformers.restore import Wanted, restore
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from tests.reference.memory_session import MemorySession
 
@@ -146,9 +151,12 @@ def _stored(tokens: int) -> tuple[Session, KVStack, np.ndarray]:
 
 
 def _restore(session: Session, ids: np.ndarray, *, most: int, token_s: float | None = None) -> tuple[KVStack, int, str]:
-    stack = KVStack(_shape(torch.float32))
+    stack, choice = KVStack(_shape(torch.float32)), LoadChoice()
+    if token_s is not None:
+        for tokens in (10, 20, 40) * 5:
+            choice.observe_compute(0, tokens, token_s * tokens)
     wanted = Wanted(ids, 0, most, BLOCK, torch.device("cpu"))
-    restored = restore(session, stack, wanted, deadline_s=1.0, token_s=token_s)
+    restored = restore(session, stack, wanted, choice, deadline_s=1.0)
     assert all(lease.released for lease in session.leases)
     assert all(layer.get_seq_length() == restored.tokens for layer in stack.layers)
     return stack, restored.tokens, restored.reason
@@ -176,3 +184,57 @@ def test_slower_tiers_are_waited_for_if_computing_is_slower(token_s: float | Non
     _, tokens, reason = _restore(session, ids, most=19, token_s=token_s)
     assert tokens == restored
     assert ("computing is faster" in reason) == (restored == 8)
+
+
+class Gate:
+    """Copies a layer once it may; `valid` is what the lease says at the end."""
+
+    def __init__(self, *, valid: bool = True, fails_at: int | None = None) -> None:
+        self.valid, self.fails_at = valid, fails_at
+        self.may, self.copied, self.closed = threading.Semaphore(0), list[int](), 0
+
+    def __call__(self, layer: int) -> None:
+        assert self.may.acquire(timeout=20)
+        if layer == self.fails_at:
+            raise OSError("the memory is gone")
+        self.copied.append(layer)
+
+    def start(self) -> LayerCopy:
+        held = ExitStack()
+        held.callback(lambda: setattr(self, "closed", self.closed + 1))
+        return LayerCopy(3, self, self, held).start()
+
+
+def test_a_layer_may_be_read_before_the_next_one_is_there() -> None:
+    gate = Gate()
+    copying = gate.start()
+    gate.may.release()
+    copying.wait(0)
+    assert gate.copied == [0] and not gate.closed
+    gate.may.release(2)
+    copying.wait(2)
+    assert copying.finish() and copying.finish()
+    assert gate.copied == [0, 1, 2] and gate.closed == 1
+
+
+@pytest.mark.parametrize("gate", [Gate(valid=False), Gate(fails_at=1)])
+def test_a_copy_that_failed_keeps_no_layer_waiting_and_says_so(gate: Gate) -> None:
+    copying = gate.start()
+    gate.may.release(3)
+    copying.wait(2)
+    assert not copying.finish()
+    assert gate.closed == 1
+
+
+def test_layers_that_are_copied_one_by_one_are_those_that_are_copied_at_once() -> None:
+    source, _ = _filled(_shape(torch.float32), [22])
+    payloads = _blocks(source, 20)
+    once, singly = KVStack(source.shape), KVStack(source.shape)
+    for stack, parts in ((once, [slice(None)]), (singly, [slice(0, 1), slice(1, 2)])):
+        stack.reserve(20, torch.device("cpu"))
+        for layers in parts:
+            stack.scatter(payloads[1:], BLOCK, 6, 19, layers)
+        stack.extend_to(19)
+    for one, other in zip(once.layers, singly.layers, strict=True):
+        assert torch.equal(one.keys[:, :, 6:], other.keys[:, :, 6:])
+        assert torch.equal(one.values[:, :, 6:], other.values[:, :, 6:])

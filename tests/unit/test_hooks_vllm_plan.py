@@ -45,7 +45,9 @@ def test_a_block_gathered_and_scattered_elsewhere_is_the_same_in_every_layer() -
     before = memory.copy()
     block = np.empty(48, np.uint8)
     pool.gather(3, block)
-    pool.scatter(block, 1)
+    assert len(pool) == 3
+    for layer in range(3):
+        pool.scatter(block, 1, layer)
     assert np.array_equal(memory[:, 1], before[:, 3])
     assert np.array_equal(np.delete(memory, 1, axis=1), np.delete(before, 1, axis=1))
 

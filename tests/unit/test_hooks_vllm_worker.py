@@ -33,13 +33,17 @@ class Engine:
             store,
             pool,
             self.saver if saves else None,
-            load_deadline_s=0.5,
             reuse_wait_s=reuse_wait_s,
             say=self.said.append,
         )
 
     def block(self, block_id: int) -> bytes:
         return self.memory[:, block_id].tobytes()
+
+    def load(self, *orders: LoadOrder) -> None:
+        """A step's load, and the step."""
+        self.side.load(orders)
+        self.side.save(())
 
     def save(self, *orders: SaveOrder) -> None:
         self.side.save(orders)
@@ -65,14 +69,14 @@ def save_of(first: int, *block_ids: int, name: str = "r", extras: Extras | None 
 
 
 def load_of(first: int, *block_ids: int, extras: Extras | None = None) -> LoadOrder:
-    return LoadOrder("r", prefix(first + len(block_ids), extras), first, block_ids)
+    return LoadOrder("r", prefix(first + len(block_ids), extras), first, block_ids, 0.5)
 
 
 def test_what_one_engine_saved_another_loads_elsewhere() -> None:
     writer = Engine(KeyedStore())
     writer.save(save_of(0, 3, 4, 5))
     reader = Engine(writer.store)
-    reader.side.load([load_of(0, 9, 8, 7)])
+    reader.load(load_of(0, 9, 8, 7))
     assert reader.side.take_failed() == set()
     assert [reader.block(block) for block in (9, 8, 7)] == [writer.block(block) for block in (3, 4, 5)]
     assert (reader.side.counts.loaded_blocks, reader.side.counts.failed_blocks) == (3, 0)
@@ -83,7 +87,7 @@ def test_a_load_in_the_middle_of_a_prefix() -> None:
     writer.save(save_of(0, 3, 4, 5, 6))
     reader = Engine(writer.store)
     untouched = reader.block(9)
-    reader.side.load([load_of(2, 8, 7)])
+    reader.load(load_of(2, 8, 7))
     assert [reader.block(block) for block in (8, 7)] == [writer.block(block) for block in (5, 6)]
     assert reader.block(9) == untouched
 
@@ -93,16 +97,16 @@ def test_blocks_with_a_salt_are_found_with_it_alone() -> None:
     writer = Engine(KeyedStore())
     writer.save(save_of(0, 3, 4, extras=salted))
     assert writer.stored(2, salted) == [writer.block(3), writer.block(4)]
-    writer.side.load([load_of(0, 9, 8)])
+    writer.load(load_of(0, 9, 8))
     assert writer.side.take_failed() == {9, 8}
-    writer.side.load([load_of(0, 9, 8, extras=salted)])
+    writer.load(load_of(0, 9, 8, extras=salted))
     assert writer.side.take_failed() == set()
 
 
 def test_a_missing_block_and_those_behind_it_count_as_failed_once() -> None:
     engine = Engine(KeyedStore())
     engine.save(save_of(0, 3, 4))
-    engine.side.load([load_of(0, 7, 8, 9, 10)])
+    engine.load(load_of(0, 7, 8, 9, 10))
     assert engine.side.take_failed() == {9, 10}
     assert engine.side.take_failed() == set()
 
@@ -111,23 +115,23 @@ def test_a_lease_that_ended_while_copying_fails_all_its_blocks() -> None:
     engine = Engine(KeyedStore())
     engine.save(save_of(0, 3, 4))
     engine.store.leases_hold = False
-    engine.side.load([load_of(0, 7, 8)])
+    engine.load(load_of(0, 7, 8))
     assert engine.side.take_failed() == {7, 8}
 
 
 def test_without_a_daemon_or_with_one_that_refuses_all_blocks_fail_and_nothing_is_raised() -> None:
     engine = Engine(KeyedStore(connected=False))
-    engine.side.load([load_of(1, 7, 8)])
+    engine.load(load_of(1, 7, 8))
     assert engine.side.take_failed() == {7, 8}
     refusing = Engine(KeyedStore(fail_with=KVStoreError(ErrorKind.FORBIDDEN, "not yours")))
-    refusing.side.load([load_of(0, 7)])
+    refusing.load(load_of(0, 7))
     assert refusing.side.take_failed() == {7}
     assert refusing.said == ["blocks are not restored: not yours"]
 
 
 def test_what_was_computed_on_a_failed_load_is_not_stored() -> None:
     engine = Engine(KeyedStore())
-    engine.side.load([load_of(0, 7, 8)])
+    engine.load(load_of(0, 7, 8))
     engine.save(save_of(2, 7, 8, 9), save_of(0, 1, 2, name="other"))
     assert engine.stored(3) != [None, None, None]
     assert engine.stored(3)[2] is None

@@ -125,6 +125,17 @@ def test_over_many_requests_it_takes_little_more_than_the_better_path(ratio: flo
     assert better / spent >= 0.97
 
 
+@pytest.mark.parametrize("token_s", [2e-6, 1e-4, 1e-2, 1.0])
+def test_machines_of_all_speeds_are_known_after_a_few_prompts(token_s: float) -> None:
+    choice = LoadChoice()
+    for tokens in (300, 2000, 1000, 500):
+        choice.observe_compute(0, tokens, 0.001 + token_s * tokens)
+    assert choice.compute_s(0, 1500) == pytest.approx(0.001 + 1500 * token_s, rel=0.6)
+    for _ in range(10):  # and the machine gets busy
+        choice.observe_compute(0, 1000, 8 * token_s * 1000)
+    assert choice.compute_s(0, 1500) == pytest.approx(8 * 1500 * token_s, rel=0.4)
+
+
 @pytest.mark.parametrize("change", [0.1, 10.0])
 def test_a_change_is_noticed_though_the_other_path_is_taken_and_the_daemon_believes_what_was(change: float) -> None:
     machine = Machine(block_s=1e-3 * BLOCK_TOKENS * (3.0 if change < 1 else 0.3))
@@ -181,7 +192,7 @@ def test_what_was_learned_outlives_the_process(tmp_path: Path) -> None:
         lambda kept: "no json",
         lambda kept: json.dumps({**kept, "version": 99}),
         lambda kept: json.dumps({**kept, "biases": {"nvme": 3}}),
-        lambda kept: json.dumps({**kept, "own": {"samples": 1, "coefficients": [1.0]}}),
+        lambda kept: json.dumps({**kept, "own": {"samples": 1, "coefficients": [1.0], "scale": 1.0}}),
         lambda kept: json.dumps([]),
     ],
 )

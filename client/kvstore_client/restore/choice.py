@@ -10,7 +10,7 @@ concave in n, so its least value is at an end of a run: only those are compared.
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it some blocks take the other one, as
 soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of each request may be lost to this.
-Owns what was learned, and its file. It loads and computes nothing. Not safe for use by two threads at once.
+Owns what was learned, and its file. It loads and computes nothing. Safe for use by several threads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +28,7 @@ from pathlib import Path
 from time import time
 
 from kvstore_client.restore.costs import ComputeCost, LinkCost
-from kvstore_client.restore.regression import RecursiveLeastSquares
+from kvstore_client.restore.scaled_fit import ScaledFit
 
 TRIAL_SHARE, TRIAL_EVERY = 0.015, 16
 _TRIAL_PART = 8  # at most one in so many blocks takes the other path in a trial
@@ -42,6 +43,7 @@ _COMPUTE_PRIOR = (0.003, 0.5, 0.1)
 _OWN_PRIOR = (0.001, 0.004)
 _MOST_TIERS = 16
 _MOST_ENDS = 64  # of runs of blocks that are compared
+_SAVE_EVERY = 64  # loads that were observed
 _VERSION = 1
 
 
@@ -96,6 +98,11 @@ class _Bias:
     at_s: float
 
 
+def all_of(hit: Hit) -> Chosen:
+    """What is chosen where nothing is known: as much as can be had, however long it takes."""
+    return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
+
+
 class LoadChoice:
     """Loads all until something was computed. `step_tokens`: the most that the engine computes in one step, 0: no
     bound. `clock`: seconds that go on over restarts.
@@ -104,24 +111,28 @@ class LoadChoice:
     def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
         self._step_tokens = step_tokens
         self._clock = clock
-        self._compute = RecursiveLeastSquares(_COMPUTE_PRIOR, uncertainty=10.0)
-        self._own = RecursiveLeastSquares(_OWN_PRIOR, uncertainty=10.0)
+        self._compute, self._own = ScaledFit(_COMPUTE_PRIOR), ScaledFit(_OWN_PRIOR)
         self._biases: dict[str, _Bias] = {}
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
         self._informative_tokens = 0  # so many at once say what those of the latest hit cost
+        self._path: Path | None = None
+        self._unsaved = 0
+        self._lock = threading.RLock()
 
     def choose(self, hit: Hit) -> Chosen:
         """How many blocks to load."""
+        with self._lock:
+            return self._choose(hit) if hit.tiers else Chosen(0)
+
+    def _choose(self, hit: Hit) -> Chosen:
         whole = len(hit.tiers)
-        if not whole:
-            return Chosen(0)
         self._since_load += 1
         self._since_compute += 1
         self._informative_tokens = (hit.tokens - hit.first) // _TRIAL_PART
         waits = self._waits(hit)
         if not self._compute.samples:
-            return self._chosen(hit, whole, waits, math.inf)
+            return all_of(hit)
         nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
         totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *_ends_of_runs(hit), whole)}
         best = min(totals, key=lambda blocks: (totals[blocks], -blocks))
@@ -134,23 +145,33 @@ class LoadChoice:
 
     def compute_s(self, first: int, tokens: int) -> float:
         """Predicted seconds to compute `tokens` tokens from position `first` on."""
-        fixed, token, attended = (max(0.0, value) for value in self._compute.coefficients)
+        fixed, token, attended = self._compute.coefficients
         cost = ComputeCost(fixed, token / _TOKENS, attended / _ATTENDED)
         seconds = cost.chunk_s(first, tokens)
         further_steps = -(-tokens // self._step_tokens) - 1 if self._step_tokens and tokens else 0
         return seconds + further_steps * fixed
 
-    def observe_compute(self, first: int, tokens: int, seconds: float) -> None:
-        """One step of `tokens` tokens of a prompt, from position `first` on, took `seconds`."""
-        if tokens > 0 and seconds > 0:
+    def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
+        """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
+        is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A
+        step much shorter than the latest hit is passed over: of many such ones a fit learns noise."""
+        with self._lock:
+            if tokens < 1 or seconds <= 0 or (self._compute.samples and tokens < self._informative_tokens):
+                return
             self._compute.observe((1.0, tokens / _TOKENS, tokens * (first + tokens / 2) / _ATTENDED), seconds)
-            if tokens >= self._informative_tokens:
-                self._since_compute = 0
+            self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
         """`blocks` of the chosen ones had been loaded after `seconds`; when fewer than chosen, that was given up."""
         if not chosen.blocks or seconds <= 0:
             return
+        with self._lock:
+            self._observe_load(hit, chosen, blocks, seconds)
+            self._unsaved += 1
+        if self._unsaved >= _SAVE_EVERY:
+            self.save()
+
+    def _observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
         is_whole = blocks >= chosen.blocks
         nbytes = chosen.blocks * hit.block_bytes
         if chosen.wait_s < _LEAST_WAIT_S or not chosen.tier:
@@ -165,8 +186,12 @@ class LoadChoice:
         if chosen.tier in self._biases or len(self._biases) < _MOST_TIERS:
             self._biases[chosen.tier] = _Bias(_bounded(factor), self._clock())
 
-    def save(self, path: Path) -> None:
-        """Save atomically; does nothing if the file cannot be written."""
+    def save(self, path: Path | None = None) -> None:
+        """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
+        path = path or self._path
+        self._unsaved = 0
+        if path is None:
+            return
         kept = {
             "version": _VERSION,
             "compute": self._compute.state(),
@@ -181,8 +206,10 @@ class LoadChoice:
 
     @classmethod
     def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
-        """What was saved; a new one if the file is missing, damaged or of another version."""
+        """What was saved; a new one if the file is missing, damaged or of another version. It is saved there again
+        every now and then."""
         choice = cls(step_tokens=step_tokens, clock=clock)
+        choice._path = path
         try:
             kept = json.loads(path.read_text())
             if kept["version"] != _VERSION:
@@ -197,7 +224,7 @@ class LoadChoice:
             fresh._own.restore(**own)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return choice
-        fresh._biases = biases
+        fresh._biases, fresh._path = biases, path
         return fresh
 
     def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
@@ -213,7 +240,7 @@ class LoadChoice:
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
 
     def _own_s(self, nbytes: int) -> float:
-        fixed, byte = (max(0.0, value) for value in self._own.coefficients)
+        fixed, byte = self._own.coefficients
         return LinkCost(fixed, byte / _BYTES).load_s(nbytes)
 
     def _bias(self, tier: str) -> float:
@@ -234,7 +261,7 @@ class LoadChoice:
             return Chosen(0, compute_s=compute_s, is_trial=is_trial)
         # What has not come by then is computed: a load that hangs costs no more than it could have saved.
         patience_s = max(_PATIENCE * load_s, _LEAST_PATIENCE_S)
-        deadline_s = min(patience_s, max(nothing_s - compute_s, 2 * load_s)) if self._compute.samples else math.inf
+        deadline_s = min(patience_s, max(nothing_s - compute_s, 2 * load_s))
         return Chosen(blocks, load_s, compute_s, deadline_s, sum(hit.load_s[:blocks]), _slowest(hit, blocks), is_trial)
 
     def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float]) -> int | None:

@@ -24,16 +24,27 @@ from kvstore_client.hooks.transformers.calls import Call, listen, shorten, token
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.report import CacheReport
-from kvstore_client.hooks.transformers.restore import Restored, Wanted, is_silent, restore
+from kvstore_client.hooks.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
 from kvstore_client.hooks.transformers.sessions import shared_session
 from kvstore_client.hooks.transformers.storer import Sequence, Tokens, storer_of
+from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
-TIMED_TOKENS = 64  # shorter passes say little of what a token costs
 
-_token_s: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
+
+
+def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
+    """What is known of the costs of a model object: its own, since two of one fingerprint may be on different devices.
+    It begins with what an earlier process saved."""
+    found = _choices.get(model)
+    if found is None:
+        found = _choices[model] = LoadChoice.load(costs_file(session.fingerprint.digest()))
+        session.before_close(found.save)
+    return found
 
 
 class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
@@ -45,7 +56,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
-    `restore` before it does otherwise. `deadline_s` bounds what asking the daemon may cost.
+    `restore` before it does otherwise. `deadline_s` bounds what asking the daemon may cost. What is expected to be
+    computed faster than loaded is computed, unless `always_load`.
 
     Raises KVStoreError(INVALID) for a model whose state cannot be stored and for a session of another model.
     """
@@ -56,6 +68,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     _count: int  # tokens seen, and held as long as nothing is refused
     _coming: torch.Tensor | None  # the tokens of the call that runs
     _called: float
+    _whole: Call  # the call that runs, before it was shortened
+    _before: tuple[int, int]  # tokens held, and restored, before that
     _asks: bool
     _refused: str
     _reason: str
@@ -65,7 +79,12 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     _restore_s: float
 
     def __init__(
-        self, session: Session | str | os.PathLike[str], model: Any, *, deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        session: Session | str | os.PathLike[str],
+        model: Any,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        always_load: bool = False,
     ) -> None:
         inner = inner_model(model)
         if not isinstance(session, Session):
@@ -78,6 +97,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._model = model
         self._inner = inner
         self._deadline_s = deadline_s
+        self._choice = None if always_load else choice_of(inner, session)
         self._shape = kv_shape(inner)
         super().__init__(config=inner.config)
         self._begin_anew()
@@ -111,7 +131,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         tokens = _as_tokens(input_ids)
         if not np.array_equal(tokens[:held], self._tokens()):
             raise invalid(f"the cache holds {held} tokens that these do not begin with")
-        self._take(self._restore(tokens, len(tokens) - 1), tokens)
+        self._take(self._restore(tokens, len(tokens) - 1, beside=False), tokens)
         return self._count
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -123,8 +143,11 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def before(self, call: Call) -> Call:
         """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""
         self._coming = None
+        if not self._settle():  # the last call did not end
+            self._refuse(ENDED)
         if self._refused or not self._may_go_on(call):
             return call
+        self._whole, self._before = call, (self._count, self._restored_tokens)
         ids = call["input_ids"]
         count = ids.shape[1]
         if count > 1:
@@ -134,28 +157,33 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             elif count > keep:
                 tokens = np.concatenate([self._tokens(), _as_tokens(ids)])
                 held = self._count
-                self._take(self._restore(tokens, held + count - keep), tokens)
+                self._take(self._restore(tokens, held + count - keep, beside=True), tokens)
                 ids, call = ids[:, self._count - held :], shorten(call, self._count - held)
         self._coming, self._called = ids, time.perf_counter()
         return call
 
-    def after(self) -> None:
-        """The call has run: its tokens are held now, and full blocks may be stored."""
+    def after(self, output: Any) -> Any:
+        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns."""
         coming, self._coming = self._coming, None
+        whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
         if coming is None:
-            return
+            return output
+        if not self._settle():
+            return self._again(whole)
         count = coming.shape[1]
-        if count >= TIMED_TOKENS and coming.device.type == "cpu":
-            _token_s[self._inner] = (time.perf_counter() - self._called) / count
+        is_prompt = whole["input_ids"].shape[1] > 1
+        if self._choice is not None and is_prompt and coming.device.type == "cpu":  # elsewhere it has not run yet
+            self._choice.observe_compute(self._count, count, time.perf_counter() - self._called)
         self._seen.append(coming.clone())
         self._count += count
         if not self._stack.is_whole or self.get_seq_length() != self._count:
             self._refuse("K/V of another shape, place or kind than the model's configuration says")
-            return
+            return output
         try:
             self._store()
         except Exception as error:  # a mistake in storing must not end the model's forward pass
             self._refuse(f"storing failed: {type(error).__name__}: {error}")
+        return output
 
     # What transformers does to caches.
 
@@ -175,6 +203,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def reset(self) -> None:
         """Forget the sequence; the next call begins a new one, which may be restored."""
+        self._settle()
         self._begin_anew()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -205,6 +234,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._count = 0
         self._coming = None
         self._called = 0.0
+        self._whole, self._before = {}, (0, 0)
         self._asks = True
         self._refused = self._reason = ""
         self._restored_tokens = self._restored_bytes = 0
@@ -227,15 +257,29 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def _changed(self) -> str:
         return difference(self._session.fingerprint, self._model)
 
-    def _restore(self, tokens: Tokens, most: int) -> Restored:
+    def _settle(self) -> bool:
+        """Whether what was copied beside the last call, if anything, is what was leased."""
+        copying, self._stack.coming = self._stack.coming, None
+        return copying is None or copying.finish()
+
+    def _again(self, whole: Call) -> Any:
+        """The call once more, from where it began: what was restored for it cannot be trusted."""
+        held, self._restored_tokens = self._before
+        self._seen = [torch.from_numpy(self._tokens()[:held])[None]]
+        self._count = held
+        self._stack.extend_to(held)
+        self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
+        self._asks, self._reason = False, ENDED
+        return self._inner(**whole)
+
+    def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> Restored:
         wanted = Wanted(tokens, self._count, most, self._session.block_tokens, self._inner.device)
         if not self._asks:
             return Restored(self._count, reason=self._reason)
         if not wanted.blocks:
             return Restored(self._count, reason="no full block to restore")
         try:
-            speed = _token_s.get(self._inner)
-            return restore(self._session, self._stack, wanted, deadline_s=self._deadline_s, token_s=speed)
+            return restore(self._session, self._stack, wanted, self._choice, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
             return Restored(self._count, reason=f"restoring failed: {type(error).__name__}: {error}")
 

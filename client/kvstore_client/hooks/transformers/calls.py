@@ -26,7 +26,7 @@ class Listener(Protocol):
     """Receives each call of the model with this cache from the hooks."""
 
     def before(self, call: Call) -> Call: ...
-    def after(self) -> None: ...
+    def after(self, output: Any) -> Any: ...
 
 
 def listen(model: PreTrainedModel, cache: Listener) -> None:
@@ -43,9 +43,9 @@ def listen(model: PreTrainedModel, cache: Listener) -> None:
         ours = ours_in(call)
         return ((), ours.before(call)) if ours is not None else None
 
-    def after(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call, output: Any) -> None:
-        if (ours := ours_in(kwargs)) is not None:
-            ours.after()
+    def after(_: torch.nn.Module, args: tuple[Any, ...], kwargs: Call, output: Any) -> Any:
+        ours = ours_in(kwargs)
+        return output if ours is None else ours.after(output)
 
     hooks = (
         model.register_forward_pre_hook(before, with_kwargs=True),

@@ -20,6 +20,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.layerwise import LayerCopy
 
 LEAST_HEADROOM_TOKENS = 64
 Bytes = npt.NDArray[np.uint8]
@@ -33,6 +34,7 @@ class KVStack:
         self.is_whole = True
         self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
         self.tensor: torch.Tensor | None = None
+        self.coming: LayerCopy | None = None  # copies into the tensor, and the model may wait for it by layer
 
     @property
     def capacity(self) -> int:
@@ -56,6 +58,8 @@ class KVStack:
         """
         if tokens <= self.capacity:
             return
+        if self.coming is not None:
+            self.coming.finish()
         shape, room = self.shape, tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
         with torch.inference_mode(False):  # else it could not be written to outside of inference mode, later on
             larger = torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
@@ -66,18 +70,21 @@ class KVStack:
         for layer in self.layers:
             layer.show(layer.length)
 
-    def scatter(self, blocks: Sequence[Bytes], block_tokens: int, begin: int, end: int) -> None:
-        """Write tokens [begin, end) from stored blocks, the first of which holds token `begin`; room must be reserved.
-        `extend_to` then shows them.
+    def scatter(
+        self, blocks: Sequence[Bytes], block_tokens: int, begin: int, end: int, layers: slice = slice(None)
+    ) -> None:
+        """Write tokens [begin, end) of `layers` from stored blocks, the first of which holds token `begin`; room must
+        be reserved. `extend_to` then shows them.
         """
         shape, tensor = self.shape, self.tensor
         assert tensor is not None, "reserve() first"
+        tensor = tensor[layers]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
             origin = begin // block_tokens * block_tokens
             for run in _runs(blocks):
                 stored = torch.from_numpy(run).view(shape.dtype)
-                stored = stored.view(len(run), shape.layers, 2, shape.heads, block_tokens, shape.head_dim)
+                stored = stored.view(len(run), shape.layers, 2, shape.heads, block_tokens, shape.head_dim)[:, layers]
                 stop = origin + len(run) * block_tokens
                 first, last = max(begin, origin), min(end, stop)
                 if (first, last) == (origin, stop):
@@ -156,6 +163,8 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         own[0, :, begin:end].copy_(key_states[0])
         own[1, :, begin:end].copy_(value_states[0])
         self.show(end)
+        if stack.coming is not None:
+            stack.coming.wait(self._index)
         return self.keys, self.values
 
     @property

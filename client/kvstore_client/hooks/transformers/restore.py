@@ -1,24 +1,29 @@
-"""Brings the stored prefix of a sequence into a stack of layers, before the model computes the rest.
+"""Brings the stored prefix of a sequence into a stack of layers, as far as that is faster than computing it.
 
-Owns the order: lease what is mapped, decide whether to wait for what is in slower tiers, copy, check the lease. Most
-prefixes are mapped whole and cost one round trip. Never raises for a miss. Invariant: tokens count as restored only
-if their lease was still valid after they were copied.
+Never raises for a miss. Invariant: tokens count as restored only if their lease was still valid after they were copied.
+With `beside` that is known only at the end: `LayerCopy.finish` says it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvstore_client.hooks.load import Leased, Prompt, lease_by_choice
 from kvstore_client.hooks.transformers.layers import KVStack
+from kvstore_client.hooks.transformers.layerwise import LEAST_BYTES, LayerCopy
 from kvstore_client.hooks.transformers.storer import Tokens
-from kvstore_client.lease import Lease
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
 
-LEAST_PROMOTE_S, MOST_PROMOTE_S = 0.25, 10.0
+ENDED = "the lease ended while its blocks were copied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """`tokens` of the sequence are in the stack now; `blocks` of it are stored somewhere."""
+    """`tokens` of the sequence are in the stack now, or on their way, layer by layer, in its `coming`; `blocks` of it
+    are stored somewhere."""
 
     tokens: int
     blocks: int = 0
@@ -54,31 +60,34 @@ class Restored:
     reason: str = ""
 
 
-def restore(session: Session, stack: KVStack, wanted: Wanted, *, deadline_s: float, token_s: float | None) -> Restored:
-    """Extend a stack by what is stored.
+def restore(
+    session: Session,
+    stack: KVStack,
+    wanted: Wanted,
+    choice: LoadChoice | None,
+    *,
+    deadline_s: float,
+    beside: bool = False,
+) -> Restored:
+    """Extend a stack by what is stored and worth loading.
 
-    `deadline_s` is for the first question. `token_s` is what a token took to compute lately; None when that is unknown:
-    then stored blocks are waited for.
+    `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
     """
+    block_bytes = session.fingerprint.payload_bytes()
+    prompt = Prompt(wanted.tokens, len(wanted.tokens), wanted.blocks, wanted.held // wanted.block_tokens)
     begin = time.perf_counter()
-    with session.get(wanted.tokens, max_blocks=wanted.blocks, deadline_s=deadline_s, promote=False) as mapped:
-        lookup_s = time.perf_counter() - begin
-        stored, reason = mapped.resident_blocks, mapped.reason
-        gain = wanted.covered(stored) - wanted.covered(len(mapped))
-        worth_s = MOST_PROMOTE_S if token_s is None else gain * token_s
-        if gain and mapped.estimated_load_s <= worth_s:
-            # Waiting longer for a promotion than computing takes would be worse than never having asked.
-            wait_s = min(max(worth_s, LEAST_PROMOTE_S), MOST_PROMOTE_S)
-            with session.get(wanted.tokens, max_blocks=stored, deadline_s=wait_s, promote=True) as promoted:
-                copied = _copy(promoted, stack, wanted)
-        else:
-            copied = _copy(mapped, stack, wanted)
-            reason = "computing is faster than loading" if gain else reason
-    if copied is None:
-        return Restored(wanted.held, 0, 0, lookup_s, 0.0, "the lease ended while its blocks were copied")
-    tokens = wanted.covered(copied)
-    copied_bytes = (tokens - wanted.held) * session.fingerprint.payload_bytes() // wanted.block_tokens
-    return Restored(tokens, stored, copied_bytes, lookup_s, time.perf_counter() - begin - lookup_s, reason)
+    with ExitStack() as held:
+        leased = held.enter_context(
+            lease_by_choice(session, prompt, choice, block_bytes=block_bytes, deadline_s=deadline_s)
+        )
+        end = wanted.covered(leased.blocks)
+        copied_bytes = (end - wanted.held) * block_bytes // wanted.block_tokens
+        if beside and copied_bytes >= LEAST_BYTES:
+            stack.coming = _copy_beside(leased, stack, wanted, held.pop_all())
+        elif not _copy(leased, stack, wanted):
+            return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
+    restore_s = time.perf_counter() - begin - leased.lookup_s
+    return Restored(end, leased.stored, copied_bytes, leased.lookup_s, restore_s, leased.reason)
 
 
 def is_silent(restored: Restored) -> bool:
@@ -86,16 +95,31 @@ def is_silent(restored: Restored) -> bool:
     return restored.reason == REASON_DEADLINE
 
 
-def _copy(lease: Lease, stack: KVStack, wanted: Wanted) -> int | None:
-    """How many leading blocks the stack holds now; None if the lease did not outlive the copy."""
-    end = wanted.covered(len(lease))
-    if end == wanted.held:
-        return 0
+def _payloads(leased: Leased, stack: KVStack, wanted: Wanted) -> Sequence[npt.NDArray[np.uint8]]:
     stack.reserve(len(wanted.tokens), wanted.device)
-    first = wanted.held // wanted.block_tokens
-    payloads = [lease.payload(block) for block in range(first, len(lease))]
-    stack.scatter(payloads, wanted.block_tokens, wanted.held, end)
-    if not lease.valid:
-        return None
+    return [leased.lease.payload(block) for block in range(wanted.held // wanted.block_tokens, leased.blocks)]
+
+
+def _copy(leased: Leased, stack: KVStack, wanted: Wanted) -> bool:
+    """False if the lease did not outlive the copy."""
+    end = wanted.covered(leased.blocks)
+    if end > wanted.held:
+        stack.scatter(_payloads(leased, stack, wanted), wanted.block_tokens, wanted.held, end)
+        if not leased.lease.valid:
+            return False
+        stack.extend_to(end)
+    leased.copied(leased.blocks)
+    return True
+
+
+def _copy_beside(leased: Leased, stack: KVStack, wanted: Wanted, held: ExitStack) -> LayerCopy:
+    end = wanted.covered(leased.blocks)
+    payloads = _payloads(leased, stack, wanted)
+    leased.copied(leased.blocks)  # the copy itself is the model's to wait for, if at all
+
+    def copy(layer: int) -> None:
+        stack.scatter(payloads, wanted.block_tokens, wanted.held, end, slice(layer, layer + 1))
+
+    copying = LayerCopy(stack.shape.layers, copy, leased.lease, held).start()
     stack.extend_to(end)
-    return len(lease)
+    return copying

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -27,11 +28,13 @@ from kvstore_client.entry import connect
 from kvstore_client.hooks.vllm.answers import AnswerReporter
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
-from kvstore_client.hooks.vllm.orders import StepOrders
+from kvstore_client.hooks.vllm.orders import LoadOrder, StepOrders, StepReport
 from kvstore_client.hooks.vllm.saver import Saver
-from kvstore_client.hooks.vllm.scheduler import SchedulerSide
+from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
 from kvstore_client.hooks.vllm.worker import WorkerSide
+from kvstore_client.paths import costs_file
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
@@ -53,6 +56,16 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     orders: StepOrders = field(default_factory=StepOrders)
 
 
+@dataclass
+class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """The worker half's report, as vLLM carries it back."""
+
+    report: StepReport
+
+    def aggregate(self, other: StepMeasured) -> StepMeasured:
+        return StepMeasured(self.report.joined(other.report))
+
+
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
 
@@ -70,7 +83,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._answers: AnswerReporter | None = None
-        self._unserved: set[int] = set()  # pool blocks of loads that came while there is no worker half
+        self._unserved: list[LoadOrder] = []  # loads that came while there is no worker half
+        self._choice: LoadChoice | None = None
+        self._layers: dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._make_failures_recompute()
             self._scheduler = self._make_scheduler_side()
@@ -84,11 +99,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        self._scheduler.admitted(request, num_external_tokens)
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._scheduler.admitted(request, num_external_tokens, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        measured = connector_output.kv_connector_worker_meta
+        if isinstance(measured, StepMeasured):
+            self._scheduler.learn(measured.report)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self._scheduler is not None
@@ -135,7 +157,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             session,
             pool,
             saver,
-            load_deadline_s=settings.load_deadline_ms / 1000,
             reuse_wait_s=settings.reuse_wait_ms / 1000,
             say=logger.warning,
         )
@@ -148,29 +169,42 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Also called after the forward, in steps without loads: it must leave the state of the step alone."""
         orders = self._orders()
+        if self._worker is None:
+            self._unserved += [*orders.loads, *orders.beside]
+            return
         if orders.loads:
-            if self._worker is not None:
-                self._worker.load(orders.loads)
-            else:
-                self._unserved = {block for order in orders.loads for block in order.block_ids}
+            self._worker.load(orders.loads)
+        if orders.beside:
+            self._worker.load_beside(orders.beside)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are done when `start_load_kv` returns."""
+        if self._worker is not None:
+            # A name that is not known waits for all layers.
+            self._worker.wait_layer(self._layers.get(layer_name, len(self._layers) - 1))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: blocks are stored whole, all layers together, after the step."""
 
     def wait_for_save(self) -> None:
         """Hands the step's filled blocks to the saver's thread; `handle_preemptions` keeps them from being reused."""
-        orders = self._orders()
-        if self._worker is not None and orders.saves:
-            self._worker.save(orders.saves)
+        if self._worker is not None:
+            self._worker.save(self._orders().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is not None:
+            return None, self._worker.take_ended() or None
+        beside = {order.request_id for order in self._orders().beside}
+        return None, beside or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._worker is None:
-            failed, self._unserved = self._unserved, set()
-            return failed
+            unserved, self._unserved = self._unserved, []
+            return {block for order in unserved for block in order.block_ids}
         return self._worker.take_failed()
+
+    def build_connector_worker_meta(self) -> StepMeasured | None:
+        report = self._worker.take_report() if self._worker is not None else None
+        return None if report is None else StepMeasured(report)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -180,6 +214,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             hints = self._answers.kv_hints
             if hints.ignored or hints.malformed:
                 logger.info("kv_hints: %d actions not known here, %d malformed", hints.ignored, hints.malformed)
+        if self._choice is not None:
+            self._choice.save()
         for session in self._sessions:
             session.close()
         self._sessions = []
@@ -220,8 +256,23 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             loads=self._loads,
             saves=self._saves,
             lookup_deadline_s=deadline_s,
-            load_deadline_s=settings.load_deadline_ms / 1000,
+            rules=self._load_rules(),
             on_answer=self._answers.ended if self._answers is not None else None,
+        )
+
+    def _load_rules(self) -> LoadRules:
+        settings = self._settings
+        if not settings.always_load:
+            path = costs_file(self._fingerprint(0).digest())
+            step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
+            self._choice = LoadChoice.load(path, step_tokens=step_tokens)
+        group = self._kv_cache_config.kv_cache_groups[0]
+        return LoadRules(
+            self._choice,
+            block_bytes=int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names),
+            deadline_s=settings.load_deadline_ms / 1000,
+            beside_s=settings.beside_ms / 1000,
+            beside_deadline_s=settings.beside_deadline_ms / 1000,
         )
 
     def _fingerprint(self, rank: int) -> Fingerprint:
@@ -263,6 +314,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """uint8[num_blocks, page bytes] of each layer, sharing vLLM's memory."""
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._layers = {name: index for index, name in enumerate(names)}
         views = []
         for name in names:
             tensor = kv_caches.get(name)

@@ -32,9 +32,11 @@ class PagedLayers:
             np.copyto(destination[start : start + self._page_bytes], layer[block_id])
             start += self._page_bytes
 
-    def scatter(self, source: Bytes, block_id: int) -> None:
-        """The reverse."""
-        start = 0
-        for layer in self._layers:
-            np.copyto(layer[block_id], source[start : start + self._page_bytes])
-            start += self._page_bytes
+    def scatter(self, source: Bytes, block_id: int, layer: int) -> None:
+        """The reverse, of one layer."""
+        start = layer * self._page_bytes
+        np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self._layers)

@@ -1,4 +1,4 @@
-"""Orders of the scheduler side to the worker side, once a step: plain records that pickle well.
+"""Orders of the scheduler side to the worker side, and its reports, once a step: plain records that pickle well.
 
 A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's
 paged pool.
@@ -22,12 +22,14 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Restore blocks first_block, first_block + 1, … of the prefix into pool blocks `block_ids`, before this step."""
+    """Restore blocks first_block, first_block + 1, … of the prefix into pool blocks `block_ids`. What has not come
+    after `deadline_s` counts as failed."""
 
     request_id: str
     prefix: Prefix
     first_block: int
     block_ids: tuple[int, ...]
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,43 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """All of one step. `ended`: requests whose pool blocks this step may already give to others."""
+    """All of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for requests that
+    wait until theirs has ended. `ended`: requests whose pool blocks this step may already give to others. The step
+    computes `tokens` tokens, which attend to `attended` others.
+    """
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
     ended: tuple[str, ...] = ()
+    beside: tuple[LoadOrder, ...] = ()
+    tokens: int = 0
+    attended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A load that has ended: `blocks` came, and `seconds` is by how much its request was held up."""
+
+    request_id: str
+    blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step took apart from waiting for loads (0: it computed nothing), and the loads that ended in it."""
+
+    loads: tuple[LoadReport, ...] = ()
+    tokens: int = 0
+    attended: float = 0.0
+    compute_s: float = 0.0
+
+    def joined(self, other: StepReport) -> StepReport:
+        """Of two ranks: the slower one counts."""
+        loads = {load.request_id: load for load in self.loads}
+        for load in other.loads:
+            known = loads.get(load.request_id, load)
+            blocks, seconds = min(known.blocks, load.blocks), max(known.seconds, load.seconds)
+            loads[load.request_id] = LoadReport(load.request_id, blocks, seconds)
+        compute_s = max(self.compute_s, other.compute_s)
+        return StepReport(tuple(loads.values()), self.tokens, self.attended, compute_s)

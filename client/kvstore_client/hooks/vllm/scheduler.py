@@ -1,8 +1,8 @@
 """The scheduler's half: what to load for a new request, which blocks each step fills, whose blocks were given up.
 
-Owns the bookkeeping of running requests. Reads vLLM's requests and scheduler outputs by attribute and imports nothing
-of it, so that it can be tested with plain records. Never reads or writes K/V, and never fails a request; what the store
-does not answer in time is computed.
+Owns the bookkeeping of running requests; how much of a hit is loaded is the choice's. Reads vLLM's requests and
+scheduler outputs by attribute and imports nothing of it, so that it can be tested with plain records. Never reads or
+writes K/V, and never fails a request; what the store does not answer in time is computed.
 
 Invariants: only whole blocks are loaded or stored; a block is ordered to be stored by the step that fills it, or a
 later one while its request holds it; after a load that failed vLLM takes computed tokens back, and those blocks are
@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from kvstore_client.hooks.vllm.answers import Answer
 from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
-from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
 from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
+from kvstore_client.restore.choice import Chosen, Hit, LoadChoice, all_of
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
@@ -38,9 +39,23 @@ class LookupSession(KeySource, Protocol):
     ) -> Lookup: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """`choice`: None loads all that is found. A load that is expected to wait for slower tiers longer than `beside_s`
+    goes on beside the steps."""
+
+    choice: LoadChoice | None
+    block_bytes: int
+    deadline_s: float = 0.5
+    beside_s: float = 0.02
+    beside_deadline_s: float = 10.0
+
+
 @dataclass(slots=True)
 class _Tracked:
-    """A request from its first look-up to its end. `stored_blocks` leading ones need not be ordered to be stored."""
+    """A request from its first look-up to its end. `stored_blocks` leading ones need not be ordered to be stored.
+    `loading`: what was chosen to be loaded. `tried_at`: its preemptions when that began. `reached_tokens` were
+    computed or loaded, if no load has failed since."""
 
     request: Any
     extras: Extras | None  # None: not to be named, so neither loaded nor stored
@@ -49,6 +64,10 @@ class _Tracked:
     preemptions: int = 0
     local_blocks: int = 0
     tiers: tuple[str, ...] = ()
+    loading: tuple[Hit, Chosen] | None = None
+    is_beside: bool = False
+    tried_at: int = -1
+    reached_tokens: int = 0
 
 
 class SchedulerSide:
@@ -65,7 +84,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         lookup_deadline_s: float,
-        load_deadline_s: float,
+        rules: LoadRules,
         on_answer: Callable[[Answer], None] | None = None,
     ) -> None:
         self._sessions = sessions
@@ -73,25 +92,60 @@ class SchedulerSide:
         self._describe = describe
         self._block_tokens = block_tokens
         self._loads, self._saves = loads, saves
-        self._lookup_deadline_s, self._load_deadline_s = lookup_deadline_s, load_deadline_s
+        self._lookup_deadline_s, self._rules = lookup_deadline_s, rules
+        self._beside: list[LoadOrder] = []
         self._requests: dict[str, _Tracked] = {}
         self._ended: list[str] = []
 
-    def matched_tokens(self, request: Any, computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond the `computed_tokens` that vLLM's own prefix cache has."""
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that are worth loading beyond the `computed_tokens` that vLLM's own prefix cache has, and whether they
+        are loaded beside the steps."""
         tracked = self._track(request)
         most = usable_blocks(request.num_tokens, self._block_tokens)
         if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
-            return 0
+            return 0, False
         found = self._lookup(self._prefix(tracked, most))
-        tracked.stored_blocks, tracked.tiers = found.blocks, found.tiers
-        tracked.local_blocks = computed_tokens // self._block_tokens
-        blocks = loadable_blocks(found, most, self._load_deadline_s)
-        return max(blocks * self._block_tokens - computed_tokens, 0)
+        tracked.stored_blocks, tracked.tiers, tracked.reached_tokens = found.blocks, found.tiers, 0
+        local = tracked.local_blocks = computed_tokens // self._block_tokens
+        blocks = loadable_blocks(found, most, self._rules.beside_deadline_s)
+        if blocks <= local or tracked.tried_at == request.num_preemptions:  # what failed once is computed
+            return 0, False
+        hit = self._hit(found, local, blocks, request.num_tokens)
+        choice = self._rules.choice
+        chosen = choice.choose(hit) if choice is not None else all_of(hit)
+        tracked.loading = (hit, chosen)
+        tracked.is_beside = bool(chosen.blocks) and chosen.wait_s > self._rules.beside_s
+        return max((local + chosen.blocks) * self._block_tokens - computed_tokens, 0), tracked.is_beside
 
-    def admitted(self, request: Any, external_tokens: int) -> None:
-        """vLLM gave the request its pool blocks; the first step loads `external_tokens` into them."""
-        self._track(request).external_tokens = external_tokens
+    def admitted(self, request: Any, external_tokens: int, block_ids: Sequence[int]) -> None:
+        """vLLM gave the request its pool blocks. `external_tokens` are loaded into them by the first step, or beside
+        the steps from now on."""
+        tracked = self._track(request)
+        tracked.external_tokens = external_tokens
+        if not external_tokens:
+            return
+        tracked.tried_at = request.num_preemptions
+        if tracked.is_beside:
+            first = tracked.local_blocks
+            last = first + external_tokens // self._block_tokens
+            self._beside.append(self._load_order(tracked, first, last, tuple(block_ids[first:last])))
+            tracked.external_tokens = 0
+            tracked.reached_tokens = last * self._block_tokens
+
+    def learn(self, report: StepReport) -> None:
+        """What a step and the loads that ended in it took."""
+        choice = self._rules.choice
+        for load in report.loads:
+            tracked = self._requests.get(load.request_id)
+            if tracked is None or tracked.loading is None:
+                continue
+            hit, chosen = tracked.loading
+            tracked.loading = None
+            if choice is not None:
+                choice.observe_load(hit, chosen, load.blocks, load.seconds)
+        if choice is not None and report.tokens:
+            first = report.attended / report.tokens - report.tokens / 2
+            choice.observe_compute(first, report.tokens, report.compute_s)
 
     def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
         """The tiers of the blocks of a request's load, for statistics."""
@@ -125,12 +179,18 @@ class SchedulerSide:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
         loads: list[LoadOrder] = []
         fills: list[tuple[_Tracked, int]] = []
+        attended, step_tokens = 0.0, 0
         for request_id, computed_tokens in _scheduled(output):
+            tokens = output.num_scheduled_tokens[request_id]
+            attended, step_tokens = attended + tokens * (computed_tokens + tokens / 2), step_tokens + tokens
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.extras is None:
                 continue
             if tracked.external_tokens:
-                loads.append(self._load_order(tracked, output, computed_tokens))
+                first = (computed_tokens - tracked.external_tokens) // self._block_tokens
+                last = computed_tokens // self._block_tokens
+                block_ids = _block_ids(output, request_id)[first:last]
+                loads.append(self._load_order(tracked, first, last, block_ids))
                 tracked.external_tokens = 0
             fills.append((tracked, computed_tokens))
         # With several ranks the load of one may fail, and spoil what all of them compute in this step: a rank knows of
@@ -142,8 +202,8 @@ class SchedulerSide:
             if order is not None:
                 saves.append(order)
         ended = [*self._ended, *self._preempted()]
-        self._ended = []
-        return StepOrders(tuple(loads), tuple(saves), tuple(ended))
+        beside, self._ended, self._beside = tuple(self._beside), [], []
+        return StepOrders(tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended)
 
     def _track(self, request: Any) -> _Tracked:
         tracked = self._requests.get(request.request_id)
@@ -169,17 +229,30 @@ class SchedulerSide:
                 break
         return shortest or Lookup()
 
-    def _load_order(self, tracked: _Tracked, output: Any, computed_tokens: int) -> LoadOrder:
-        first = (computed_tokens - tracked.external_tokens) // self._block_tokens
-        last = computed_tokens // self._block_tokens
-        ids = _block_ids(output, tracked.request.request_id)[first:last]
-        return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, ids)
+    def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
+        each_s = found.load_s or (found.estimated_load_s / found.blocks,) * found.blocks
+        return Hit(
+            found.tiers[first:last],
+            each_s[first:last],
+            self._block_tokens,
+            self._rules.block_bytes,
+            tokens,
+            first * self._block_tokens,
+        )
+
+    def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:
+        rules = self._rules
+        deadline_s = rules.beside_deadline_s if tracked.is_beside else rules.deadline_s
+        if tracked.loading is not None:
+            deadline_s = min(deadline_s, tracked.loading[1].deadline_s)
+        return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, block_ids, deadline_s)
 
     def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int, loading: set[int]) -> SaveOrder | None:
         if not self._saves:
             return None
-        # Computed less than ordered before: a load failed, and what was computed on top of it is computed again.
-        tracked.stored_blocks = min(tracked.stored_blocks, computed_tokens // self._block_tokens)
+        if computed_tokens < tracked.reached_tokens:  # a load failed; what was computed on top is computed again
+            tracked.stored_blocks = min(tracked.stored_blocks, computed_tokens // self._block_tokens)
+        tracked.reached_tokens = computed_tokens
         request_id = tracked.request.request_id
         guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         filled_tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed

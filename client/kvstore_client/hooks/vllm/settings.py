@@ -16,7 +16,9 @@ from typing import Any
 class Settings:
     """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`:
     restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
-    a step; storing is bounded by `save_deadline_ms` and holds no step up for longer than `reuse_wait_ms`.
+    a step. A restore that is expected to wait for slower tiers longer than `beside_ms` goes on beside the steps, for
+    `beside_deadline_ms` at most. Storing is bounded by `save_deadline_ms` and holds no step up for longer than
+    `reuse_wait_ms`. `always_load`: also where computing is expected to be faster.
     `weights_digest` names the weights where they cannot be read as files.
     """
 
@@ -24,6 +26,9 @@ class Settings:
     read_only: bool = False
     lookup_deadline_ms: int = 50
     load_deadline_ms: int = 500
+    beside_ms: int = 20
+    beside_deadline_ms: int = 10_000
+    always_load: bool = False
     save_deadline_ms: int = 5000
     reuse_wait_ms: int = 50
     connect_timeout_ms: int = 500

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import xxhash
 
+from kvstore_client.paths import cache_directory
+
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _READ_BYTES = 1 << 22
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
@@ -45,10 +47,8 @@ def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
 
 
 def default_memory() -> Path:
-    """`$XDG_CACHE_HOME/kvstored/weights.json`, or below `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "kvstored" / "weights.json"
+    """`weights.json` in the cache directory."""
+    return cache_directory() / "weights.json"
 
 
 def _file_digest(file: Path, memory: Path | None) -> str:
