@@ -20,6 +20,7 @@ from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Order = Literal["front", "back"]
+_CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that its stream was closed
 
 
 class LeasedRun(NamedTuple):
@@ -127,7 +128,9 @@ class LeaseStream:
         call = self._call
         if call is None:
             return None
-        answer = call.result(self._left_s())
+        answer = call.result(min(_CLOSED_S, self._left_s()))
+        while answer is None and not self._is_closed and self._left_s():
+            answer = call.result(min(_CLOSED_S, self._left_s()))
         if answer is None:
             self.reason = REASON_DEADLINE
             self._end()

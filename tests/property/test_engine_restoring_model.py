@@ -118,6 +118,19 @@ def test_every_answer_is_right_whatever_becomes_of_the_loads(
     assert not fetcher.open and all(lease.released for lease in session.leases)
 
 
+def test_a_tail_that_was_loaded_counts_though_a_step_ends_the_restoration() -> None:
+    """Blocks 11 to 4 come, then nothing does: steps compute the first four, and no more than those."""
+    prompt = _prompt(1, 64 * 12 + 20)
+    session, clock = _holding(prompt), StepClock(_FIXED_S, _ROW_S)
+    session.mapped_blocks = 0
+    fetcher = ClockedFetcher(clock, 0.01 * _CHUNK_S, {3: "stall"})
+    engine = _engine(session, fetcher, clock, "load")
+    engine.add(request("asks", prompt, 1, store=False))
+    usage = run(engine).finished["asks", 0].usage
+    engine.close()
+    assert (usage.daemon_tokens, usage.computed_tokens) == (8 * 64, 4 * 64 + 20)
+
+
 def _ttft_s(prompt: list[int], slower: float, restoring: Restoring) -> tuple[float, BatchEngine]:
     session, clock = _holding(prompt), StepClock(_FIXED_S, _ROW_S)
     session.mapped_blocks = 0

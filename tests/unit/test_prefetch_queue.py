@@ -101,6 +101,7 @@ def test_what_is_given_up_is_named_once() -> None:
     what = queue.next(0.0)
     assert what is not None
     queue.started(*what)
+    assert (queue.under_way, queue.under_way_of(0), queue.under_way_of(1)) == (1, 1, 0), "a tenant's own alone"
     assert [queue.plan([]), queue.plan([]), queue.plan([chain(10, 1)]), queue.plan([])] == [[10], [], [], []]
     queue.ended(10)
-    assert queue.under_way == 0
+    assert queue.under_way == queue.under_way_of(0) == 0

@@ -222,7 +222,7 @@ class LoadChoice:
             fresh = cls(step_tokens=step_tokens, clock=clock)
             fresh._compute.restore(**compute)
             fresh._own.restore(**own)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return choice
         fresh._biases, fresh._path = biases, path
         return fresh

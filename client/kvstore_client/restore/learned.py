@@ -126,7 +126,7 @@ class LearnedCosts:
         try:
             kept = json.loads(path.read_text())
             return cls._of(kept) if kept["version"] == _VERSION else cls()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return cls()
 
     @classmethod

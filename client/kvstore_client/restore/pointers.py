@@ -65,9 +65,9 @@ class Pointers:
     def state(self, chunk: int) -> State:
         return self._states[chunk]
 
-    def stored(self, tier: str) -> list[int]:
-        """Chunks of `tier` that could still be loaded, first ones first."""
-        chunks = range(self._head, self._ends.get(tier, 0))
+    def stored(self, tier: str, first: int = 0) -> list[int]:
+        """Chunks of `tier`, from `first` on, that could still be loaded, first ones first."""
+        chunks = range(max(self._head, first), self._ends.get(tier, 0))
         return [at for at in chunks if self._tiers[at] == tier and self._states[at] is State.STORED]
 
     def next_compute(self) -> int | None:

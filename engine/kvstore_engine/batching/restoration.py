@@ -31,6 +31,7 @@ _REASONS = {
     "compute": "computing is estimated to be faster than loading",
     "tokens": "loading and computing at once is estimated to be fastest",
 }
+_SLOW = 2  # a load takes so many times what was planned: computing is thought of again
 _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has shown
 
 
@@ -68,6 +69,7 @@ class Restoration:
     pointers: Pointers | None = None
     alone: tuple[float, float] = (0.0, 0.0)  # predicted seconds of loading alone, of computing alone
     costs: RestoreCosts | None = None
+    step_chunks: int = 1  # more are not computed in one step
     stream: Stream | None = None
     link: Link | None = None
     copied: set[int] = field(default_factory=set)  # blocks whose K/V are in place
@@ -95,6 +97,7 @@ class Restoration:
         shared = self.size / max(self.size, step_tokens)
         known, pace = costs.compute, self.pace
         compute = ComputeCost(known.fixed_s * shared * pace, known.token_s * pace, known.attended_s * pace)
+        self.step_chunks = -(-step_tokens // self.size) + 1
         self.costs = costs = RestoreCosts(compute, costs.links, costs.contention)
         plans = plans_by_axis(prefix, costs, layerwise=False)
         self.alone = plans["load"].finish_s, plans["compute"].finish_s
@@ -109,7 +112,8 @@ class Restoration:
         if self.pointers is None:
             return computed
         # The less is left, the shorter the steps: what is begun when the last chunk arrives is in vain.
-        chunks = self.pointers.computable(max(1, self.pointers.left // 4))
+        most = min(self.pointers.left // 4, self.step_chunks)
+        chunks = self.pointers.computable(max(1, most))
         return max(computed, (self.first + chunks.stop) * self.size) if chunks else computed
 
     def note_computed(self) -> None:
@@ -163,7 +167,9 @@ class Restoration:
         request; infinity where the stream stalls.
         """
         assert self.pointers is not None and self.prefix is not None
-        by_tier = Counter[str](self.prefix.tiers[each] for each in self.to_load() if each >= chunk)
+        by_tier = {
+            tier: len(stored) for tier in set(self.prefix.tiers) if (stored := self.pointers.stored(tier, chunk))
+        }
         seconds = {tier: count * self._load_s(tier) for tier, count in by_tier.items()}
         left_s = max(seconds.values(), default=0.0)
         link = self.link
@@ -233,7 +239,7 @@ class Restoration:
         computed, left_s = self.sequence.computed, self.left_s(chunk)
         if self.stream is None:
             left_s += self.ahead_s
-        elif self.plan.axis == "load" and left_s != float("inf"):
+        elif self.plan.axis == "load" and left_s <= _SLOW * self.plan.finish_s:
             return False
         tokens = (self.first + chunk + 1) * self.size - computed
         computing_s = self.costs.compute.chunk_s(computed, tokens) * self.costs.contention.compute

@@ -238,20 +238,29 @@ class Restorer:
                 restoration.note_arrival(arrival, stream.tiers)
                 restoration.taken.append(arrival)
             while restoration.taken and not pointers.is_done:
-                self._copy_arrival(restoration, restoration.taken.pop(0))
+                if self._copy_arrival(restoration, restoration.taken[0], deadline):
+                    del restoration.taken[0]
                 if restoration.taken and self._clock() >= deadline:
                     return False
             if is_over:
                 self._close(restoration)
                 restoration.lose()
+        if pointers.is_done:
+            self._pass_copied(restoration)  # a step may have brought the last one, before a tail that was loaded
         return pointers.is_done
 
-    def _copy_arrival(self, restoration: Restoration, arrival: Arrival) -> None:
+    def _copy_arrival(self, restoration: Restoration, arrival: Arrival, deadline: float) -> bool:
+        """Copy blocks that are wanted, until the deadline. Returns whether none is left; then its lease has ended."""
         first, lease = arrival.first, arrival.lease
-        wanted = [block for block in range(first, first + len(lease)) if restoration.is_wanted(block)]
-        for block in wanted:
-            self._copy(restoration, lease, first, range(block, block + 1))
+        while arrival.copied < len(lease):
+            block = first + arrival.copied
+            arrival.copied += 1
+            if restoration.is_wanted(block):
+                self._copy(restoration, lease, first, range(block, block + 1))
+                if arrival.copied < len(lease) and self._clock() >= deadline:
+                    return False
         lease.__exit__(None, None, None)
+        return True
 
     def _copy(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
         """Copy the blocks `portion` of the prefix; the lease's first is block `base`. Returns whether the lease was

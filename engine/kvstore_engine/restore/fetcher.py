@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvstore_engine.restore.session import KvLease, KvSession, KvStream, Tokens
 
@@ -44,12 +43,14 @@ class Fetch:
             lease.__exit__(None, None, None)
 
 
-class Arrival(NamedTuple):
-    """Blocks first, first + 1, … of a prefix, readable since `at_s`."""
+@dataclass(slots=True)
+class Arrival:
+    """Blocks first, first + 1, … of a prefix, readable since `at_s`. `copied`: so many of them need no more work."""
 
     first: int
     lease: KvLease
     at_s: float
+    copied: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -89,7 +89,7 @@ class _Bin:
 @dataclass(slots=True)
 class _Account:
     """`figures`: all that was counted. The rest decays: bytes that were used and wasted until `at_s`; of the blocks
-    that wait for their use, `held_bytes`, the expected waste is `risk_bytes`."""
+    that wait for their use, `held_bytes`, the expected waste is `risk_bytes`. `block_bytes`: of the last brought."""
 
     figures: PrefetchFigures = field(default_factory=PrefetchFigures)
     used_bytes: float = 0.0
@@ -98,6 +98,7 @@ class _Account:
     at_s: float = 0.0
     held_bytes: int = 0
     risk_bytes: float = 0.0
+    block_bytes: int = 1
     bins: list[_Bin] = field(default_factory=lambda: [_Bin() for _ in range(BINS)])
 
     def pass_time(self, now_s: float) -> None:
@@ -162,7 +163,7 @@ class Accounts:
     # What may be brought
 
     def may_bring(self, tenant: int, probability: float, nbytes: int, under_way: int, now_s: float) -> bool:
-        """Whether a block of a chain of that probability may be, beside so many that are under way."""
+        """Whether a block of a chain of that probability may be, beside so many of the tenant's that are under way."""
         if probability < self._min_probability or self._held_bytes >= self._most_held_bytes:
             return False
         account = self._account(tenant)
@@ -176,7 +177,8 @@ class Accounts:
     def _standing(self, account: _Account) -> Standing:
         """As of the last time that it was asked, or judged."""
         for standing, probability in ((Standing.FULL, self._min_probability), (Standing.REDUCED, 1.0)):
-            if account.has_credit(1, account.risk(probability), self._waste_limit):
+            nbytes = account.block_bytes
+            if account.has_credit(nbytes, account.risk(probability) * nbytes, self._waste_limit):
                 return standing
         return Standing.OFF
 
@@ -192,6 +194,7 @@ class Accounts:
         held.risk_bytes = held.nbytes * account.risk(held.probability)
         account.risk_bytes += held.risk_bytes
         account.held_bytes += held.nbytes
+        account.block_bytes = held.nbytes
         self._held.setdefault(tenant, {})[key] = held
         hold = self._holds.setdefault((tenant, held.chain), Hold(until_s, held.landed_s))
         hold.until_s, hold.blocks = max(hold.until_s, until_s), hold.blocks + 1

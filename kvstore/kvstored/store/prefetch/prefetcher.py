@@ -93,10 +93,10 @@ class Prefetcher:
 
     def tick(self) -> None:
         """A few times a second."""
+        self._recent.tidy()
         if not self._predictor.works:
             return
         self._look_after_held()
-        self._recent.tidy()
         self.wake()
 
     def wake(self) -> None:
@@ -211,7 +211,7 @@ class Prefetcher:
             if row < 0 or self._promoter.is_coming(row):
                 self._queue.skip(block)
             elif not self._accounts.may_bring(
-                candidate.tenant, candidate.probability, block.nbytes, self._queue.under_way, now_s
+                candidate.tenant, candidate.probability, block.nbytes, self._queue.under_way_of(candidate.tenant), now_s
             ):
                 self._queue.drop(candidate.tenant, candidate.key)
             else:

@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,7 @@ class PrefetchQueue:
         self._sources: dict[int, _Source] = {}
         self._plan: list[_Entry] = []  # the most valuable first
         self._under_way: dict[int, _UnderWay] = {}  # by token
+        self._by_tenant = Counter[int]()
 
     def __len__(self) -> int:
         """Blocks that are planned and not handed out."""
@@ -101,6 +103,9 @@ class PrefetchQueue:
     @property
     def under_way(self) -> int:
         return len(self._under_way)
+
+    def under_way_of(self, tenant: int) -> int:
+        return self._by_tenant[tenant]
 
     def plan(self, candidates: Iterable[Candidate]) -> list[int]:
         """From now on these are wanted, and nothing else; the tokens under way of which no candidate is left, each
@@ -151,6 +156,7 @@ class PrefetchQueue:
         source.bucket.spend(block.nbytes)
         source.under_way_bytes += block.nbytes
         self._under_way[block.token] = _UnderWay(block, (candidate.tenant, candidate.key))
+        self._by_tenant[candidate.tenant] += 1
         self.skip(block)
 
     def skip(self, block: Block) -> None:
@@ -165,7 +171,9 @@ class PrefetchQueue:
                 return
 
     def ended(self, token: int) -> None:
-        block = self._under_way.pop(token).block
+        entry = self._under_way.pop(token)
+        block, (tenant, _) = entry.block, entry.chain
+        self._by_tenant[tenant] -= 1
         self._source(block.source).under_way_bytes -= block.nbytes
 
     def _may_start(self, source: _Source, block: Block, now_s: float) -> bool:
