@@ -18,7 +18,7 @@ from math import inf
 
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
 
-HINTS_MAX = 65_536
+HINTS_MAX = 8192  # a look at one costs the control thread up to 50 us, four times a second
 LATE_S = 30.0  # a request that does not come so long after it was due, or after twice its pause, does not come
 LOOKED_AT = 0.5  # of the time that was announced: before it has passed nothing is guessed
 SHORT_S = 5.0  # lateness is a share of the pause that was announced, or of this where that was shorter
