@@ -1550,7 +1550,7 @@ class PrefetchFigures(google.protobuf.message.Message):
     tenant: builtins.str
     """empty: all"""
     standing: builtins.str
-    """full | reduced | tried | off: how far waste has turned it down; of all, the furthest"""
+    """full | reduced | off: how far waste has turned it down; of all, the furthest"""
     prefetched_blocks: builtins.int
     prefetched_bytes: builtins.int
     used_blocks: builtins.int
