@@ -24,10 +24,11 @@ def named(recent: RecentRequests) -> set[bytes]:
     seen = set[int]()
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, type):
+        kind = type(each)  # isinstance asks what a weak proxy refers to, which may be gone
+        if id(each) in seen or issubclass(kind, type):
             continue
         seen.add(id(each))
-        if isinstance(each, bytes) and len(each) == 16:
+        if kind is bytes and len(each) == 16:
             found.add(each)
         left += gc.get_referents(each)
     return found

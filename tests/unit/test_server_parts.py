@@ -164,6 +164,7 @@ _STATUS = {
     "worker": {"deaths": 3},
     "sequences": {"running": 2, "waiting": 1},
     "kvstore": "connected",
+    "restored": {"by_plan": {"tokens": 4}, "chunks": {"loaded": 9}, "predicted_s": 0.25, "actual_s": 0.5},
 }
 
 
@@ -176,7 +177,7 @@ def test_metrics_are_what_a_prometheus_server_reads() -> None:
     families = list(
         text_string_to_metric_families(metrics.text(EngineClient(EngineOptions("m.gguf")), _STATUS).decode())
     )
-    assert len({family.name for family in families}) == len(families) == 21
+    assert len({family.name for family in families}) == len(families) == 25
     samples = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
     assert not any(name.endswith("_created") for name, *_ in samples)
     expected = {
@@ -195,6 +196,10 @@ def test_metrics_are_what_a_prometheus_server_reads() -> None:
         ("sequences_waiting",): 1,
         ("pool_free_blocks",): 60,
         ("kvstore_connected",): 1,
+        ("restorations_total", "tokens"): 4,
+        ("restored_chunks_total", "loaded"): 9,
+        ("restore_predicted_seconds_total",): 0.25,
+        ("restore_seconds_total",): 0.5,
     }
     assert {name: samples[f"kvengine_{name[0]}", *name[1:]] for name in expected} == expected
 
