@@ -20,7 +20,7 @@ from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Order = Literal["front", "back"]
-_CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that its stream was closed
+_CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that its lease stream was closed
 
 
 class LeasedRun(NamedTuple):
@@ -128,9 +128,7 @@ class LeaseStream:
         call = self._call
         if call is None:
             return None
-        answer = call.result(min(_CLOSED_S, self._left_s()))
-        while answer is None and not self._is_closed and self._left_s():
-            answer = call.result(min(_CLOSED_S, self._left_s()))
+        answer = self._answer(call)
         if answer is None:
             self.reason = REASON_DEADLINE
             self._end()
@@ -146,6 +144,18 @@ class LeaseStream:
             self.reason, self._call = miss_reason(reply.miss_reason) or self.reason, None
             return None
         return reply
+
+    def _answer(self, call: Call) -> wire.Response | str | None:
+        """The next answer, judged; None if none came in time, or once `close` was called. Looking whether it was is no
+        timeout: that is recorded at the deadline alone."""
+        while not self._is_closed:
+            left_s = self._left_s()
+            if left_s <= _CLOSED_S:
+                return call.result(left_s)
+            response = call.wait(_CLOSED_S)
+            if response is not None:
+                return call.judge(response)
+        return None
 
     def _run(self, reply: wire.AcquireReply) -> LeasedRun | None:
         """The usable blocks of an answer, leased until `close`; None if that was called meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,21 +24,43 @@ def run(first: int, *, lease_id: int) -> wire.AcquireReply:
 
 
 class Scene:
-    """Call and source of a stream. Leases with an id in `unusable` hold no block that the client trusts."""
+    """Call and source of a stream. Leases with an id in `unusable` hold no block that the client trusts. The first
+    answer is there after `late_s`; waiting moves the clock, and nothing else does."""
 
-    def __init__(self, replies: Sequence[wire.AcquireReply], unusable: Sequence[int] = ()) -> None:
+    def __init__(
+        self, replies: Sequence[wire.AcquireReply], unusable: Sequence[int] = (), *, late_s: float = 0.0
+    ) -> None:
         self.replies = list(replies)
         self.unusable = unusable
+        self.now, self.late_s, self.timeouts = 0.0, late_s, 0
+        self.on_wait: Callable[[], None] = lambda: None
         self.released: list[int] = []
         self.abandoned = False
         self.counted: list[int] = []
         call: Any = self
         self.stream = LeaseStream(
-            self, call, GROUP, 60.0, on_close=lambda blocks, payload_bytes: self.counted.append(blocks)
+            self,
+            call,
+            GROUP,
+            60.0,
+            on_close=lambda blocks, payload_bytes: self.counted.append(blocks),
+            clock=lambda: self.now,
         )
 
+    def wait(self, timeout_s: float) -> wire.Response | None:
+        self.on_wait()
+        if self.replies and self.now + timeout_s >= self.late_s:
+            return wire.Response(acquire=self.replies.pop(0))
+        self.now += timeout_s
+        return None
+
     def result(self, timeout_s: float) -> wire.Response | None:
-        return wire.Response(acquire=self.replies.pop(0)) if self.replies else None
+        response = self.wait(timeout_s)
+        self.timeouts += response is None
+        return response
+
+    def judge(self, response: wire.Response) -> wire.Response:
+        return response
 
     def cancel(self, late: Late) -> None:
         self.abandoned = True
@@ -90,7 +112,19 @@ def test_a_run_that_did_not_verify_is_the_reason_in_the_end() -> None:
     assert (scene.stream.reason, scene.stream.blocks) == ("verify_failed", 2)
 
 
+def test_an_answer_that_takes_long_is_no_timeout() -> None:
+    scene = Scene([run(0, lease_id=5), END], late_s=30.0)
+    assert [first for first, _ in scene.stream] == [0] and scene.timeouts == 0
+
+
+def test_closing_ends_the_wait_of_another_thread_and_is_no_timeout() -> None:
+    scene = Scene([run(0, lease_id=5)], late_s=50.0)
+    scene.on_wait = lambda: scene.stream.close() if scene.now > 1.0 else None
+    assert list(scene.stream) == []
+    assert scene.now < 2.0 and scene.abandoned and scene.timeouts == 0
+
+
 def test_without_an_answer_in_time_the_request_is_ended() -> None:
     scene = Scene([run(0, lease_id=5)])
     assert [first for first, _ in scene.stream] == [0]
-    assert scene.stream.reason == "deadline" and scene.abandoned
+    assert scene.stream.reason == "deadline" and scene.abandoned and scene.timeouts == 1
