@@ -15,10 +15,8 @@ Owns what was learned, and its file. It loads and computes nothing. Safe for use
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,15 @@ from operator import mul
 from pathlib import Path
 from time import time
 
-from kvstore_client.restore.costs import ComputeCost, LinkCost
+from kvstore_client.json_file import write_json
+from kvstore_client.restore.features import (
+    COMPUTE_PRIOR,
+    LINK_PRIOR,
+    compute_cost,
+    compute_features,
+    link_cost,
+    load_features,
+)
 from kvstore_client.restore.scaled_fit import ScaledFit
 
 TRIAL_SHARE, TRIAL_EVERY = 0.015, 16
@@ -38,9 +44,6 @@ _MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the 
 _LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
 _FIRST_BIAS_SHARE, _BIAS_SHARE, _LEAST_BIAS, _MOST_BIAS = 0.8, 0.4, 0.25, 32.0
 _BIAS_HALF_LIFE_S = 600.0  # of what made loads look slow: it may have passed
-_TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024  # scales of the features
-_COMPUTE_PRIOR = (0.003, 0.5, 0.1)
-_OWN_PRIOR = (0.001, 0.004)
 _MOST_TIERS = 16
 _MOST_ENDS = 64  # of runs of blocks that are compared
 _SAVE_EVERY = 64  # loads that were observed
@@ -111,7 +114,7 @@ class LoadChoice:
     def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
         self._step_tokens = step_tokens
         self._clock = clock
-        self._compute, self._own = ScaledFit(_COMPUTE_PRIOR), ScaledFit(_OWN_PRIOR)
+        self._compute, self._own = ScaledFit(COMPUTE_PRIOR), ScaledFit(LINK_PRIOR)
         self._biases: dict[str, _Bias] = {}
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
@@ -145,11 +148,9 @@ class LoadChoice:
 
     def compute_s(self, first: int, tokens: int) -> float:
         """Predicted seconds to compute `tokens` tokens from position `first` on."""
-        fixed, token, attended = self._compute.coefficients
-        cost = ComputeCost(fixed, token / _TOKENS, attended / _ATTENDED)
-        seconds = cost.chunk_s(first, tokens)
+        cost = compute_cost(self._compute.coefficients)
         further_steps = -(-tokens // self._step_tokens) - 1 if self._step_tokens and tokens else 0
-        return seconds + further_steps * fixed
+        return cost.chunk_s(first, tokens) + further_steps * cost.fixed_s
 
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
@@ -158,7 +159,7 @@ class LoadChoice:
         with self._lock:
             if tokens < 1 or seconds <= 0 or (self._compute.samples and tokens < self._informative_tokens):
                 return
-            self._compute.observe((1.0, tokens / _TOKENS, tokens * (first + tokens / 2) / _ATTENDED), seconds)
+            self._compute.observe(compute_features(tokens, tokens * (first + tokens / 2)), seconds)
             self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
@@ -175,7 +176,7 @@ class LoadChoice:
         is_whole = blocks >= chosen.blocks
         nbytes = chosen.blocks * hit.block_bytes
         if chosen.wait_s < _LEAST_WAIT_S or not chosen.tier:
-            self._own.observe((1.0, nbytes / _BYTES), seconds if is_whole else 2 * seconds)
+            self._own.observe(load_features(nbytes), seconds if is_whole else 2 * seconds)
             return
         factor = (seconds - self._own_s(nbytes)) / chosen.wait_s
         known = self._bias(chosen.tier)
@@ -198,11 +199,7 @@ class LoadChoice:
             "own": self._own.state(),
             "biases": {tier: [bias.factor, bias.at_s] for tier, bias in self._biases.items()},
         }
-        part = path.with_suffix(f".{os.getpid()}.part")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(kept))
-            part.replace(path)
+        write_json(path, kept)
 
     @classmethod
     def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
@@ -240,8 +237,7 @@ class LoadChoice:
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
 
     def _own_s(self, nbytes: int) -> float:
-        fixed, byte = self._own.coefficients
-        return LinkCost(fixed, byte / _BYTES).load_s(nbytes)
+        return link_cost(self._own.coefficients).load_s(nbytes)
 
     def _bias(self, tier: str) -> float:
         known = self._biases.get(tier)

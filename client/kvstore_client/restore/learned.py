@@ -7,21 +7,24 @@ the machine itself has changed, and they move the fit. Not safe for use by two t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_client.json_file import write_json
+from kvstore_client.restore.costs import Contention, RestoreCosts
+from kvstore_client.restore.features import (
+    COMPUTE_PRIOR,
+    LINK_PRIOR,
+    compute_cost,
+    compute_features,
+    link_cost,
+    load_features,
+)
 from kvstore_client.restore.regression import RecursiveLeastSquares
 
-# Features are scaled by these, so that coefficients are seconds per typical step and of one order of magnitude.
-_TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024
-_COMPUTE_PRIOR = (0.003, 0.5, 0.1)  # a small model on a laptop core; replaced by the first measurements
-_LINK_PRIOR = (0.001, 0.004)
 _MOST_CONTENTION = 4.0
 _SHARE = 0.1  # of a new sample in a contention factor
 _PLAUSIBLE = 0.7, 2.5  # times as long as alone: what the other work may explain
@@ -37,20 +40,16 @@ class LearnedCosts:
     """Starts from priors that are wrong by a factor for most machines, until something was measured."""
 
     def __init__(self) -> None:
-        self.compute = RecursiveLeastSquares(_COMPUTE_PRIOR, uncertainty=10.0)
+        self.compute = RecursiveLeastSquares(COMPUTE_PRIOR, uncertainty=10.0)
         self.links: dict[str, RecursiveLeastSquares] = {}
         self._contention = Contention()
         self._surprises: dict[str, int] = {}  # samples in a row that were far off, by tier
 
     def costs(self, *tiers: str) -> RestoreCosts:
         """The costs as of now; `tiers` are added with the prior if nothing was loaded from them yet."""
-        fixed, token, attended = (max(0.0, value) for value in self.compute.coefficients)
-        links = {}
-        for tier in dict.fromkeys((*self.links, *tiers)):
-            fit = self.links.get(tier)
-            lead, rest = _LINK_PRIOR if fit is None else fit.coefficients
-            links[tier] = LinkCost(max(0.0, lead), max(0.0, rest) / _BYTES)
-        return RestoreCosts(ComputeCost(fixed, token / _TOKENS, attended / _ATTENDED), links, self._contention)
+        fits = {tier: self.links.get(tier) for tier in dict.fromkeys((*self.links, *tiers))}
+        links = {tier: link_cost(LINK_PRIOR if fit is None else fit.coefficients) for tier, fit in fits.items()}
+        return RestoreCosts(compute_cost(self.compute.coefficients), links, self._contention)
 
     def batch_s(self, pieces: Pieces) -> float:
         """Seconds of one step of `pieces`, alone; 0 without tokens."""
@@ -92,7 +91,7 @@ class LearnedCosts:
             return
         if tier not in self.links and len(self.links) >= _MOST_TIERS:
             return
-        features, known = (1.0, nbytes / _BYTES), self._contention
+        features, known = load_features(nbytes), self._contention
         fit = self.links.get(tier)
         alone_s = 0.0 if fit is None else fit.predict(features)
         if beside_computing and fit is not None and fit.samples and _is_plausible(seconds, alone_s):
@@ -114,11 +113,7 @@ class LearnedCosts:
             "links": {tier: fit.state() for tier, fit in self.links.items()},
             "contention": [self._contention.compute, self._contention.load],
         }
-        part = path.with_suffix(f".{os.getpid()}.part")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(kept))
-            part.replace(path)
+        write_json(path, kept)
 
     @classmethod
     def load(cls, path: Path) -> LearnedCosts:
@@ -134,7 +129,7 @@ class LearnedCosts:
         costs = cls()
         costs.compute.restore(**kept["compute"])
         for tier, state in list(kept["links"].items())[:_MOST_TIERS]:
-            fit = RecursiveLeastSquares(_LINK_PRIOR, uncertainty=10.0)
+            fit = RecursiveLeastSquares(LINK_PRIOR, uncertainty=10.0)
             fit.restore(**state)
             costs.links[tier] = fit
         compute, load = (_bounded(float(value)) for value in kept["contention"])
@@ -147,12 +142,13 @@ def _features(pieces: Pieces) -> tuple[float, float, float]:
     for count, first in pieces:
         tokens += count
         attended += count * (first + count / 2)
-    return 1.0, tokens / _TOKENS, attended / _ATTENDED
+    return compute_features(tokens, attended)
 
 
 def _link_fit(nbytes: int, seconds: float) -> RecursiveLeastSquares:
     """A fit that has seen no sample and expects this one, mostly by its size."""
-    return RecursiveLeastSquares((0.1 * seconds, 0.9 * seconds * _BYTES / nbytes))
+    _, size = load_features(nbytes)
+    return RecursiveLeastSquares((0.1 * seconds, 0.9 * seconds / size))
 
 
 def _is_plausible(seconds: float, alone_s: float) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
+from kvstore_client.json_file import write_json
 from kvstore_client.paths import cache_directory
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -80,11 +80,5 @@ def _remembered(memory: Path | None) -> dict[str, str]:
 
 
 def _remember(memory: Path | None, slot: str, digest: str) -> None:
-    """Atomically; a memory that cannot be written is not missed."""
-    if memory is None:
-        return
-    part = memory.with_suffix(f".{os.getpid()}.part")
-    with contextlib.suppress(OSError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({**_remembered(memory), slot: digest}, indent=1))
-        part.replace(memory)
+    if memory is not None:
+        write_json(memory, {**_remembered(memory), slot: digest})
