@@ -115,9 +115,9 @@ class MemorySession:
 
     def get(self, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool) -> MemoryLease:
         self.maybe_fail()
-        assert deadline_s > 0 and not promote
+        assert deadline_s > 0
         resident = min(self._resident(tokens), max_blocks)
-        lease = self.grant(tokens, range(self._mapped(resident)))
+        lease = self.grant(tokens, range(self._granted(resident) if promote else self._mapped(resident)))
         lease.resident_blocks, lease.estimated_load_s = resident, self.estimated_load_s
         lease.reason = "" if resident else "never_stored"
         return lease
@@ -132,8 +132,8 @@ class MemorySession:
         assert order == "back" and deadline_s > 0
         resident = min(self._resident(tokens), max_blocks)
         mapped = self._mapped(resident)
-        most = resident if self.granted_blocks is None else min(resident, self.granted_blocks)
-        runs = [range(mapped)] * bool(mapped) + [range(at, at + 1) for at in reversed(range(mapped, most))]
+        runs = [range(mapped)] * bool(mapped)
+        runs += [range(at, at + 1) for at in reversed(range(mapped, self._granted(resident)))]
         return MemoryStream(self, tokens, self._tiers(resident), runs)
 
     def grant(self, tokens: Tokens, run: range) -> MemoryLease:
@@ -143,6 +143,9 @@ class MemorySession:
 
     def _mapped(self, resident: int) -> int:
         return resident if self.mapped_blocks is None else min(resident, self.mapped_blocks)
+
+    def _granted(self, resident: int) -> int:
+        return resident if self.granted_blocks is None else min(resident, self.granted_blocks)
 
     def _tiers(self, resident: int) -> tuple[str, ...]:
         mapped = self._mapped(resident)
