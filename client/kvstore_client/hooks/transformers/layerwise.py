@@ -10,6 +10,8 @@ import threading
 from contextlib import ExitStack
 from typing import Protocol
 
+from kvstore_client.hooks.layer_progress import LayerProgress
+
 LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
 
 
@@ -30,10 +32,9 @@ class LayerCopy:
     def __init__(self, layers: int, copy: Source, lease: Validity, held: ExitStack) -> None:
         self._copy, self._lease, self._held = copy, lease, held
         self._layers = layers
-        self._done = 0
-        self._error: Exception | None = None
+        self._progress = LayerProgress()
+        self._is_whole = False
         self._is_valid: bool | None = None
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvstore-hook-layers", daemon=True)
 
     def start(self) -> LayerCopy:
@@ -42,16 +43,14 @@ class LayerCopy:
 
     def wait(self, layer: int) -> None:
         """Until a layer may be read, or nothing more will come."""
-        if self._done > layer:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._done > layer or self._error is not None)
+        if not self._progress.is_over(layer):
+            self._progress.wait(lambda: self._progress.is_over(layer))
 
     def finish(self) -> bool:
         """Wait for all layers and release the lease: whether all that was copied are the leased bytes."""
         if self._is_valid is None:
             self._thread.join()
-            self._is_valid = self._error is None and self._lease.valid
+            self._is_valid = self._is_whole and self._lease.valid
             self._held.close()
         return self._is_valid
 
@@ -59,10 +58,8 @@ class LayerCopy:
         try:
             for layer in range(self._layers):
                 self._copy(layer)
-                with self._changed:
-                    self._done = layer + 1
-                    self._changed.notify_all()
-        except Exception as error:  # a lease whose memory is gone, or a bug here: the model computes all again
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+                self._progress.advance()
+            self._is_whole = True
+        except Exception:  # a lease whose memory is gone, or a bug here: the model computes all again
+            self._is_whole = False
+        self._progress.end()

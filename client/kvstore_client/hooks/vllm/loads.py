@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
+from kvstore_client.hooks.layer_progress import LayerProgress
 from kvstore_client.hooks.vllm.identity import KeySource, address
 from kvstore_client.hooks.vllm.layout import Bytes, PagedLayers
 from kvstore_client.hooks.vllm.orders import LoadOrder
@@ -57,9 +58,7 @@ class Load:
         self.waited_s = 0.0  # by those who called `wait_layer` or `join`
         self._session, self._pool, self._say, self._on_end = session, pool, say, on_end
         self._loaded = [0] * len(orders)
-        self._layers = 0  # that are copied
-        self._has_ended = False
-        self._changed = threading.Condition()
+        self._progress = LayerProgress()
 
     def start(self) -> Load:
         threading.Thread(target=self._run, name="kvstore-vllm-load", daemon=True).start()
@@ -67,13 +66,13 @@ class Load:
 
     def wait_layer(self, layer: int) -> None:
         """Until a layer may be read; after that of a load that failed nothing more will come."""
-        if self._layers <= layer:
-            self._wait(lambda: self._layers > layer or self._has_ended)
+        if not self._progress.is_over(layer):
+            self._wait(lambda: self._progress.is_over(layer))
 
     def join(self) -> list[int]:
         """Wait for the end: how many leading blocks of each order were loaded."""
-        if not self._has_ended:
-            self._wait(lambda: self._has_ended)
+        if not self._progress.has_ended:
+            self._wait(lambda: self._progress.has_ended)
         return self._loaded
 
     def failed(self) -> set[int]:
@@ -83,8 +82,7 @@ class Load:
 
     def _wait(self, happened: Callable[[], bool]) -> None:
         started = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(happened)
+        self._progress.wait(happened)
         self.waited_s += time.perf_counter() - started
 
     def _run(self) -> None:
@@ -96,9 +94,7 @@ class Load:
             self._say(f"blocks are not restored: {error}")
             self._loaded = [0] * len(self.orders)
         self.seconds = time.perf_counter() - started
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        self._progress.end()
         self._on_end(self)
 
     def _leased(self, order: LoadOrder, held: ExitStack) -> HeldBlocks | None:
@@ -123,7 +119,5 @@ class Load:
         for layer in range(len(self._pool)):
             for payload, block_id in copies:
                 self._pool.scatter(payload, block_id, layer)
-            with self._changed:
-                self._layers = layer + 1
-                self._changed.notify_all()
+            self._progress.advance()
         return [count if lease is not None and lease.valid else 0 for lease, count in zip(leases, counts, strict=True)]
