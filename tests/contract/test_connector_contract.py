@@ -21,6 +21,7 @@ class TestMockEngine(ConnectorContract):
 @pytest.mark.slow
 class TestOwnEngine(ConnectorContract):
     engine = "tests.reference.own_engine:open_own_engine"
+    fills_gaps = True
 
     @pytest.fixture(autouse=True)
     def ggml(self) -> None:
