@@ -30,15 +30,15 @@ from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFa
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
-_SHRINK_FIRST, _SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
-_WEIGHTS: Final[Floats] = np.array([_SHRINK_FIRST] + [_SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
-_LEAST, _MOST = 1e-7, 0.999
-_TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
-_EVIDENCE_DECAY = 2.0
+SHRINK_FIRST, SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
+_WEIGHTS: Final[Floats] = np.array([SHRINK_FIRST] + [SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
+LEAST, MOST = 1e-7, 0.999
+TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
+EVIDENCE_DECAY = 2.0
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
-_GAIN_MAX = 1e12
-_COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
+GAIN_MAX = 1e12
+COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
 STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
@@ -47,7 +47,7 @@ _KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
-_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
+ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
 
 
 class Ladder:
@@ -98,7 +98,7 @@ class HazardTables:
         for ladder in ladders:
             self._learn_by(ladder)
         for kind in range(_KINDS):
-            self._make([self._add(_ROOT._replace(kind=kind))])
+            self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
         number = len(self._orders)
@@ -119,18 +119,18 @@ class HazardTables:
         """What is known by now, a step at a time: steps with their counts, cells by number, and what was seen of cells
         and does not count yet.
         """
-        for first in range(0, len(self._nodes), _COPIED):
-            names = list(islice(self._nodes, first, first + _COPIED))  # never taken out: numbered in this order from 1
+        for first in range(0, len(self._nodes), COPIED):
+            names = list(islice(self._nodes, first, first + COPIED))  # never taken out: numbered in this order from 1
             part = np.empty(len(names), STEP)
             part["path"] = [(number, *path, *_PADDING[len(path) :]) for number, path in names]
             part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain
             yield "steps", part[part["counts"].any(axis=(1, 2))]
-        for first in range(0, len(self._features), _COPIED):
-            yield "cells", np.array(self._features[first : first + _COPIED], np.int8)
+        for first in range(0, len(self._features), COPIED):
+            yield "cells", np.array(self._features[first : first + COPIED], np.int8)
         late = np.flatnonzero(np.frombuffer(self._is_late, np.uint8))
-        for first in range(0, len(late), _COPIED):
-            part = np.empty(len(late[first : first + _COPIED]), LATE)
-            part["cell"] = late[first : first + _COPIED]
+        for first in range(0, len(late), COPIED):
+            part = np.empty(len(late[first : first + COPIED]), LATE)
+            part["cell"] = late[first : first + COPIED]
             part["seen"] = self._late[part["cell"]]
             yield "late", part
         yield "evidence", self.evidence.copy()
@@ -165,7 +165,7 @@ class HazardTables:
                 features = coarse(features)
                 found = cells.get(features)
             if found is None and len(cells) >= _CELLS_MAX:
-                features = _ROOT._replace(kind=features.kind)
+                features = ROOT._replace(kind=features.kind)
                 found = cells[features]
         if found is not None:
             self._used_in[found] = self._epoch
@@ -177,7 +177,7 @@ class HazardTables:
         if like is None or like == found:
             like = cells.get(coarse(features))
         if like is None or like == found:
-            like = cells[_ROOT._replace(kind=features.kind)]
+            like = cells[ROOT._replace(kind=features.kind)]
         for column in (self._estimates, self._mixed, self._ranks):
             column[found] = column[like]
         self._ask(found, features)
@@ -279,13 +279,13 @@ class HazardTables:
     def renew(self, factor: float) -> None:
         """Decay the counts; the ranks are to be made anew."""
         self._epoch += 1
-        self.evidence *= factor**_EVIDENCE_DECAY
+        self.evidence *= factor**EVIDENCE_DECAY
         for factors in self._hint_factors:
             factors.decay(factor)
         if len(self._cells) > _CELLS_MAX // 2:
             self._free_unused()
         self._gain /= factor
-        if self._gain > _GAIN_MAX:  # once in many thousand requests
+        if self._gain > GAIN_MAX:  # once in many thousand requests
             self._counts[: len(self._nodes) + 1] /= self._gain
             self._gain = 1.0
 
@@ -333,7 +333,7 @@ class HazardTables:
 
     def weights(self) -> Floats:
         """What each ladder's estimate counts, by how well it predicted what came."""
-        odds = np.exp(_TRUST * (self.evidence - self.evidence.max()))
+        odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
         weights: Floats = odds / odds.sum()
         return weights
 
@@ -364,7 +364,7 @@ class HazardTables:
         mixed, hints = self._mixed[cells], self._hints[:, cells]
         if hints.any():
             chance, next_step = self.hint_factors()
-            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], _LEAST, _MOST)
+            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], LEAST, MOST)
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
@@ -384,7 +384,7 @@ class HazardTables:
         for step in range(1, _STEPS_MAX):
             estimate *= above[step]
             estimate += own[step]
-        self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, _LEAST), _MOST)
+        self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, LEAST), MOST)
         self._mixed[cells] = np.matmul(self.weights(), estimate)
         self._ranks[cells] = ranks(self.hazards(cells))
 

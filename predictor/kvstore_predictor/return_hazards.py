@@ -22,20 +22,28 @@ import numpy as np
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, NEXT_STEPS, Features
 from kvstore_predictor.gittins import BINS, Floats, Ints
-from kvstore_predictor.hazards import FLAT, PADDING, STEP, Ladder, coarse
+from kvstore_predictor.hazards import (
+    COPIED,
+    EVIDENCE_DECAY,
+    FLAT,
+    GAIN_MAX,
+    LEAST,
+    MOST,
+    PADDING,
+    ROOT,
+    SHRINK,
+    SHRINK_FIRST,
+    STEP,
+    TRUST,
+    Ladder,
+    coarse,
+)  # fmt: skip
 from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 
 _STEPS_MAX = STEP["path"].shape[0]  # of a ladder: the root and the features
-_SHRINK_FIRST, _SHRINK = 15.0, 30.0  # exposures of its own that a node needs to weigh as much as the one above
-_LEAST, _MOST = 1e-7, 0.999
-_TRUST = 0.05  # how sharply likelihood separates orders; sessions of a class are not independent of each other
-_EVIDENCE_DECAY = 2.0
 _CELLS_MAX, _COARSE_MAX, _FREED = 16384, 512, 256
 _NODES_FIRST = 1 << 12
 _NODES_A_SLICE = 1024
-_GAIN_MAX = 1e12
-_COPIED = 128  # nodes, between two pauses
-_ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
 
 
 Seen = tuple[int, int, int, bool, int]  # cell, first age bin, bin that was reached, whether it returned there, hint
@@ -87,7 +95,7 @@ class ReturnHazards:
         if len(self._cells) >= _CELLS_MAX - _COARSE_MAX:
             features = coarse(features)
             if features not in self._cells and len(self._cells) >= _CELLS_MAX - 3:
-                features = _ROOT._replace(kind=features.kind)
+                features = ROOT._replace(kind=features.kind)
             if features in self._cells:
                 return self._cells[features]
         if self._free:
@@ -191,17 +199,17 @@ class ReturnHazards:
 
     def _decide(self) -> None:
         """What the evidence and hints are worth, until the next renewal."""
-        odds = np.exp(_TRUST * (self.evidence - self.evidence.max()))
+        odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
         self._weights: Floats = odds / odds.sum()
         self._by_hint = [factors.factors() for factors in self._hint_factors]
 
     def renewal(self, factor: float) -> Iterator[None]:
         """Decay the counts by `factor`, push up what was seen, and estimate anew; in slices."""
-        self.evidence *= factor**_EVIDENCE_DECAY
+        self.evidence *= factor**EVIDENCE_DECAY
         for factors in self._hint_factors:
             factors.decay(factor)
         self._gain /= factor
-        if self._gain > _GAIN_MAX:  # once in many thousand requests
+        if self._gain > GAIN_MAX:  # once in many thousand requests
             self._counts /= self._gain
             self._gain = 1.0
         self._decide()
@@ -231,10 +239,10 @@ class ReturnHazards:
                 yield
 
     def _estimate(self, nodes: Ints, step: int) -> None:
-        weight = self._gain * (_SHRINK if step else _SHRINK_FIRST)
+        weight = self._gain * (SHRINK if step else SHRINK_FIRST)
         exposed, returned = self._counts[nodes].transpose(1, 0, 2)
         found = (returned + weight * self._estimates[self._above[nodes]]) / (exposed + weight)
-        self._estimates[nodes] = found = np.minimum(np.maximum(found, _LEAST), _MOST)
+        self._estimates[nodes] = found = np.minimum(np.maximum(found, LEAST), MOST)
         self._survival[nodes, 1:] = np.cumsum(np.log1p(-found), axis=1)
 
     # Answers
@@ -244,7 +252,7 @@ class ReturnHazards:
         mixed: Floats = np.matmul(self._weights, self._estimates[self._leaves_of(cells)])
         if hints.any():
             chance, next_step = np.divmod(hints, NEXT_STEPS)
-            mixed = np.clip(mixed * self._by_hint[0][chance] * self._by_hint[1][next_step], _LEAST, _MOST)
+            mixed = np.clip(mixed * self._by_hint[0][chance] * self._by_hint[1][next_step], LEAST, MOST)
         return mixed
 
     # Over a restart
@@ -254,8 +262,8 @@ class ReturnHazards:
         self.fold()
         for _ in self._pushed():
             yield "steps", np.empty(0, STEP)
-        for first in range(0, max(len(self._nodes), 1), _COPIED):
-            names = list(islice(self._nodes, first, first + _COPIED))  # numbered in this order from 1
+        for first in range(0, max(len(self._nodes), 1), COPIED):
+            names = list(islice(self._nodes, first, first + COPIED))  # numbered in this order from 1
             part = np.empty(len(names), STEP)
             part["path"] = [(*name, *(PADDING,) * (_STEPS_MAX - len(name))) for name in names]
             part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore_predictor.ages import count_age, count_ages, count_return
-from kvstore_predictor.gittins import passed_by
+from kvstore_predictor.gittins import BINS, Ints, passed, passed_by
 from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstored.store.policies.chains.table import ChainTable
 
@@ -27,6 +27,7 @@ MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for 
 _CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
 _FEWEST = 4  # cells
 _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
+_Column = npt.NDArray[np.int32]
 
 
 class Learner:
@@ -61,7 +62,7 @@ class Learner:
     def returned(self, chain: int, missing: int, gap_s: float) -> None:
         """`chain` was continued, all but its last `missing` blocks."""
         chains = self._chains
-        count_return(self.tables, chains.cell[chain], chains.bin[chain], gap_s)
+        _count_return(self.tables, chains.cell[chain], chains.bin[chain], gap_s)
         self.returns += 1
         for number, counts in enumerate(self._end_counts):
             counts[1] += 1.0
@@ -73,7 +74,7 @@ class Learner:
         """Count the age bins that `chain` has passed, which is of another class from now on."""
         chains = self._chains
         age_s = now_s - chains.used_s[chain]
-        chains.bin[chain] = count_age(self.tables, chains.cell[chain], chains.bin[chain], age_s)
+        chains.bin[chain] = _count_age(self.tables, chains.cell[chain], chains.bin[chain], age_s)
 
     @property
     def is_due(self) -> bool:
@@ -131,4 +132,30 @@ class Learner:
         reached, cells = chains.ints(chains.bin), chains.ints(chains.cell)
         self.tables.in_use(cells[live])
         self.tables.want(cells[live[chains.ints(chains.tail)[live] >= 0]])
-        count_ages(self.tables, cells, reached, live, passed_by(now_s - chains.floats(chains.used_s)[live]))
+        _count_ages(self.tables, cells, reached, live, passed_by(now_s - chains.floats(chains.used_s)[live]))
+
+
+def _count_age(tables: HazardTables, cell: int, reached: int, age_s: float) -> int:
+    """One chain of `cell` is so old and has not returned; the bin that is reached now."""
+    now_bin = max(reached, passed(age_s))
+    if reached < now_bin:
+        tables.passed(cell, reached, now_bin)
+    return now_bin
+
+
+def _count_return(tables: HazardTables, cell: int, reached: int, age_s: float) -> None:
+    """One chain of `cell` has returned at this age. Beyond the last bin it counts as one that did not."""
+    now_bin = _count_age(tables, cell, reached, age_s)
+    if now_bin < BINS:
+        tables.returned(cell, now_bin)
+
+
+def _count_ages(tables: HazardTables, cells: _Column, reached: _Column, live: Ints, now_bins: Ints) -> None:
+    """Chains `live`, which have not returned, are past `now_bins`; `reached` is brought up to date."""
+    while True:
+        behind = reached[live] < now_bins
+        live, now_bins = live[behind], now_bins[behind]
+        if not len(live):
+            return
+        tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
+        reached[live] += 1
