@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_console.table import render_table
+from kvstore_console.units import human_seconds, human_share
 from kvstore_engine.errors import OperationError, UsageError
 
 _TIMEOUT_S = 10.0
@@ -58,10 +59,6 @@ def _ask(url: str, last: int, key: str) -> list[dict[str, Any]]:
 def _cells(record: dict[str, Any]) -> list[str]:
     actual_s = record["actual_s"]
     counts = [str(record[name]) for name in ("mapped", "loaded", "computed", "lost")]
-    times = [_ms(record["predicted_s"]), "" if actual_s is None else _ms(actual_s)]
-    shares = [f"{record[f'{name}_busy_s'] / actual_s:.0%}" if actual_s else "" for name in ("load", "compute")]
+    times = [human_seconds(record["predicted_s"]), "" if actual_s is None else human_seconds(actual_s)]
+    shares = [human_share(record[f"{name}_busy_s"], actual_s) if actual_s else "" for name in ("load", "compute")]
     return [f"{record['request_id']}/{record['index']}", record["plan"] or "DRAM", *counts, *times, *shares]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
