@@ -35,14 +35,19 @@ def on_nvme_alone(daemon: RunningDaemon, conversation: int) -> None:
     assert daemon.tiers()["host"].blocks == 0
 
 
+def figure(kvctl: Kvctl, name: str) -> int:
+    return int(kvctl.json("predictor")["all"][name])
+
+
 def test_what_was_brought_and_used_is_shown_by_tenant(daemon: RunningDaemon, kvctl: Kvctl) -> None:
     assert "no block was prefetched by prediction" in kvctl("predictor").out
     on_nvme_alone(daemon, 1)
     with daemon.connect(MODEL) as session:
         session.hint(tokens_of(1, BLOCKS), due_in_s=0.5)
-        assert eventually(lambda: daemon.tiers()["host"].blocks == BLOCKS), "before any request"
+        assert eventually(lambda: figure(kvctl, "waiting_blocks") == BLOCKS), "before any request"
+        assert daemon.tiers()["host"].blocks == BLOCKS  # blocks that are still being read count there, too
         assert found_blocks(session, 1, BLOCKS) == BLOCKS
-    assert eventually(lambda: int(kvctl.json("predictor")["all"]["used_blocks"]) == BLOCKS)
+    assert eventually(lambda: figure(kvctl, "used_blocks") == BLOCKS)
     status = kvctl.json("predictor")
     (tenant,) = status["tenants"]
     assert (status["enabled"], status["predictor"], tenant["standing"]) == (True, "on-hint", "full")
