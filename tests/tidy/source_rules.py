@@ -1,4 +1,4 @@
-"""The house rules that can be read off a source text. Pure: a text in, findings out, one line each.
+"""The house rules that can be read off a source text or its tree. Pure: one of them in, findings out, one line each.
 
 Each rule is shown a text that breaks it in test_tidy_sources.py, so that none of them can pass by finding nothing.
 """
@@ -16,7 +16,7 @@ HEAVY_IMPORTS = frozenset(
     {"torch", "cupy", "kvikio", "sklearn", "redis", "numba", "llvmlite", "xllamacpp", "tokenizers"}
 )
 _LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
-_VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
+VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
 
 
 def too_long(source: str) -> list[str]:
@@ -38,32 +38,31 @@ def leftovers(source: str) -> list[str]:
     ]
 
 
-def missing_docstring(source: str) -> list[str]:
-    tree = ast.parse(source)
+def missing_docstring(tree: ast.Module) -> list[str]:
     return [] if not tree.body or ast.get_docstring(tree) else ["no module docstring"]
 
 
-def long_functions(source: str) -> list[str]:
+def long_functions(tree: ast.Module) -> list[str]:
     """A function that only holds a class or other functions is measured by those."""
     return [
         f"{function.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
-        for function in _functions(ast.parse(source))
+        for function in _functions(tree)
         if (length := _own_lines(function)) > MAX_FUNCTION_LINES
     ]
 
 
-def relative_imports(source: str) -> list[str]:
+def relative_imports(tree: ast.Module) -> list[str]:
     return [
         f"line {node.lineno}: relative import"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.level
     ]
 
 
-def heavy_imports(source: str) -> set[str]:
-    """Heavy modules that this text imports outside `if TYPE_CHECKING`."""
+def heavy_imports(tree: ast.Module) -> set[str]:
+    """Heavy modules that are imported outside `if TYPE_CHECKING`."""
     found: set[str] = set()
-    for node in _runtime_nodes(ast.parse(source)):
+    for node in _runtime_nodes(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -73,13 +72,12 @@ def heavy_imports(source: str) -> set[str]:
     return found & HEAVY_IMPORTS
 
 
-def memoryview_copies(source: str) -> list[str]:
+def memoryview_copies(tree: ast.Module) -> list[str]:
     """Slices of a memoryview or an mmap that are assigned to: such a copy holds the GIL while it runs.
 
     It stalled the control thread for 11.5 ms where np.copyto and ctypes.memmove, which release it, took 0.03.
     A name counts as a view from the assignment that makes it one, through slices of it.
     """
-    tree = ast.parse(source)
     views: set[str] = set()
     grown = True
     while grown:
@@ -140,7 +138,7 @@ def _bound_views(node: ast.AST, views: set[str]) -> set[str]:
 def _is_view(value: ast.expr, views: set[str]) -> bool:
     if isinstance(value, ast.Call):
         called = value.func
-        return (called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)) in _VIEW_MAKERS
+        return (called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)) in VIEW_MAKERS
     if isinstance(value, ast.Subscript):
         return _is_view(value.value, views)
     return ast.unparse(value) in views
