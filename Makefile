@@ -24,6 +24,9 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 FURTHER := --retries 1 --timeout 15 --extra-index-url $(TORCH_INDEX)
 PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 
+# Tests, demo and benchmarks start hundreds of Python processes: without bytecode files each compiles its imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint proto proto-check gpu-check clean distclean
 
 help: ## print this list

@@ -24,8 +24,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-PROGRAMS = {"kvstored": "kvstored.daemon", "kvstore_client.testing.child": "kvstore_client.entry"}
-"""What can be forked, and what of it is imported before."""
+PROGRAMS = {
+    "kvstored": ("kvstored.daemon", "kvstored.cli", "kvstored.store.policies.chain_hazard", "kvstore_tiers.nvme.tier"),
+    "kvstore_client.testing.child": ("kvstore_client.entry",),
+}
+"""What can be forked, and what of it is imported before: also what each start would import later."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ORDER = 1 << 18
 _MOST_DESCRIPTORS = 8
@@ -153,7 +156,8 @@ def _take_over(environment: Mapping[str, str], directory: str, descriptors: list
 
 
 def _main(program: str, connection: socket.socket) -> None:
-    importlib.import_module(PROGRAMS[program])
+    for module in PROGRAMS[program]:
+        importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
     arguments = _serve(connection)
     if arguments is None:
