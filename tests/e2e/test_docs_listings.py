@@ -148,12 +148,14 @@ def test_what_root_types_can_be_typed(page: str) -> None:
                 assert (ROOT / path).exists(), f"{page}: {typed}: no {path}"
 
 
+@pytest.mark.slow
 def test_backup_and_restore() -> None:
     with _a_place() as place:
         (place / "kv").mkdir()
         assert _run_page("docs/backup.md", place) > 10
 
 
+@pytest.mark.slow
 def test_the_operators_page() -> None:
     """docs/kvctl.md, on a daemon that has room for what it stores."""
     settings = ("host.capacity=256MiB", "nvme.capacity=256MiB", "host.staging=64MiB", "limits.staging_per_client=16MiB",

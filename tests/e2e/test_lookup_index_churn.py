@@ -142,9 +142,8 @@ def compare_with_lookup(daemon: RunningDaemon) -> None:
         assert sure > 0
 
 
-@pytest.mark.parametrize(
-    "slots", [pytest.param(6144, marks=pytest.mark.slow, id="roomy"), pytest.param(1200, id="overflowing")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [pytest.param(6144, id="roomy"), pytest.param(1200, id="overflowing")])
 def test_a_hundred_thousand_answers_beside_eviction_and_no_wrong_byte(slots: int) -> None:
     total = churn(100_000, slots, patience_s=150)
     assert total.blocks_read > 1000 and total.present > 10_000

@@ -79,18 +79,20 @@ def test_the_workload_does_what_it_is_there_for(log: Path) -> None:
 
 
 def test_every_state_recovers(log: Path) -> None:
-    figures = replay(log, seed=1, states=300)
-    assert figures.states == 300
-    assert figures.promised > 1000, "promises were checked"
+    figures = replay(log, seed=1, states=100)
+    assert figures.states == 100
+    assert figures.promised > 300, "promises were checked"
     assert figures.is_sound, figures.failures
 
 
+@pytest.mark.slow
 def test_without_syncs_promises_are_broken(log: Path) -> None:
     figures = replay_changed(log, lambda operations: [one for one in operations if one.kind is not Kind.SYNC])
     assert figures.lost > 10
     assert figures.failures and not figures.is_sound
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_synced_is_a_loss(log: Path) -> None:
     """The directory of slabs, never synced: whole files are gone."""
 
@@ -124,6 +126,7 @@ def test_a_commit_that_forgets_the_records_is_caught(tmp_path: Path) -> None:
     assert any(report["lost"] or report["wrong"] for report in reports), "the next commit syncs them: a short window"
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_noticed(log: Path) -> None:
     """A disk that flips a bit in each payload breaks all promises; the tier says CORRUPT, the judge: lost."""
 

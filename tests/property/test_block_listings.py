@@ -18,6 +18,7 @@ from kvstored.admin.block_list import ORDERS, BlockList
 from kvstored.admin.block_totals import BlockTotals
 from kvstored.store.blocks import listing
 from tests.reference.blocks import Shelf, key
+from tests.reference.examples import examples
 
 NOW_NS = 10**12
 SIZES = (4096, 8192, 12288)
@@ -101,7 +102,7 @@ def short_slices() -> Any:
         yield
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.lists(_BLOCK, min_size=1, max_size=40), _FILTER, st.sampled_from(sorted(ORDERS)), st.booleans(),
     st.integers(1, 12),
@@ -127,7 +128,7 @@ def test_a_sorted_listing_has_the_most_first(
     assert len(set(found)) == len(found) and all(_matches(by_key[name], wanted) for name in found)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(_BLOCK, min_size=1, max_size=40), _FILTER, st.sampled_from(["tenant", "model", "prefix"]),
        st.integers(1, 4))  # fmt: skip
 def test_totals_are_the_sums_of_their_blocks(

@@ -21,6 +21,7 @@ from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, StepMe
 from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import paged_attention
 from kvstore_engine.kernels.work import ROWS_PER_ITEM, SPAN_TOKENS, plan_work
+from tests.reference.examples import examples
 
 _OPERATION = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
 FloatArray = npt.NDArray[np.float32]
@@ -171,7 +172,7 @@ _LENGTHS = st.lists(
 
 
 @pytest.mark.parametrize("name", ["cpp", "numba", "reference"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS, threads=st.integers(1, 3), seed=st.integers(0, 9))
 def test_agrees_with_the_definition(
     name: str,
@@ -188,7 +189,7 @@ def test_agrees_with_the_definition(
 
 
 @pytest.mark.parametrize("name", ["cpp", "numba"])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     shape=_shapes(),
     kind=_KINDS,
@@ -220,7 +221,7 @@ def test_threads_that_share_a_long_context_give_the_bits_of_one(name: str) -> No
             np.testing.assert_array_equal(one, other)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS)
 def test_numba_gives_the_compilers_bits(
     shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]
@@ -238,7 +239,7 @@ _ISAS = {"x86_64": ["avx512", "avx2", "baseline"], "aarch64": ["neon"]}.get(plat
 
 
 @pytest.mark.parametrize("isa", _ISAS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS)
 def test_every_instruction_set_agrees(
     isa: str, shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from kvstore_engine.kernels import select_kernels
 from kvstore_engine.model import ModelConfig, RopeConfig
 from kvstore_engine.pool import BlockPool, PoolExhausted
+from tests.reference.examples import examples
 
 _ROPE = RopeConfig(16, 10000.0, 1.0, 512, 0.0, 1.0, 32.0, 1.0)
 _CONFIG = ModelConfig("tiny", "llama", 2, 32, 64, 2, 1, 16, 1e-5, 512, 32, True, _ROPE)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))
 def test_blocks_are_given_once_and_come_back(steps: list[tuple[bool, int]]) -> None:
     pool = BlockPool(_CONFIG, 24, block_tokens=8, kernels=select_kernels("reference"))
@@ -55,7 +56,7 @@ def test_freeing_twice_or_out_of_range_is_a_broken_invariant() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["cpp", "reference"])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(data=st.data())
 def test_payloads_are_layer_major_and_survive_the_way_through_the_pool(kernels: str, data: st.DataObject) -> None:
     layers, per_payload = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
@@ -95,7 +96,7 @@ def test_wrong_copies_are_refused_before_memory_is_touched() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["cpp", "numba", "reference"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(data=st.data())
 def test_moved_blocks_are_where_they_were_sent_and_no_other_changes(kernels: str, data: st.DataObject) -> None:
     planes_count, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 24))

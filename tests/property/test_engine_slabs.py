@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from kvstore_engine.blocks import Slabs
 from kvstore_engine.pool import PoolExhausted
+from tests.reference.examples import examples
 
 _BLOCK, _LIMIT, _SLAB = 3000, 200_000, 24_000
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(steps=st.lists(st.tuples(st.sampled_from(["allocate", "free", "trim"]), st.integers(0, 40)), max_size=40))
 def test_blocks_keep_their_bytes_and_memory_its_limit(steps: list[tuple[str, int]]) -> None:
     slabs = Slabs(_BLOCK, _LIMIT, _SLAB)

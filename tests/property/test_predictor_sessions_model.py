@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_predictor.sessions import Sessions
+from tests.reference.examples import examples
 
 SLOTS = 6
 PROMPT = 3  # blocks that all sessions of a tenant share
@@ -35,7 +36,7 @@ def check_deletion(sessions: Sessions) -> None:
         assert sum(after.live) == sum(sessions.live) - 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, 3), st.booleans(), st.integers(0, 3), st.booleans()), max_size=40

@@ -152,7 +152,8 @@ def test_n_answers_share_the_prompt_and_differ_by_their_random_numbers() -> None
 @pytest.mark.parametrize(
     ("policy", "swap_bytes", "count"),
     [
-        ("fcfs", 1 << 20, 500),
+        pytest.param("fcfs", 1 << 20, 500, marks=pytest.mark.slow),
+        ("fcfs", 1 << 20, 80),
         ("fcfs", 0, 80),
         ("shortest", 1 << 20, 80),
         ("shortest", 0, 80),

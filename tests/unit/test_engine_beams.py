@@ -12,13 +12,14 @@ from kvstore_engine.errors import UsageError
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
 from tests.reference.beam_requests import ENDS, assert_plain, beams, prompt_of
 from tests.reference.block_invariants import check_blocks
+from tests.reference.examples import each_nth
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import TwinCompute, answer_alone, twin_pool
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -0.5, 2.0])
+@pytest.mark.parametrize("length_penalty", each_nth([1.0, 0.0, -0.5, 2.0], 2))
 def test_the_hypotheses_are_those_of_a_plain_search(
     width: int, early_stopping: bool | Literal["never"], length_penalty: float
 ) -> None:

@@ -57,6 +57,7 @@ def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
     return builder.build()
 
 
+@pytest.mark.slow
 def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
     """At any one capacity another order of events means luck, such as when the guard calls for LRU in the beginning;
     over some of them it evens out.
