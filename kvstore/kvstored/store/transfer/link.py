@@ -164,7 +164,7 @@ class Link:
         source, key = residency.slot(row, self.source), residency.key(row)
         residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
         number = 0
-        read: Outcome | None = None  # how the first half went, of a transfer through a buffer
+        was_unreadable = False  # the source failed, where a buffer is between the two
 
         def start(done: Completion) -> None:
             nonlocal number
@@ -175,28 +175,17 @@ class Link:
             elif self._from.info.is_in_memory:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)
             else:
-                through_buffer(done)
+                self._through_buffer(source, slot, key, done, unreadable)
             if begun is not None:
                 begun()
 
-        def through_buffer(done: Completion) -> None:
-            nonlocal read
-            buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
-
-            def store(outcome: Outcome) -> None:
-                nonlocal read
-                read = outcome
-                if outcome.ok:
-                    self._to.move_in(slot, buffer, key, done)
-                else:
-                    done(outcome)
-
-            self._from.move_out(source, buffer, key, store)
+        def unreadable() -> None:
+            nonlocal was_unreadable
+            was_unreadable = True
 
         def end(outcome: Outcome) -> None:
             if self.breaker is not None:
-                is_not_its = read is not None and not read.ok
-                judged = Outcome(OutcomeKind.CANCELLED) if is_not_its else outcome
+                judged = Outcome(OutcomeKind.CANCELLED) if was_unreadable else outcome
                 self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
             if outcome.ok:
                 residency.publish(row, self.destination, self._clock.monotonic_ns())
@@ -209,6 +198,21 @@ class Link:
             self._to.free(residency.detach(row, self.destination))
             return None
         return ticket
+
+    def _through_buffer(
+        self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]
+    ) -> None:
+        """Read `source` into a buffer of its own and store that in `slot`; `unreadable` is called if reading fails."""
+        buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
+
+        def store(outcome: Outcome) -> None:
+            if outcome.ok:
+                self._to.move_in(slot, buffer, key, done)
+            else:
+                unreadable()
+                done(outcome)
+
+        self._from.move_out(source, buffer, key, store)
 
     def free(self, slot: Slot) -> None:
         """Give back a slot of the destination that was not used."""
