@@ -3,14 +3,14 @@
 #
 # KVSTORED_PYTHON   the Python that .venv is made with (default: python3)
 # ARGS              passed on to demo, bench and test, for instance: make demo ARGS=--json
-# JOBS              processes that the tests run in (default: 2)
+# JOBS              processes that the tests run in (default: one more than processors, as tests wait for daemons; at most 8)
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
 KVSTORED_PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 INSTALLED := .venv/.installed
@@ -27,7 +27,7 @@ PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 # Tests, demo and benchmarks start hundreds of Python processes: without bytecode files each compiles its imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint proto proto-check gpu-check clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint ruff proto proto-check gpu-check clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -68,8 +68,11 @@ bench-rivals: $(INSTALLED) ## kvstored beside LMCache, Mooncake and redis, each 
 torture: $(INSTALLED) ## break a real store for a while (ARGS="--seconds 300 --json")
 	@$(PYTHON) benchmarks/torture.py $(ARGS)
 
-test: lint $(PROTO_TOOLS) ## lint, then every test that is not slow
-	@$(PYTHON) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
+# mypy takes a minute of one processor where it has not run before, so it runs beside the tests.
+test: ruff $(PROTO_TOOLS) ## lint, and every test that is not slow
+	@$(BIN)/mypy >.venv/mypy.log 2>&1 & types=$$!; \
+	$(PYTHON) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS); tests=$$?; \
+	wait $$types || { cat .venv/mypy.log; exit 1; }; exit $$tests
 
 # The vLLM connector's tests are part of it where their environment has been made.
 test-all: lint $(PROTO_TOOLS) $(INSTALLED_ALL) ## every extra that works without a GPU, then every test
@@ -88,10 +91,12 @@ $(VLLM): pyproject.toml
 	@.venv-vllm/bin/pip install gguf accelerate pytest pytest-timeout hypothesis -e . >&2
 	@touch $@
 
-lint: $(INSTALLED) ## ruff, mypy --strict, import floors
+lint: ruff ## ruff, mypy --strict, import floors
+	@$(BIN)/mypy
+
+ruff: $(INSTALLED) ## the part of lint that takes seconds: ruff, import floors
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 proto: $(INSTALLED) ## regenerate the committed gRPC code with the pinned generator

@@ -179,6 +179,7 @@ def test_a_listed_name_that_becomes_another(daemon: RunningDaemon) -> None:
     said = restart(daemon, research={"uids": [UID, OTHER]})
     assert "of ml are out of reach: the configuration does not list that tenant; `kvctl tenants rename ml NEW`" in said
     assert got(daemon, 1) == 0
+    assert eventually(lambda: daemon.status().clients == 0)
     with daemon.connect(MODEL) as session:
         reply = rename(daemon, "ml", "research")
         assert (reply.blocks, reply.clients) == (BLOCKS, 1)
