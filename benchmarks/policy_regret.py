@@ -19,7 +19,7 @@ The last line counts what passed. Exit status: 0; 1 when anything failed, but fo
 for a verdict; 2 for a mistake.
 
 Expected: no regret on sessions; on objects and loops, where chains say nothing, ahead of LRU. Found for chain-hazard
-(10 % of the blocks): docs/policies.md.
+(10 % of the blocks): docs/measurements.md.
 """
 
 from __future__ import annotations
