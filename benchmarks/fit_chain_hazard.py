@@ -37,10 +37,12 @@ def _empty_tables() -> list[Ladder]:
     return [Ladder(order) for order in orders]
 
 
-def fitting(residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> ChainHazard:
+def fitting(
+    residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = NAME
+) -> ChainHazard:
     """Starts from nothing, forgets nothing, and needs no guard."""
     learning = LearningSettings(_empty_tables, is_guarded=False, forgets=False)
-    return ChainHazard(residency, tier, settings, name=NAME, learning=learning)
+    return ChainHazard(residency, tier, settings, name=name, learning=learning)
 
 
 def counts_of(traces: list[Trace], workload: str) -> list[Prior]:

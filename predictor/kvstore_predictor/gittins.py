@@ -23,6 +23,7 @@ _FIRST_S, _RATIO = 0.75, 1.42
 EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1)])  # where each bin begins
 WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
 _IS_LATER = np.tril(np.ones((BINS, BINS)))[:, None, :]  # horizon at the end of bin k >= a, bin a
+_LEAN_S = 10.0
 _INNER_EDGES = EDGES_S[1:]
 _NARROW = 12  # bins
 _SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
@@ -56,6 +57,12 @@ def fading(ages_s: Floats) -> Floats:
     """What is left of the last bin's rank: in bins that grow with age, an even hazard is a rate of 1 / age."""
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded
+
+
+def leaning(ages_s: Floats, lean: float) -> Floats:
+    """What to multiply ranks by, so that they lean to the order of last use: not at all where `lean` is 0."""
+    found: Floats = (1.0 + np.maximum(ages_s, 0.0) / _LEAN_S) ** -lean
+    return found
 
 
 def ranks(hazards: Floats) -> Floats:

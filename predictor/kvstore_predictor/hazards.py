@@ -3,7 +3,8 @@
 A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
 own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
-changes is followed: what is new counts ever more, which spares a pass over what is known.
+changes is followed: what is new counts ever more, which spares a pass over what is known. A ladder of no features knows
+ages alone, forgets faster and starts behind; where it is believed, ranks should lean to the order of last use (`lean`).
 
 What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
 some cells anew. Until then a cell that is new has those of a coarser one, unless an engine gave a hint about it.
@@ -18,23 +19,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features
-from kvstore_predictor.gittins import BINS, EDGES_S, WIDTHS_S, Floats, Ints, fading, places_of, ranks
+from kvstore_predictor.gittins import BINS, Floats, Ints, fading, places_of, ranks
 from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
+from kvstore_predictor.shrinkage import shrunk
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
-SHRINK_FIRST, SHRINK = 15.0, 30.0  # how many exposures of its own a step needs to weigh as much as the one above
-_WEIGHTS: Final[Floats] = np.array([SHRINK_FIRST] + [SHRINK] * (_STEPS_MAX - 1))[:, None, None, None]  # by step
 LEAST, MOST = 1e-7, 0.999
 TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
 EVIDENCE_DECAY = 2.0
+_BEHIND_MAX = 120.0  # how far a ladder falls behind the best: when the workload changes it has to catch up
+_FAST_DECAY = 10.0  # times the others', of a ladder of no features
+_STARTS_BEHIND = 30.0  # such a ladder: it is believed once it has foretold better than the others
+_LEAN = 1.5  # `gittins.leaning`, where ages alone are believed
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 GAIN_MAX = 1e12
@@ -42,7 +45,6 @@ COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
 STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
-FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
 _KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
@@ -94,9 +96,12 @@ class HazardTables:
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
         self._hint_factors = (HintFactors(CHANCE_MEANS), HintFactors(NEXT_STEP_MEANS))
+        self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
+        self._classless = [number for number, order in enumerate(self._orders) if not order]
+        self.evidence[self._classless] = -_STARTS_BEHIND
         for kind in range(_KINDS):
             self._make([self._add(ROOT._replace(kind=kind))])
 
@@ -134,6 +139,7 @@ class HazardTables:
             part["seen"] = self._late[part["cell"]]
             yield "late", part
         yield "evidence", self.evidence.copy()
+        yield "kinds", np.append(self._estimates[:_KINDS], self._mixed[:_KINDS, None], axis=1)
         for number, factors in enumerate(self._hint_factors):
             yield f"factors{number}", factors.numbers()
 
@@ -143,14 +149,16 @@ class HazardTables:
         """
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
-        self.evidence = state["evidence"].copy()
+        self.evidence, kinds = state["evidence"].copy(), state["kinds"]
+        self._estimates[:_KINDS], self._mixed[:_KINDS] = kinds[:, :-1], kinds[:, -1]
+        self._ranks[:_KINDS] = ranks(self._mixed[:_KINDS])  # what stands in for new cells, as it was
         for number, factors in enumerate(self._hint_factors):
             factors.restore(state[f"factors{number}"])
         late = state.get("late", np.empty(0, LATE))
         cells = numbers[late["cell"]]
         np.add.at(self._late, cells, late["seen"])
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
-        np.frombuffer(self._is_wanted, np.uint8)[: len(self._features)] = 1
+        np.frombuffer(self._is_wanted, np.uint8)[_KINDS : len(self._features)] = 1
         while self.make():
             pass
 
@@ -280,6 +288,9 @@ class HazardTables:
         """Decay the counts; the ranks are to be made anew."""
         self._epoch += 1
         self.evidence *= factor**EVIDENCE_DECAY
+        np.maximum(self.evidence, self.evidence.max() - _BEHIND_MAX, out=self.evidence)
+        for number in self._classless:
+            self._counts[self._node(number, ())] *= factor ** (_FAST_DECAY - 1.0)
         for factors in self._hint_factors:
             factors.decay(factor)
         if len(self._cells) > _CELLS_MAX // 2:
@@ -375,17 +386,11 @@ class HazardTables:
         self._counts[0] = 0.0
         counts = self._counts.reshape(-1, BINS)
         nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
-        own, events = counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0)
-        weights = self._gain * _WEIGHTS
-        own += weights
-        above = weights / own
-        np.divide(events, own, out=own)
-        estimate = own[0] + above[0] * FLAT
-        for step in range(1, _STEPS_MAX):
-            estimate *= above[step]
-            estimate += own[step]
+        estimate = shrunk(counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0), self._gain)
         self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, LEAST), MOST)
-        self._mixed[cells] = np.matmul(self.weights(), estimate)
+        weights = self.weights()
+        self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
+        self._mixed[cells] = np.matmul(weights, estimate)
         self._ranks[cells] = ranks(self.hazards(cells))
 
 

@@ -25,20 +25,18 @@ from kvstore_predictor.gittins import BINS, Floats, Ints
 from kvstore_predictor.hazards import (
     COPIED,
     EVIDENCE_DECAY,
-    FLAT,
     GAIN_MAX,
     LEAST,
     MOST,
     PADDING,
     ROOT,
-    SHRINK,
-    SHRINK_FIRST,
     STEP,
     TRUST,
     Ladder,
     coarse,
 )  # fmt: skip
 from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
+from kvstore_predictor.shrinkage import FLAT, SHRINK, SHRINK_FIRST
 
 _STEPS_MAX = STEP["path"].shape[0]  # of a ladder: the root and the features
 _CELLS_MAX, _COARSE_MAX, _FREED = 16384, 512, 256

@@ -22,6 +22,7 @@ from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.candidates import _DRAW_US
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
 from kvstored.store.policies.chains.guard import LruGuard
+from kvstored.store.policies.chains.path import is_near_end
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once
 
@@ -276,7 +277,8 @@ def test_a_chain_that_never_returned_counts_in_every_bin() -> None:
     shelf.now_ns = round(EDGES_S[-1] * 3) * S
     for number in range(1000, 1200, 2):
         shelf.chain(number, number + 1)
-    exposed, returned = policy.follower.book.tables.counts()[-1].counts[()]
+    ladders = policy.follower.book.tables.counts()
+    exposed, returned = next(ladder for ladder in reversed(ladders) if ladder.order).counts[()]
     assert exposed[-1] > 50 > 0 == returned[-1]
 
 
@@ -296,7 +298,7 @@ def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> N
 def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:
     shelf = Shelf()
     policy = in_force(shelf)
-    for number in range(10, 20):
+    for number in range(10, 26):  # the first belong to a session, as far as is known then
         rows = shelf.chain(1, 2, number)
         shelf.residency.remove(rows[2], Cause.EVICTED, shelf.now_ns)
     before = policy.follower.book.shared[rows[1]]
@@ -304,7 +306,7 @@ def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:
     for row in (rows[1], rows[0]):
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
     assert policy.follower.book.shared[rows[1]] == 0
-    again = shelf.chain(1, 2, 20)
+    again = shelf.chain(1, 2, 30)
     assert policy.follower.book.shared[again[1]] >= before
 
 
@@ -455,3 +457,19 @@ def test_who_goes_first_of_one_tenant_stays_when_another_is_asked() -> None:
     assert valid
     policy.next_victim(S, tenant=0)
     assert entry[chain] == valid
+
+
+def test_the_next_question_about_a_document_continues_the_last_one() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    text = range(1, 41)
+    for question in range(6):  # of two blocks each
+        shelf.chain(*text, 100 + 2 * question, 101 + 2 * question)
+    assert policy.follower.book.returns == 5
+    shelf.chain(*range(1, 21), 200)  # half of it is another's
+    assert policy.follower.book.returns == 5
+
+
+def test_what_is_near_the_end_of_a_chain() -> None:
+    assert is_near_end(1, 2) and is_near_end(3, 5) and is_near_end(95, 100)
+    assert not is_near_end(2, 4) and not is_near_end(94, 100) and not is_near_end(10, 13)

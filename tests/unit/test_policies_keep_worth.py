@@ -119,15 +119,15 @@ def test_what_an_engine_will_ask_for_stays_until_it_is_long_overdue() -> None:
 def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
     shelf = Shelf()
     policy = knowing(shelf, 9.0)
-    for session in range(8):
-        shelf.now_ns = 1 + session * 40 * S
+    for session in range(16):  # once seven different blocks have followed, the prefix belongs to no session
+        shelf.now_ns = 1 + session * 20 * S
         rows = shelf.chain(1, 2, 100 + session)
     now_ns = 600 * S
     assert worth(policy, rows[-1], now_ns) < 9.0 < worth(policy, rows[0], now_ns)
     leave(shelf, policy, now_ns)
-    assert [shelf.residency.find(0, key(number)) >= 0 for number in (1, 2, *range(100, 108))] == [True] * 2 + [
+    assert [shelf.residency.find(0, key(number)) >= 0 for number in (1, 2, *range(100, 116))] == [True] * 2 + [
         False
-    ] * 8
+    ] * 16
     assert leave(shelf, policy, LATE) == [rows[1], rows[0]], "no request has touched it for long"
 
 

@@ -1,9 +1,10 @@
 """Who owns which rows, and what every use of a chain teaches.
 
-A request owns all the rows it used. Where the known prefix of a later request ends at the last block of a chain, or at
-the last but one (a last block is often partial), the request continues that chain: an event in the hazard tables.
-Where it ends before, or at a block that many different blocks follow (a system prompt), the request is a chain of its
-own, and the shared blocks are marked as shared: each such touch adds to what they are worth.
+A request owns all the rows it used. Where the known prefix of a later request ends near the end of a chain, the request
+continues that chain: an event in the hazard tables. Near is within the last two blocks or the last twentieth: a last
+block is often partial, and the next question about a document leaves the last one's few blocks out. Where it ends
+before, or at a block that many different blocks follow (a system prompt), the request is a chain of its own, and the
+shared blocks are marked as shared: each such touch adds to what they are worth.
 
 Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what is evicted. Invariants: the rows
 of the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps be evicted.
@@ -18,14 +19,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore_predictor.features import Features, features_of, grown, with_answer, with_hint
-from kvstore_predictor.gittins import Floats, Ints
+from kvstore_predictor.gittins import Floats, Ints, leaning
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
 from kvstored.store.policies.chains.collector import Collector
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
 from kvstored.store.policies.chains.learner import Learner
-from kvstored.store.policies.chains.path import Path, next_above, path_of
+from kvstored.store.policies.chains.path import Path, is_near_end, next_above, path_of
 from kvstored.store.policies.chains.table import ChainTable
 from kvstored.store.policies.chains.touches import SharedTouches
 from kvstored.store.policies.chains.upkeep import Upkeep
@@ -33,7 +34,7 @@ from kvstored.store.policies.chains.upkeep import Upkeep
 NS = 1e-9
 UNOWNED, UNKNOWN = -1, -2  # not owned: new; there before the policy was
 _BRANCH_MIN = 2  # blocks of others
-_SHARED_FAN = 4  # a block that so many different blocks follow belongs to no session
+_SHARED_FAN = FAN_MAX  # a block that so many different blocks follow belongs to no session
 _TYPES_MAX = 7
 _GAP_MIN_S = 0.5
 _RUNNING_MAX = 4096
@@ -249,7 +250,7 @@ class ChainBook:
             else:
                 self.fan[path.pivot] += 1
         is_own = (reach >= 2 or known == count) and path.fan < _SHARED_FAN
-        return chain if is_own and chains.live[chain] and reach >= chains.length[chain] - 1 else -1
+        return chain if is_own and chains.live[chain] and is_near_end(reach, chains.length[chain]) else -1
 
     def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
         """The request has ended; its chain, or -1 when that is another request's by now."""
@@ -275,12 +276,17 @@ class ChainBook:
         self.features[chain] = features
         chains.cell[chain] = self.tables.cell(features)  # its rank follows with the next draw,
         if hint is not None and chains.live[chain]:  # but an engine's hint counts at once
-            chains.base[chain] = self.ranks(np.array([chain]), now_s)[0]
+            chains.base[chain] = self.standings(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
         """Of each, as its return is awaited: for chains that are not live it means nothing."""
         table = self.chains
         return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
+
+    def standings(self, chains: Ints, now_s: float) -> Floats:
+        """`ranks`, leaning to the order of last use where classes say nothing."""
+        ages_s = now_s - self.chains.floats(self.chains.used_s)[chains]
+        return self.ranks(chains, now_s) * leaning(ages_s, self.tables.lean)
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
         """A queued request will use the chain down to `row` (-1: to its end). Another session's, which has only the
@@ -329,15 +335,9 @@ class ChainBook:
         return count
 
     def _extend(
-        self,
-        chain: int,
-        rows: Sequence[int],
-        length: int,
-        order: int,
-        now_s: float,
-        missing: Sequence[bytes],
-        tenant: int,
-    ) -> int:
+        self, chain: int, rows: Sequence[int], length: int, order: int, now_s: float,
+        missing: Sequence[bytes], tenant: int,
+    ) -> int:  # fmt: skip
         """The same request goes on: what it missed, or its answer, has been stored, or is about to be."""
         chains = self.chains
         owner = self.owner

@@ -200,7 +200,7 @@ class Candidates:
         """Of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
         book = self._book
         chains = book.chains
-        base = book.ranks(slots, now_s)
+        base = book.standings(slots, now_s)
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]

@@ -10,6 +10,7 @@ from kvstored.store.blocks.rows import Rows
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost
 
 _UNOWNED = -1
+_END_BLOCKS, _END_SHARE = 2, 0.05  # of a chain, which may be left out
 _GAP_MAX = 64  # blocks that are not in the tier
 
 
@@ -72,3 +73,9 @@ def next_above(row: int, chain: int, columns: Rows, owner: array[int]) -> int:
             return row if owner[row] == chain else -1
         row = parents[row]
     return -1
+
+
+def is_near_end(reach: int, length: int) -> bool:
+    """Whether a request that goes `reach` blocks down a chain has used it nearly as a whole."""
+    missing = length - reach
+    return missing <= 1 or (missing < reach and missing <= max(_END_BLOCKS, _END_SHARE * length))
