@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +22,8 @@ from kvstore_predictor.return_trees import ReturnTrees
 from kvstore_predictor.session_return import SessionReturn
 
 HORIZONS_S = (10.0, 60.0, 300.0)
-_EVERY, _OPEN, _NOTED = 32, 64, 64  # requests, questions, guesses
+_EVERY, _EVERY_FIRST, _FIRST = 256, 32, 1024  # requests from one question to the next, at first, and how long that is
+_OPEN, _NOTED = 64, 64  # questions, guesses
 _DECAY = 0.98  # of losses, a question of the same horizon
 _TRUST = 0.25  # of one guess's loss: guesses of one moment err alike
 _OWN = "session-return/"
@@ -65,7 +65,7 @@ class Learned(Predictor):
         self._plain.requested(request, now_s)
         self._rows.requested(request.tenant, now_s)
         self._requests += 1
-        if self._requests % _EVERY == 0 and len(self._open) < _OPEN:
+        if self._requests % (_EVERY if self._requests > _FIRST else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
             self._ask(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
@@ -138,7 +138,7 @@ class Learned(Predictor):
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         if limit < 1:
             return []
-        found = self._mixed(self._plain.guesses(now_s, horizon_s, 2 * limit + _NOTED), now_s, horizon_s)
+        found = self._mixed(self._plain.guesses(now_s, horizon_s, limit + _NOTED), now_s, horizon_s)
         return found[:limit]
 
     def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
@@ -155,7 +155,10 @@ class Learned(Predictor):
         say = self.say(horizon_s) * (self._model.knows(rows) & ~_announced(guesses))
         plain = np.array([guess.probability for guess in guesses])
         chances = (say * self._model.chances(rows) + (1.0 - say) * plain).tolist()
-        found = [replace(guess, probability=chance) for guess, chance in zip(guesses, chances, strict=True)]
+        found = [
+            Guess(guess.tenant, guess.key, guess.blocks, chance, guess.first_s, guess.due_s, guess.confidence)
+            for guess, chance in zip(guesses, chances, strict=True)
+        ]
         found.sort(key=lambda guess: -guess.probability)
         return found
 

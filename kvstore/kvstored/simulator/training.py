@@ -85,7 +85,7 @@ def _rows_of(trace: Trace, progress: Progress) -> tuple[Rows, Rows]:
         if said is not None:
             said(predictor)
             continue
-        progress(f"reading {trace.name}", turn, len(ask_s))
+        progress(f"replaying {trace.name}", turn, len(ask_s))
         turn += 1
         horizon_s = math.exp(chance.uniform(math.log(HORIZON_MIN_S), math.log(HORIZON_MAX_S)))
         part = int(now_s >= ends_s[0])

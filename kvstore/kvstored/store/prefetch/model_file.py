@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def read_model(path: Path) -> ReturnTrees:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is damaged or no model of kvstored predictor train: {error}") from None
-    except (ValueError, KeyError, EOFError, NotImplementedError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+    except (ValueError, KeyError, EOFError, NotImplementedError, zlib.error) as error:
         raise ValueError(f"{path} is no model that can be used: {error}") from None
 
 
