@@ -40,7 +40,7 @@ def read_model(path: Path) -> ReturnTrees:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is damaged or no model of kvstored predictor train: {error}") from None
-    except (ValueError, KeyError, EOFError, NotImplementedError, zlib.error) as error:
+    except (ValueError, KeyError, EOFError, RuntimeError, zlib.error) as error:
         raise ValueError(f"{path} is no model that can be used: {error}") from None
 
 
