@@ -33,7 +33,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +44,27 @@ from study.standins import write_standins
 from support.report import progress
 
 import kvstored
-from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.predictor_names import NONE, PREDICTORS
+from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.machine import Machine, load_machine
 from kvstored.simulator.node import Node, serve_trace
 from kvstored.simulator.node_store import MakePredictor, NodeSettings
 from kvstored.simulator.plan import ABLATIONS, ORCHESTRATED
-from kvstored.simulator.predictors import Oracle, fixed_lead, moving_average
+from kvstored.simulator.predictors import FOR_STUDIES, shipped
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.trace import Trace, TraceError
 from kvstored.simulator.worth import models
-from kvstored.store.prefetch.guarded import create_predictor
 
 MODEL, PROFILE = "llama-3.1-8b", "h100"
 DRAM_SHARE, NVME_BYTES_PER_S = 0.05, 2e9
 ENGINE_BLOCKS = 480  # of 512 tokens: the longest prompt, and a little more
 ON_ARRIVAL, ORACLE = "on-arrival", "oracle"
 PAUSES = {"+pause": 0.0, "+pause20": 0.2}
-_BASELINES: dict[str, MakePredictor] = {
-    ORACLE: Oracle,
-    "fixed-lead": lambda trace, speed: fixed_lead(),
-    "moving-average": lambda trace, speed: moving_average(),
-}
-_ALONE = (NONE, ORACLE, ON_ARRIVAL, *(name for name in _BASELINES if name != ORACLE), *PREDICTORS)
-NAMES = tuple(dict.fromkeys((*_ALONE, *(name + pause for name in (NONE, ORACLE, *PREDICTORS) for pause in PAUSES))))
+_WITHOUT_MODEL = tuple(name for name in PREDICTORS if name != LEARNED)
+_ALONE = (NONE, ORACLE, ON_ARRIVAL, *(name for name in FOR_STUDIES if name != ORACLE), *_WITHOUT_MODEL)
+NAMES = tuple(dict.fromkeys((*_ALONE, *(name + pause for name in (NONE, ORACLE, *_WITHOUT_MODEL) for pause in PAUSES))))
 USUAL = (
     NONE, ORACLE, ON_ARRIVAL, "fixed-lead", "moving-average", "session-return", "none+pause", "oracle+pause",
     "on-hint+pause", "none+pause20", "on-hint+pause20",
@@ -227,13 +221,7 @@ def _measured(node: Node) -> Row:
 
 
 def _maker(name: str) -> MakePredictor:
-    return _BASELINES[name] if name in _BASELINES else partial(_shipped, name)
-
-
-def _shipped(name: str, trace: Trace, speed: float) -> Predictor:
-    predictor = create_predictor(name)
-    assert predictor is not None
-    return predictor
+    return FOR_STUDIES[name] if name in FOR_STUDIES else shipped(name)
 
 
 def _machine() -> Machine:

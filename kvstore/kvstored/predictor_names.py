@@ -9,10 +9,12 @@ from typing import Final
 
 NONE: Final = "none"
 ON_HINT: Final = "on-hint"
+LEARNED: Final = "learned"  # made with a model
 PREDICTORS: Final[dict[str, str]] = {
     NONE: "",
     ON_HINT: "kvstored.store.prefetch.on_hint:OnHint",
     "session-return": "kvstore_predictor.session_return:SessionReturn",
     "markov": "kvstore_predictor.markov:Markov",
     "ensemble": "kvstore_predictor.ensemble:Ensemble",
+    LEARNED: "kvstored.store.prefetch.model_file:learned",
 }

@@ -11,13 +11,18 @@ import pytest
 
 from kvstore_predictor.base import Array, Guess, Hint, Predictor, Request
 from kvstore_predictor.ensemble import Ensemble
+from kvstore_predictor.learned import Learned
 from kvstore_predictor.markov import Markov
+from kvstore_predictor.return_trees import without_trees
 from kvstore_predictor.session_return import SessionReturn
+from tests.reference.return_model import small_trees
 
 PREDICTORS: dict[str, Callable[[], Predictor]] = {
     SessionReturn.name: SessionReturn,
     Markov.name: Markov,
     Ensemble.name: Ensemble,
+    "learned, without trees": lambda: Learned(without_trees()),
+    Learned.name: lambda: Learned(small_trees()),
 }
 
 

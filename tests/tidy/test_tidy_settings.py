@@ -28,6 +28,7 @@ _SETTINGS = [
     if key != "kind"
 ]
 _COMPANY = {  # what a setting does not go without
+    "prefetch.model": ("prefetch.predictor=learned",),
     "unary.listen": ("unary.tokens_file=/tmp/elsewhere",),
     "unary.tls_cert": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_key=/tmp/key"),
     "unary.tls_key": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_cert=/tmp/cert"),

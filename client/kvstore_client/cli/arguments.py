@@ -90,6 +90,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl predictor status",
             "kvctl predictor off     # until the daemon starts again; prefetch.enabled is for good",
             "kvctl --json predictor | jq .all.precision",
+            "kvctl predictor train day1.jsonl.gz --out return.npz         # as kvstored predictor; no daemon is asked",
+            "kvctl predictor evaluate day2.jsonl.gz --model return.npz    # so too",
         ],
     ),
     "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),

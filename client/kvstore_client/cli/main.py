@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.ping import ping
-from kvstore_client.cli.predictor import predictor
+from kvstore_client.cli.predictor import is_of_recordings, predictor, run_kvstored
 from kvstore_client.cli.prefetch import prefetch
 from kvstore_client.cli.put import put
 from kvstore_client.cli.quarantine import quarantine
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
     # A terminal that has no arrows and bars shows a question mark for each, so that columns stay aligned.
-    return run_program("kvctl", lambda: _print(parse(argv)), unencodable="replace")
+    words = list(sys.argv[1:] if argv is None else argv)
+    run = partial(run_kvstored, words) if is_of_recordings(words) else lambda: _print(parse(words))
+    return run_program("kvctl", run, unencodable="replace")
 
 
 def _print(arguments: argparse.Namespace) -> int:

@@ -1,16 +1,25 @@
-"""`kvctl predictor`: what prefetch by prediction was good for, tenant by tenant, and its switch."""
+"""`kvctl predictor`: what prefetch by prediction was good for, tenant by tenant, and its switch; what concerns
+recordings and no daemon is the program kvstored's."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from kvstore_client.cli.admin import AdminSocket
+from kvstore_client.cli.exit_codes import FAILED
 from kvstore_client.cli.output import Output
+from kvstore_console.command_line import report_error
 from kvstore_console.table import render_table
 from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
 
 ACTIONS = ("status", "on", "off")
+_OF_RECORDINGS = ("train", "evaluate")
 _SWITCHES = {
     "status": wire.PredictorRequest.LEAVE, "on": wire.PredictorRequest.ON, "off": wire.PredictorRequest.OFF,
 }  # fmt: skip
@@ -36,6 +45,20 @@ def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     else:
         lines.append("no block was prefetched by prediction since the daemon started")
     return Output("\n".join(lines), reply)
+
+
+def is_of_recordings(words: Sequence[str]) -> bool:
+    """Whether this command line is one for `run_kvstored`."""
+    return words[:1] == ["predictor"] and words[1:2] in [[action] for action in _OF_RECORDINGS]
+
+
+def run_kvstored(words: Sequence[str]) -> int:
+    """Let the program kvstored, of this installation or on the path, do it; its exit status."""
+    beside = Path(sys.executable).with_name("kvstored")
+    program = str(beside) if beside.is_file() else shutil.which("kvstored")
+    if program is None:
+        return report_error("kvctl", f"predictor {words[1]} is done by the program kvstored, which is not here", FAILED)
+    return subprocess.run([program, *words], check=False).returncode
 
 
 def _state(reply: wire.PredictorReply) -> str:

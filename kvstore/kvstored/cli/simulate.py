@@ -36,6 +36,7 @@ examples:
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h100 --devices 4 --plot timing.html
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h200 --tiers dram=128GiB,cxl --speed 0.5
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
+  kvstored simulate chat.jsonl.gz --format mooncake --mode timing --speed 0.3 --predictor session-return,oracle
 
 Every table of a replay begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
 Every table of mode timing begins with the engine alone and the baseline, an engine with a host cache.

@@ -8,17 +8,20 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore_console.command_line import some_of
 from kvstored.cli import simulate_reading
 from kvstored.cli.exits import mistake
 from kvstored.cli.results import hand_over
 
 if TYPE_CHECKING:
     from kvstored.simulator.machine import Machine
+    from kvstored.simulator.node_store import MakePredictor
     from kvstored.simulator.timing import Timed, TimingStudy
 
-OPTIONS = ("profile", "devices", "tiers", "speed", "without")
+OPTIONS = ("profile", "devices", "tiers", "speed", "without", "predictor", "predictor_model")
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
 _PROFILE, _POLICY = "h100", "best"
 _DEVICES_MAX = 4096
@@ -39,6 +42,12 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
         help="also orchestrated, each time without one part: prefetch, overlap, weigh (compute or load), write-behind; "
         "or all",
     )  # fmt: skip
+    timing.add_argument(
+        "--predictor", metavar="LIST",
+        help="also orchestrated with prefetch by prediction, as these predictors guess, instead of prefetch when a "
+        "request arrives; oracle knows the trace",
+    )  # fmt: skip
+    timing.add_argument("--predictor-model", type=Path, metavar="MODEL.npz", help="of predictor learned")
 
 
 def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
@@ -68,6 +77,7 @@ def _study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> 
     names, admissions = policies(arguments, _POLICY)
     if arguments.ghosts < 1:
         raise ValueError("--ghosts must be at least 1")
+    predictors = _predictors(arguments)
     without = _without(arguments.without, tuple(ABLATIONS))
     speed = 1.0 if arguments.speed is None else arguments.speed
     if not 1e-6 <= speed <= 1e6:
@@ -83,7 +93,7 @@ def _study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> 
     _check_sizes(tiers, pool_bytes, model.kv_bytes_per_token * trace.block_tokens)
     return TimingStudy(
         trace, machine, devices, model, tiers, pool_bytes, names, admissions, arguments.ttl_s or None,
-        arguments.ghosts, speed, count_from, without, arguments.keep_worth,
+        arguments.ghosts, speed, count_from, without, arguments.keep_worth, predictors,
     )  # fmt: skip
 
 
@@ -145,6 +155,23 @@ def _without(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
         if name not in known:
             raise ValueError(f"--without {name!r}: parts of orchestration are {', '.join(known)}")
     return names
+
+
+def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
+    """By name what makes the predictors that were asked for. Raises ValueError with one line."""
+    from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
+    from kvstored.simulator.predictors import FOR_STUDIES, shipped
+
+    if arguments.predictor is None:
+        if arguments.predictor_model is not None:
+            raise ValueError("--predictor-model is of predictor learned: add --predictor learned")
+        return {}
+    ours = tuple(name for name in PREDICTORS if name != NONE)
+    names = some_of("--predictor", arguments.predictor, (*ours, *FOR_STUDIES))
+    if (LEARNED in names) != (arguments.predictor_model is not None):
+        raise ValueError("--predictor learned and --predictor-model MODEL.npz belong together")
+    model = arguments.predictor_model
+    return {name: FOR_STUDIES[name] if name in FOR_STUDIES else shipped(name, model) for name in names}
 
 
 def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Timed]) -> None:

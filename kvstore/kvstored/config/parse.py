@@ -23,7 +23,7 @@ from kvstored.config.section_fields import section_of, size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
 from kvstored.config.written import TENANT, names_in, written
-from kvstored.predictor_names import PREDICTORS
+from kvstored.predictor_names import LEARNED, PREDICTORS
 
 Table = dict[str, Any]
 MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
@@ -104,6 +104,11 @@ def _check_address(name: str, value: str, example: str) -> None:
 
 def _check_prefetch(prefetch: PrefetchSection) -> None:
     one_of("prefetch.predictor", prefetch.predictor, tuple(PREDICTORS))
+    need(
+        (prefetch.model is not None) == (prefetch.predictor == LEARNED),
+        f'prefetch.model is the file that predictor "{LEARNED}" is made with, by kvstored predictor train: set both or '
+        "none",
+    )
     need(
         0 < prefetch.horizon_s <= HORIZON_MAX_S,
         f"prefetch.horizon_s must be more than 0 and at most {HORIZON_MAX_S}, got {prefetch.horizon_s}",

@@ -71,10 +71,11 @@ class MovementSection:
 
 @dataclass(frozen=True)
 class PrefetchSection:
-    """`budget_bytes_per_s`: 0 is no limit of its own."""
+    """`budget_bytes_per_s`: 0 is no limit of its own. `model`: the file that predictor `learned` is made with."""
 
     enabled: bool
     predictor: str
+    model: Path | None
     horizon_s: float
     min_probability: float
     waste_limit: float

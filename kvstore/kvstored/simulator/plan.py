@@ -29,8 +29,9 @@ BASELINE = Plan("baseline")
 BASELINE_EAGER = replace(BASELINE, name="baseline-eager", writes_behind=True)
 BASELINES = (BASELINE, BASELINE_EAGER)
 ORCHESTRATED = Plan("orchestrated", prefetches=True, overlaps=True, weighs=True, writes_behind=True)
+ON_ARRIVAL = "prefetch"
 ABLATIONS = {
-    "prefetch": replace(ORCHESTRATED, name="without prefetch", prefetches=False),
+    ON_ARRIVAL: replace(ORCHESTRATED, name="without prefetch", prefetches=False),
     "overlap": replace(ORCHESTRATED, name="without overlap", overlaps=False),
     "weigh": replace(ORCHESTRATED, name="without weigh", weighs=False),
     "write-behind": replace(ORCHESTRATED, name="without write-behind", writes_behind=False),

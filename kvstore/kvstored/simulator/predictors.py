@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
 from kvstored.simulator.trace import Op, Trace
+from kvstored.store.prefetch.guarded import create_predictor
 
+Make = Callable[[Trace, float], Predictor]  # of a trace and the speed at which it is served
 SESSIONS_MAX = 65_536
 _PAUSES = 1024  # of which the median is taken
 _WEIGHT = 0.3  # of the newest gap in a moving average
@@ -110,6 +113,19 @@ class AfterPause(_NoState):
         session.gap_s = former + _WEIGHT * (pause_s - former)
 
 
+def shipped(name: str, model: Path | None = None) -> Make:
+    """What makes the daemon's predictor `name`, each time anew; a first one is made here. Raises ValueError with one
+    line for a model that cannot be used."""
+    create_predictor(name, model)
+
+    def make(trace: Trace, speed: float) -> Predictor:
+        predictor = create_predictor(name, model)
+        assert predictor is not None
+        return predictor
+
+    return make
+
+
 def fixed_lead() -> AfterPause:
     return AfterPause("fixed-lead", by_session=False)
 
@@ -151,3 +167,10 @@ class Oracle(_NoState):
                 found.append(Guess(int(self._trace.tenants[at]), *wanted, 1.0, due_s, due_s, 1.0))
             at += 1
         return found
+
+
+FOR_STUDIES: dict[str, Make] = {
+    Oracle.name: Oracle,
+    "fixed-lead": lambda trace, speed: fixed_lead(),
+    "moving-average": lambda trace, speed: moving_average(),
+}

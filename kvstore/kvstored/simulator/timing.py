@@ -6,8 +6,8 @@ Owns what a row of mode `timing` says. Never prints and models nothing: `node` d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from kvstored.clock import NS_PER_S
 from kvstored.policy_names import ALWAYS, LRU
 from kvstored.simulator.machine import ENGINE, Machine
 from kvstored.simulator.node import Node, serve_trace
-from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
+from kvstored.simulator.node_store import MakePredictor, NodeSettings
+from kvstored.simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ON_ARRIVAL, ORCHESTRATED, Plan
 from kvstored.simulator.served import Sample
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.visit import Visit
@@ -53,7 +53,8 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
     """`tiers`: media of the store and their bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests
-    before `count_from` are served and not counted. `without`: parts of orchestration to leave out, a row each."""
+    before `count_from` are served and not counted. `without`: parts of orchestration to leave out, a row each.
+    `predictors`: by name, what prefetch follows in place of arrivals, a row each."""
 
     trace: Trace
     machine: Machine
@@ -69,6 +70,7 @@ class TimingStudy:
     count_from: int = 0
     without: tuple[str, ...] = ()
     keep_worth: float = 0.0
+    predictors: Mapping[str, MakePredictor] = field(default_factory=dict)
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
@@ -76,9 +78,13 @@ class TimingStudy:
         compared with them."""
         runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
-        runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in self.without]
+        without = dict.fromkeys((*self.without, *([ON_ARRIVAL] if self.predictors else [])))
+        runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in without]
         for plan, policy, admission in runs:
             yield self._timed(plan, policy, admission, progress)
+        for name in self.predictors:
+            plan = replace(ABLATIONS[ON_ARRIVAL], name=f"predicted: {name}")
+            yield self._timed(plan, self.policies[0], self.admissions[0], progress, name)
 
     def settings(self, policy: str, admission: str) -> NodeSettings:
         """`best` is what ships, for either tier; a policy by its name is that of both."""
@@ -87,9 +93,9 @@ class TimingStudy:
             self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy),
         )  # fmt: skip
 
-    def _timed(self, plan: Plan, policy: str, admission: str, progress: Progress) -> Timed:
+    def _timed(self, plan: Plan, policy: str, admission: str, progress: Progress, predictor: str = "") -> Timed:
         label = f"{plan.name}, {policy}" if plan.has_store else plan.name
-        settings = self.settings(policy, admission)
+        settings = replace(self.settings(policy, admission), predictor=self.predictors.get(predictor))
         began = time.perf_counter()
         node = serve_trace(self.trace, settings, plan, lambda done, total: progress(label, done, total))
         seconds = time.perf_counter() - began
@@ -108,6 +114,8 @@ class TimingStudy:
             row, [round(value, 6) for value in quantiles.tolist()], node.served.samples, slice_s, traffic
         )  # fmt: skip
         self.results.append(timed)
+        if predictor:
+            row["prefetch"] = self._prefetch(predictor, node, row)
         if plan is not ENGINE_ALONE and plan not in BASELINES:
             row["speedup"] = self._speedup(row)
         return timed
@@ -151,6 +159,20 @@ class TimingStudy:
             "no_room_blocks": node.store.no_room_blocks if node.store is not None else 0,
             "lasted_s": round(served.lasted_s, 3),
         }
+
+    def _prefetch(self, predictor: str, node: Node, row: Row) -> dict[str, Any]:
+        """What prefetch by prediction did, and mean times against those of the plan without any prefetch."""
+        assert node.store is not None
+        status = node.store.store.prefetcher.statistics()
+        figures, plain = status.all, ABLATIONS[ON_ARRIVAL].name
+        without = next(result.row for result in self.results if result.row["plan"] == plain)
+        return {
+            "predictor": predictor, "failure": status.failure, "prefetched_bytes": figures.prefetched_bytes,
+            "used_bytes": figures.used_bytes, "wasted_bytes": figures.wasted_bytes,
+            "late_blocks": figures.late_blocks, "spared_s": round(figures.spared_s, 3),
+            "ttft_against_without": round(row["ttft_s"]["mean"] / max(without["ttft_s"]["mean"], 1e-9), 4),
+            "exposed_against_without": round(row["exposed_s"]["mean"] / max(without["exposed_s"]["mean"], 1e-9), 4),
+        }  # fmt: skip
 
     def _hits_by_tier(self, visits: Sequence[Visit]) -> dict[str, int]:
         """Where blocks were that were stored, whether or not they were computed again in the end."""

@@ -24,7 +24,7 @@ def keeper(row: Row) -> str:
 def report(results: Sequence[Timed]) -> str:
     """Latency, then traffic, then what the tiers held; a note where a figure does not mean what it seems to."""
     rows = [result.row for result in results]
-    parts = [latency_table(rows), traffic_table(rows), residency_table(results), *notes(rows)]
+    parts = [latency_table(rows), prefetch_table(rows), traffic_table(rows), residency_table(results), *notes(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -53,6 +53,25 @@ def latency_table(rows: Sequence[Row]) -> str:
         for row in rows
     ]  # fmt: skip
     return render_table(headings, lines)
+
+
+def prefetch_table(rows: Sequence[Row]) -> str:
+    """What prefetch by prediction did; nothing where no row has it. Mean times are multiples of those without it."""
+    lines = []
+    for row in rows:
+        if found := row.get("prefetch"):
+            judged = found["used_bytes"] + found["wasted_bytes"]
+            lines.append([
+                found["predictor"], *(human_bytes(found[f"{what}_bytes"]) for what in ("prefetched", "used", "wasted")),
+                f"{found['wasted_bytes'] / judged:.0%}" if judged else "-", f"{found['late_blocks']:,}",
+                human_seconds(found["spared_s"]), f"{found['ttft_against_without']:.3f}x",
+                f"{found['exposed_against_without']:.3f}x",
+            ])  # fmt: skip
+    headings = (
+        "PREDICTOR", ">PREFETCHED", ">USED", ">WASTED", ">WASTED SHARE", ">LATE BLOCKS", ">LOADING SPARED",
+        ">TTFT, OF WITHOUT", ">EXPOSED, OF WITHOUT",
+    )  # fmt: skip
+    return render_table(headings, lines) if lines else ""
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
@@ -98,6 +117,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             f"note: {refused:,} requests are longer than the engine's memory holds and are not in the figures."
         )
+    found += [
+        f"note: predictor {row['prefetch']['predictor']} failed: {row['prefetch']['failure']}"
+        for row in rows
+        if row.get("prefetch", {}).get("failure")
+    ]
     no_room = dict.fromkeys(row["plan"] for row in rows if row["no_room_blocks"])
     if no_room:
         found.append(

@@ -16,7 +16,7 @@ from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
-from kvstored.config import Config
+from kvstored.config import Config, ConfigError
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
 from kvstored.store.endurance import EnduranceAccount
@@ -136,7 +136,10 @@ class Store:
     def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed]:
         settings, residency, recent = self.config.prefetch, self.residency, RecentRequests()
         if predictor is None and settings.enabled:
-            predictor = create_predictor(settings.predictor)
+            try:
+                predictor = create_predictor(settings.predictor, settings.model)
+            except ValueError as error:
+                raise ConfigError(f"prefetch.model: {error}") from None
         guarded = Guarded(predictor)
         accounts = Accounts(
             settings.waste_limit, settings.min_probability, self.config.host.capacity_bytes // HELD_SHARE, self.counters

@@ -9,22 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TypeVar
 
 from kvstore_predictor.base import Guess, Predictor
-from kvstored.predictor_names import NONE, PREDICTORS
+from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-def create_predictor(name: str) -> Predictor | None:
-    """The predictor `name`; None for the one that predicts nothing. Its module is imported here."""
+def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
+    """The predictor `name`; None for the one that predicts nothing. Its module is imported here. `model`: the file of
+    the one that is made with a model. Raises ValueError with one line where that cannot be used."""
     address = PREDICTORS[name]
     if not address:
         return None
     module, _, maker = address.partition(":")
-    predictor = getattr(import_module(module), maker)()
+    make = getattr(import_module(module), maker)
+    predictor = make(model) if name == LEARNED else make()
     if not isinstance(predictor, Predictor):
         raise RuntimeError(f"{address} is no Predictor")
     return predictor

@@ -1,0 +1,190 @@
+"""Session-return's guesses with chances of a learned model, as far as that does better.
+
+A guess's chance is a mixture of both, by what each of them has lost on the guesses that were checked lately (log loss,
+decayed, by horizon): where the model foretells worse than session-return, it loses its say. A chain unlike those that
+the model was trained with keeps session-return's chance, and so does one that an engine announced. Which chains are
+guessed, and when they are due, is session-return's.
+
+Owns losses and open questions. Bounded: `_OPEN` questions of `_NOTED` guesses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_predictor.chain_rows import LEAST, ChainRows
+from kvstore_predictor.gittins import Floats
+from kvstore_predictor.return_trees import ReturnTrees
+from kvstore_predictor.session_return import SessionReturn
+
+HORIZONS_S = (10.0, 60.0, 300.0)
+_EVERY, _EVERY_FIRST, _FIRST = 256, 32, 1024  # requests from one question to the next, at first, and how long that is
+_OPEN, _NOTED = 64, 64  # questions, guesses
+_DECAY = 0.98  # of losses, a question of the same horizon
+_TRUST = 0.25  # of one guess's loss: guesses of one moment err alike
+_OWN = "session-return/"
+
+
+class _Question:
+    """`slots` and `keys`: of the chains; `chances`: of session-return and of the model, a row each."""
+
+    __slots__ = ("chances", "due_s", "horizon", "is_gone", "keys", "slots")
+
+    def __init__(self, due_s: float, horizon: int, slots: list[int], keys: list[bytes], chances: Floats) -> None:
+        self.due_s, self.horizon, self.slots, self.keys, self.chances = due_s, horizon, slots, keys, chances
+        self.is_gone = np.zeros(len(slots), np.bool_)  # deleted
+
+
+class Learned(Predictor):
+    """See the module."""
+
+    name = "learned"
+
+    def __init__(self, model: ReturnTrees, requests_max: int = 1 << 16) -> None:
+        self._model, self._requests_max = model, requests_max
+        self._plain = SessionReturn(requests_max)
+        self._rows = ChainRows(self._plain)
+        self._losses = np.zeros((len(HORIZONS_S), 2))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open: list[_Question] = []
+        self._asked_for: dict[int, dict[bytes, list[tuple[_Question, int]]]] = {}  # by tenant and key
+        self._due_s = math.inf  # when the first open question is over
+        self._requests = self._asked = 0
+
+    def requested(self, request: Request, now_s: float) -> None:
+        if not request.keys:
+            return
+        if now_s > self._due_s:
+            self._close(now_s)
+        self._plain.requested(request, now_s)
+        self._rows.requested(request.tenant, now_s)
+        self._requests += 1
+        if self._requests % (_EVERY if self._requests > _FIRST else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
+            self._ask(now_s)
+
+    def answered(self, number: int, output_tokens: int, now_s: float) -> None:
+        self._plain.answered(number, output_tokens, now_s)
+
+    def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
+        self._plain.hinted(tenant, key, hint, now_s)
+
+    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
+        gone = None if keys is None else list(keys)
+        self._plain.forget(tenant, gone)
+        if gone is None:
+            self._rows.forget(tenant)
+        asked_for = self._asked_for.get(tenant, {})
+        for key in list(asked_for) if gone is None else gone:
+            for question, at in asked_for.pop(key, ()):
+                question.is_gone[at] = True
+
+    def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
+        """What is known of each chain: what a model is trained with. The guesses are those of a model without trees,
+        made just now."""
+        return self._rows.rows(guesses, now_s, horizon_s)
+
+    # Questions of its own
+
+    def _ask(self, now_s: float) -> None:
+        horizon = self._asked % len(HORIZONS_S)
+        horizon_s = HORIZONS_S[horizon]
+        found = self._plain.sample(now_s, horizon_s, _NOTED, self._asked // len(HORIZONS_S))
+        self._asked += 1
+        self._losses[horizon] *= _DECAY
+        rows, sessions = self._rows.rows(found, now_s, horizon_s), self._plain.sessions
+        judged = np.flatnonzero(self._model.knows(rows) & ~_announced(found))
+        if not len(judged):
+            return
+        asked = [found[at] for at in judged.tolist()]
+        slots = [sessions.by_end(guess.tenant, guess.key) for guess in asked]
+        chances = np.stack([[guess.probability for guess in asked], self._model.chances(rows[judged])])
+        question = _Question(now_s + horizon_s, horizon, slots, [guess.key for guess in asked], chances)
+        for at, (guess, slot) in enumerate(zip(asked, slots, strict=True)):
+            asked_for = self._asked_for.setdefault(guess.tenant, {})
+            asked_for.setdefault(guess.key, []).append((question, at))
+            above = sessions.above[slot]
+            if above is not None:
+                asked_for.setdefault(above, []).append((question, at))
+        self._open.append(question)
+        self._due_s = min(self._due_s, question.due_s)
+
+    def _close(self, now_s: float) -> None:
+        """Count the losses of the questions whose horizon is over. A chain that is known no more has gone on."""
+        over = [each for each in self._open if each.due_s < now_s]
+        self._open = [each for each in self._open if each.due_s >= now_s]
+        last = self._plain.sessions.last
+        for question in over:
+            came = [last[slot] != key for slot, key in zip(question.slots, question.keys, strict=True)]
+            sure = np.clip(question.chances, LEAST, 1.0 - LEAST)
+            losses = -np.log(np.where(came, sure, 1.0 - sure))
+            self._losses[question.horizon] += losses[:, ~question.is_gone].sum(axis=1)
+        for tenant, asked_for in list(self._asked_for.items()):
+            for key, asked in list(asked_for.items()):
+                asked_for[key] = [each for each in asked if each[0].due_s >= now_s]
+                if not asked_for[key]:
+                    del asked_for[key]
+            if not asked_for:
+                del self._asked_for[tenant]
+        self._due_s = min((each.due_s for each in self._open), default=math.inf)
+
+    # Answers
+
+    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        if limit < 1:
+            return []
+        found = self._mixed(self._plain.guesses(now_s, horizon_s, limit + _NOTED), now_s, horizon_s)
+        return found[:limit]
+
+    def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
+        return self._mixed(self._plain.sample(now_s, horizon_s, count, turn), now_s, horizon_s)
+
+    def say(self, horizon_s: float) -> float:
+        """The model's share of a chance within `horizon_s`, from 0 to 1; the rest is session-return's."""
+        nearest = int(np.argmin([abs(math.log(max(horizon_s, LEAST) / each)) for each in HORIZONS_S]))
+        plain, model = self._losses[nearest]
+        return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))
+
+    def _mixed(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> list[Guess]:
+        rows = self._rows.rows(guesses, now_s, horizon_s)
+        say = self.say(horizon_s) * (self._model.knows(rows) & ~_announced(guesses))
+        plain = np.array([guess.probability for guess in guesses])
+        chances = (say * self._model.chances(rows) + (1.0 - say) * plain).tolist()
+        found = [
+            Guess(guess.tenant, guess.key, guess.blocks, chance, guess.first_s, guess.due_s, guess.confidence)
+            for guess, chance in zip(guesses, chances, strict=True)
+        ]
+        found.sort(key=lambda guess: -guess.probability)
+        return found
+
+    # Over a restart
+
+    def export_state(self) -> Iterator[Piece]:
+        yield "losses", self._losses.copy()
+        yield "model", np.frombuffer(self._model.digest, np.uint8)
+        yield from self._rows.export_state()
+        for name, piece in self._plain.export_state():
+            yield _OWN + name, piece
+
+    def import_state(self, state: dict[str, Array], later_s: float) -> None:
+        losses, digest = state.get("losses"), state.get("model")
+        if losses is None or digest is None or losses.shape != self._losses.shape or not np.isfinite(losses).all():
+            raise ValueError("the state of another version")
+        plain = SessionReturn(self._requests_max)
+        own = {name.removeprefix(_OWN): each for name, each in state.items() if name.startswith(_OWN)}
+        plain.import_state(own, later_s)
+        rows = ChainRows(plain)
+        rows.import_state(state, later_s)
+        self._plain, self._rows = plain, rows
+        is_same = digest.tobytes() == self._model.digest  # what another model lost says nothing of this one
+        self._losses = losses.copy() if is_same else np.zeros_like(self._losses)
+        self._reset()
+
+
+def _announced(guesses: Sequence[Guess]) -> Array:
+    return np.array([guess.confidence >= 1.0 for guess in guesses], np.bool_)
