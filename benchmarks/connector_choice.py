@@ -153,9 +153,10 @@ CONNECTORS: dict[str, tuple[str, Callable[[int], Engine]]] = {
 
 @dataclass
 class Cell:
-    """One ratio: times to the first token and restored tokens, by way."""
+    """One ratio, for which each read is delayed: times to the first token and restored tokens, by way."""
 
     ratio: float
+    delay_s: float
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     restored: dict[str, list[int]] = field(default_factory=lambda: {way: [] for way in WAYS})
 
@@ -187,7 +188,7 @@ def measure(name: str, ratios: Sequence[float], rounds: int, tokens: int, thread
         progress(f"{name}: {len(prompt)} tokens take {alone_s * 1e3:.0f} ms to compute")
         for ratio in ratios:
             with _connected(engine, state, ratio * block_s) as daemon:
-                cells.append(_run(engine, daemon, Cell(ratio), prompt, rounds))
+                cells.append(_run(engine, daemon, Cell(ratio, ratio * block_s), prompt, rounds))
             progress(f"{name}: {cells[-1].line()}")
     return _rows(name.replace("-", "_"), cells)
 
@@ -218,11 +219,11 @@ def _connected(engine: Engine, state: Path, delay_s: float) -> Iterator[BenchDae
 def _run(engine: Engine, daemon: BenchDaemon, cell: Cell, prompt: list[int], rounds: int) -> Cell:
     tokens = set()
     for way in LEARNING:
-        daemon.drop_host()
+        _empty_host(daemon, cell.delay_s)
         tokens.add(engine.ask(way, prompt).token)
     for turn in range(rounds):
         for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
-            daemon.drop_host()
+            _empty_host(daemon, cell.delay_s)
             answer = engine.ask(way, prompt)
             cell.ttft_s[way].append(answer.ttft_s)
             cell.restored[way].append(answer.restored)
@@ -230,6 +231,15 @@ def _run(engine: Engine, daemon: BenchDaemon, cell: Cell, prompt: list[int], rou
     if len(tokens) > 1:
         raise SystemExit(f"ratio {cell.ratio:g}: the first token is not the same all three ways: {sorted(tokens)}")
     return cell
+
+
+def _empty_host(daemon: BenchDaemon, delay_s: float) -> None:
+    """Returns when DRAM is empty and stays so: a load that was given up leaves reads in the queue."""
+    quiet = 0
+    while quiet < 2:
+        reply = daemon.admin("Drop", admin_pb2.DropRequest(tier="host"))
+        quiet = 0 if reply.dropped_blocks or reply.kept_blocks else quiet + 1
+        time.sleep(2 * delay_s + 0.01)
 
 
 def _rows(name: str, cells: list[Cell]) -> list[Row]:
