@@ -13,7 +13,6 @@ percentile of the time between two tokens.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from support.daemon import BenchDaemon, bench_daemon
+from support.daemon import BenchDaemon, slowed_daemon
 from support.engine import THREADS, model_path
 from support.report import AT_LEAST, Row, main, progress, within
 from support.timing import median, percentile
@@ -126,17 +125,6 @@ def opened_model() -> Iterator[Model]:
         executor = stack.enter_context(Executor(model, pool, threads=THREADS, max_tokens_per_step=528))
         fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         yield Model(executor, pool, tokenizer, fingerprint)
-
-
-@contextmanager
-def slowed_daemon(state: Path, delay_s: float) -> Iterator[BenchDaemon]:
-    """A daemon whose reads from NVMe are made one at a time and take `delay_s` longer."""
-    os.environ["KVSTORED_FAILPOINTS"] = f"nvme.read=delay:{delay_s:.6f}" if delay_s else ""
-    try:
-        with bench_daemon("movement.in_flight=1", "host.capacity=1GiB", state_dir=state) as daemon:
-            yield daemon
-    finally:
-        del os.environ["KVSTORED_FAILPOINTS"]
 
 
 def store(model: Model, session: Session, context: int) -> None:

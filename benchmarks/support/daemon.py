@@ -110,6 +110,17 @@ def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[Benc
                 _stop(child)
 
 
+@contextmanager
+def slowed_daemon(state: Path, delay_s: float) -> Iterator[BenchDaemon]:
+    """A daemon whose reads from NVMe are made one at a time and take `delay_s` longer."""
+    os.environ["KVSTORED_FAILPOINTS"] = f"nvme.read=delay:{delay_s:.6f}" if delay_s else ""
+    try:
+        with bench_daemon("movement.in_flight=1", "host.capacity=1GiB", state_dir=state) as daemon:
+            yield daemon
+    finally:
+        del os.environ["KVSTORED_FAILPOINTS"]
+
+
 @functools.cache
 def _byte_code() -> dict[str, str]:
     """Variables with which a daemon starts from byte code, as an installed one does, even if this shell forbids it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ if importlib.util.find_spec("llama_cpp") is None:
 import llama_cpp
 from llama_cpp import Llama, LlamaRAMCache
 
-from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache, file_digest, fingerprint_of
+from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache, PromptClock, file_digest, fingerprint_of
+from kvstore_client.paths import costs_file
+from kvstore_client.restore.choice import LoadChoice
 from tests.reference.tiny_llama import write_tiny_llama
 
 BLOCK = 64
@@ -56,7 +59,9 @@ class TestLlamaCpp(ConnectorContract):
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_a_restored_state_is_bit_for_bit_the_computed_one(daemon: DaemonProcess, model: Path, flash_attn: bool) -> None:
     first, second = (opened(model, flash_attn=flash_attn) for _ in range(2))
-    stored, restored = (KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0) for llm in (first, second))
+    stored, restored = (
+        KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0, always_load=True) for llm in (first, second)
+    )
     first.eval(PROMPT)
     stored[PROMPT] = first.save_state()
     whole = stored.fingerprint.payload_bytes() * 5
@@ -79,7 +84,7 @@ def test_completions_with_and_without_the_cache_are_the_same(daemon: DaemonProce
     expected = [answer(plain, prompt) for prompt in prompts]
     for _ in range(2):  # the second time another process's worth of state is there to restore
         llm = opened(model)
-        cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+        cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0, always_load=True)
         llm.set_cache(cache)
         assert [answer(llm, prompt) for prompt in prompts] == expected
         cache.close()
@@ -89,7 +94,7 @@ def test_the_daemon_receives_the_length_of_the_answer(
     daemon: DaemonProcess, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = opened(model)
-    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0, always_load=True)
     llm.set_cache(cache)
     hinted: list[tuple[int, int]] = []
     hint = cache.session.hint
@@ -110,7 +115,7 @@ def test_the_daemon_receives_the_length_of_the_answer(
 
 def test_what_the_model_holds_itself_is_not_fetched(daemon: DaemonProcess, model: Path) -> None:
     llm = opened(model)
-    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0, always_load=True)
     llm.set_cache(cache)
     prompt = [token + 1 for token in PROMPT]
     answer(llm, prompt)
@@ -123,8 +128,8 @@ def test_what_the_model_holds_itself_is_not_fetched(daemon: DaemonProcess, model
 def test_a_state_that_llama_cpp_refuses_is_a_miss(daemon: DaemonProcess, model: Path) -> None:
     """The hook never trusts a stored state to be loadable: a refusal leaves an empty model."""
     llm, other = opened(model), opened(model)
-    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
-    writer = KVStoreLlamaCache(other, daemon.socket_dir, deadline_s=5.0)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0, always_load=True)
+    writer = KVStoreLlamaCache(other, daemon.socket_dir, deadline_s=5.0, always_load=True)
     prompt = [token + 2 for token in PROMPT]
     other.eval(prompt)
     writer[prompt] = other.save_state()
@@ -196,13 +201,77 @@ def test_a_live_model_is_left_as_it_was(model: Path, tmp_path: Path) -> None:
     cache.close()
 
 
+@pytest.mark.parametrize(("token_s", "restored"), [(1e-9, 0), (1.0, 5 * BLOCK)])
+def test_what_is_computed_faster_than_loaded_is_computed(
+    daemon: DaemonProcess,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    token_s: float,
+    restored: int,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = [token + 3 for token in PROMPT]
+    writer = opened(model)
+    stored = KVStoreLlamaCache(writer, daemon.socket_dir, deadline_s=5.0, always_load=True)
+    writer.eval(prompt)
+    stored[prompt] = writer.save_state()
+    known = LoadChoice()
+    for tokens in (64, 512, 128, 1024, 256) * 3:
+        known.observe_compute(0, tokens, token_s * tokens)
+    known.save(costs_file(stored.fingerprint.digest()))
+    llm = opened(model)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+    llm.set_cache(cache)
+    assert answer(llm, prompt) == answer(opened(model), prompt)
+    assert cache.restored_tokens == restored
+    cache.close()
+    stored.close()
+
+
+def test_what_computing_took_is_learned_and_kept(
+    daemon: DaemonProcess, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    llm = opened(model, n_batch=128)
+    cache = KVStoreLlamaCache(llm, daemon.socket_dir, deadline_s=5.0)
+    llm.set_cache(cache)
+    prompt = [token + 4 for token in PROMPT]
+    begin = time.perf_counter()
+    answer(llm, prompt)
+    took_s = time.perf_counter() - begin
+    cache.close()
+    known = LoadChoice.load(costs_file(cache.fingerprint.digest()))
+    assert 0 < known.known_compute_s(0, len(prompt)) < took_s
+
+
+def test_counters_that_stand_still_or_begin_anew_count_nothing(model: Path) -> None:
+    silent = opened(model, no_perf=True)
+    clock = PromptClock(silent)
+    clock.start()
+    silent.eval(PROMPT)
+    assert clock.stop() == (0, 0.0)
+    llm = opened(model)
+    clock = PromptClock(llm)
+    assert clock.stop() == (0, 0.0)
+    answer(llm, PROMPT)
+    clock.start()
+    llama_cpp.llama_perf_context_reset(llm._ctx.ctx)
+    assert clock.stop() == (0, 0.0)
+    clock.start()
+    llm.reset()
+    answer(llm, PROMPT[:100])
+    tokens, seconds = clock.stop()
+    assert tokens == 100 and seconds > 0
+
+
 SMOL = Path.home() / ".cache/kvstored/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CHILD = """
 import sys
 from llama_cpp import Llama
 from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache
 llm = Llama(sys.argv[1], n_ctx=2048, n_threads=2, verbose=False)
-cache = KVStoreLlamaCache(llm, sys.argv[2], deadline_s=5.0)
+cache = KVStoreLlamaCache(llm, sys.argv[2], deadline_s=5.0, always_load=True)
 llm.set_cache(cache)
 text = llm.create_completion(sys.argv[3], max_tokens=16, temperature=0.0)["choices"][0]["text"]
 print(cache.restored_tokens, repr(text))

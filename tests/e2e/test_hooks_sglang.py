@@ -5,12 +5,15 @@ Needs SGLang's source and torch, in an environment of its own (docs/sglang.md); 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore_client.testing import ConnectorContract, DaemonProcess
+from kvstore_client.testing.daemon import eventually
 from tests.reference.sglang_storage import sglang_storage
 
 MODULES = sglang_storage()
@@ -47,8 +50,11 @@ OPEN: list[Any] = []
 
 
 def backend(daemon: DaemonProcess, pool: HostPool, extra: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """One rank of a server; with little staging, for there are many of them. Closed after the test."""
-    extra = {"staging_bytes": 1 << 20, **(extra or {})}
+    """One rank of a server; with little staging, for there are many of them. Closed after the test.
+
+    It reports all pages that are there: to these tests nothing is ever worth computing.
+    """
+    extra = {"staging_bytes": 1 << 20, "always_load": True, **(extra or {})}
     OPEN.append(open_backend(pool, socket=str(daemon.socket_dir), extra=extra, **fields))
     return OPEN[-1]
 
@@ -183,6 +189,52 @@ def test_side_pools_have_names_of_their_own_and_shorten_the_prefix(daemon: Daemo
     storage.register_mem_host_pool_v2(fresh, name.MAMBA)
     assert storage.batch_get_v2([transfer(name.MAMBA, [3], policy.TRAILING_PAGES)]) == {name.MAMBA: [True]}
     assert torch.equal(fresh.pages[3], mamba.pages[3])
+
+
+@pytest.mark.parametrize("fault", ["vanishes", "is damaged", "stalls", "dies"])
+def test_pages_that_fail_between_question_and_load_are_false_in_time(fault: str) -> None:
+    keys = hashes(20, 8)
+    failpoints = "nvme.read=delay:20" if fault == "stalls" else ""
+    with DaemonProcess(failpoints=failpoints) as daemon:
+        storage = backend(daemon, pool_of(20), {"deadline_s": 1.0})
+        assert all(storage.batch_set_v1(keys, indices(*range(8))))
+        daemon.flush()
+        assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
+        assert storage.batch_exists(keys) == 8
+        expected, before = 0, storage.mem_pool_host.pages[:8].clone()
+        if fault == "vanishes":
+            daemon.drop_all()
+        elif fault == "is damaged":
+            expected = 2
+            assert daemon.damage_on_disk(expected)
+        elif fault == "dies":
+            daemon.kill()
+        begin = time.monotonic()
+        got = storage.batch_get_v1(keys, indices(*range(8, 16)))
+        took_s = time.monotonic() - begin
+        assert got[: expected + 1] == [True] * expected + [False]
+        for page, is_there in enumerate(got):
+            assert not is_there or torch.equal(storage.mem_pool_host.pages[8 + page], before[page])
+        storage.close()
+        daemon.kill()
+    assert took_s < 10.0
+
+
+def test_pages_that_are_computed_faster_than_loaded_are_not_reported(
+    daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys, storage = hashes(21, 8), backend(daemon, pool_of(21), {"always_load": False})
+    assert all(storage.batch_set_v1(keys, indices(*range(8))))
+    assert storage.batch_exists(keys) == 8, "nothing was computed yet, as far as it can see"
+    storage.batch_set_v1(keys, indices(*range(8)))  # as after computing them, which took no time at all
+    daemon.flush()
+    assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
+    assert storage.batch_exists(keys) == 0
+    assert storage.exists(keys[7]), "it is there all the same"
+    assert storage.batch_exists_v2(keys).restorable_prefix_pages == []
+    storage.close()
+    assert list((tmp_path / "kvstored").glob("costs-*.json")), "the next process begins with it"
 
 
 def test_wrong_indices_move_nothing(daemon: DaemonProcess) -> None:

@@ -28,7 +28,8 @@ class LlamaCppEngine:
         self._llm = Llama(str(model), n_ctx=CONTEXT, n_threads=1, verbose=False)
         self._cache: KVStoreLlamaCache | None = None
         if setting.socket_dir is not None:
-            self._cache = KVStoreLlamaCache(self._llm, setting.socket_dir, deadline_s=2.0)
+            # A model so small computes faster than it loads.
+            self._cache = KVStoreLlamaCache(self._llm, setting.socket_dir, deadline_s=2.0, always_load=True)
             self._llm.set_cache(self._cache)
 
     def store(self, tokens: Sequence[int]) -> None:

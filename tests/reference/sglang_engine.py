@@ -46,7 +46,10 @@ class SGLangEngine(MockEngine):
         self.host_pool = HostPool(torch.from_numpy(self._pool.view("int64")))
         self.backend: Any = None
         if setting.socket_dir is not None:
-            self.backend = open_backend(self.host_pool, socket=str(setting.socket_dir), model_name=setting.model)
+            # Its rows take no time to compute: else nothing would be loaded.
+            self.backend = open_backend(
+                self.host_pool, socket=str(setting.socket_dir), extra={"always_load": True}, model_name=setting.model
+            )
 
     def store(self, tokens: Sequence[int]) -> None:
         table = self._allocate(len(tokens))

@@ -2,7 +2,7 @@
 
 Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
 fingerprint of a loaded model. A completion's state is stored as a chain of blocks; the next prompt, in any process,
-restores the longest run of them it shares, in one round trip.
+restores the longest run of them it shares, as far as that is expected to be faster than computing it.
 Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
 be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
 Invariant: a cache serves the one model it was made for.
@@ -25,7 +25,9 @@ import xxhash
 
 from kvstore_client.entry import connect
 from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
-from kvstore_client.lease import Lease
+from kvstore_client.hooks.load import Leased, Prompt, lease_by_choice
+from kvstore_client.paths import costs_file
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -44,7 +46,6 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS = 64
 CONNECT_TIMEOUT_S = 5.0  # once, beside a model that has been loading for longer
 DEADLINE_S = 0.25
-PROMOTION_LEAST_S, PROMOTION_MOST_S, PROMOTION_PATIENCE = 0.25, 10.0, 4.0
 _CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
     "n_ctx",  # some models scale positions by it
     "rope_scaling_type",
@@ -68,7 +69,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     """See the module. `socket` as in `kvstore_client.connect`.
 
     Raises ValueError, in one line, for a model whose state cannot be cut into blocks. `weights_digest` saves a pass
-    over the model's file where one is known; it must differ for different weights.
+    over the model's file where one is known; it must differ for different weights. `deadline_s` bounds what asking the
+    daemon may cost a prompt. What is expected to be computed faster than loaded is computed, unless `always_load`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         weights_digest: str = "",
         block_tokens: int = BLOCK_TOKENS,
         deadline_s: float = DEADLINE_S,
+        always_load: bool = False,
         required: bool = False,
     ) -> None:
         super().__init__()
@@ -99,6 +102,11 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             deadline_s=deadline_s,
             required=required,
         )
+        self._deadline_s = deadline_s
+        self._choice = None if always_load else LoadChoice.load(costs_file(self.fingerprint.digest()))
+        if self._choice is not None:
+            self._session.before_close(self._choice.save)
+        self._prompts = PromptClock(llm)
         self.restored_tokens = 0  # by the latest look-up
         self._asked_tokens = _NO_TOKENS  # the latest prompt, while its answer is not stored
         self.last_receipt = ""  # what became of the latest store, in words
@@ -119,41 +127,45 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             return False
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Bring the longest stored prefix of `key` into the model, if it is longer than what the model holds.
+        """Bring the longest prefix of `key` that is stored and worth loading into the model, if it is longer than what
+        the model holds.
 
         The state that is returned says what the model holds then, so that `Llama` finds nothing left to load: its own
         `load_state` would also fill a matrix of scores that nothing reads, which takes longer than the restore.
         """
         self.restored_tokens = 0
-        self._asked_tokens = self._tokens(key)
+        self._asked_tokens = tokens = self._tokens(key)
         blocks = self._usable_blocks(key)
         held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
-        if blocks * self._block_tokens <= held:
-            raise KeyError("the model itself holds as much of this prompt")
-        tokens = self._tokens(key)
         try:
-            state = self._fetched(tokens, blocks, held)
+            if blocks * self._block_tokens <= held:
+                raise KeyError("the model itself holds as much of this prompt")
+            self._bring(Prompt(tokens, len(tokens), blocks, held // self._block_tokens), held)
         except KVStoreError as error:  # a closed session, a request that the daemon refuses
             raise KeyError(f"the store refused: {error}") from None
-        if state is None or state[0] <= held:
-            raise KeyError("the store did not give its blocks in time")
-        self._restore(tokens[: state[0]], state[1])
+        finally:
+            self._prompts.start()
         return _Current(self._llm)
 
-    def _fetched(self, tokens: Any, blocks: int, held: int) -> Any:
-        """What `_assembled` makes of the stored prefix. KeyError where nothing longer than `held` tokens is stored."""
-        with self._session.get(tokens, max_blocks=blocks, promote=False) as mapped:
-            if mapped.resident_blocks * self._block_tokens <= held:
-                raise KeyError(f"nothing stored: {mapped.reason or 'the prompt is new'}")
-            if len(mapped) == mapped.resident_blocks:
-                return self._assembled(mapped)
-            patience_s = mapped.estimated_load_s * PROMOTION_PATIENCE
-            deadline_s = min(max(patience_s, PROMOTION_LEAST_S), PROMOTION_MOST_S)
-            with self._session.get(tokens, max_blocks=mapped.resident_blocks, deadline_s=deadline_s) as lease:
-                return self._assembled(lease)
+    def _bring(self, prompt: Prompt, held: int) -> None:
+        """Load into the model, which holds `held` tokens. KeyError where nothing longer is to be had, or worth it."""
+        block_bytes = self._shape.token_bytes * self._block_tokens
+        with lease_by_choice(
+            self._session, prompt, self._choice, block_bytes=block_bytes, deadline_s=self._deadline_s
+        ) as leased:
+            count = leased.blocks * self._block_tokens
+            if count <= held:
+                leased.copied(leased.blocks)
+                raise KeyError(f"nothing is loaded: {leased.reason or 'the prompt is new'}")
+            state = self._assembled(leased)
+            if state is None:
+                raise KeyError("the lease ended while its blocks were copied")
+            self._restore(prompt.tokens[:count], state)
+            leased.copied(leased.blocks)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store the full blocks of a state; those that are stored already are not written again."""
+        self._learn()
         tokens = np.asarray(value.input_ids[: value.n_tokens], np.int32)
         count = len(tokens) // self._block_tokens
         if not count:
@@ -190,13 +202,18 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
         return np.asarray(key, np.int32)
 
-    def _assembled(self, lease: Lease) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """Tokens and saved state of what is leased; None if the lease had ended by the time it was read."""
-        if not len(lease):
-            return None
-        payloads = [lease.payload(block) for block in range(len(lease))]
+    def _learn(self) -> None:
+        """What computing the latest prompt took, from where it was not held or restored."""
+        tokens, seconds = self._prompts.stop()
+        first = len(self._asked_tokens) - tokens
+        if self._choice is not None and tokens and first >= 0:
+            self._choice.observe_compute(first, tokens, seconds)
+
+    def _assembled(self, leased: Leased) -> npt.NDArray[np.uint8] | None:
+        """The saved state of the blocks that are to be used; None if the lease had ended by the time it was read."""
+        payloads = [leased.lease.payload(block) for block in range(leased.blocks)]
         state = assemble_state(self._shape, payloads, self._block_tokens)
-        return (lease.tokens, state) if lease.valid else None
+        return state if leased.lease.valid else None
 
     def _restore(self, tokens: npt.NDArray[np.int32], state: npt.NDArray[np.uint8]) -> None:
         """Make `state` the model's. KeyError, and a model that holds nothing, when llama.cpp does not take it."""
@@ -211,6 +228,33 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         llm.n_tokens = len(tokens)
         llm._requires_eval = True
         self.restored_tokens = len(tokens)
+
+
+class PromptClock:
+    """How long a model computes prompts, by llama.cpp's own counters, which keep an answer's tokens apart.
+
+    They stand still in a model that was opened with `no_perf=True`.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+        self._started: tuple[int, float] | None = None
+
+    def start(self) -> None:
+        self._started = self._counted()
+
+    def stop(self) -> tuple[int, float]:
+        """Tokens and seconds since the start; zeros where it was not started, or the counters began anew."""
+        started, self._started = self._started, None
+        tokens, seconds = self._counted()
+        if started is None or tokens <= started[0] or seconds <= started[1]:
+            return 0, 0.0
+        return tokens - started[0], seconds - started[1]
+
+    def _counted(self) -> tuple[int, float]:
+        counters = llama_cpp.llama_perf_context(self._llm._ctx.ctx)
+        # llama.cpp says 1 token where there was none
+        return int(counters.n_p_eval) if counters.t_p_eval_ms else 0, counters.t_p_eval_ms / 1e3
 
 
 class _Cut:

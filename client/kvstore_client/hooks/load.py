@@ -16,9 +16,11 @@ from typing import Any
 
 from kvstore_client.lease import Lease
 from kvstore_client.restore.choice import Chosen, Hit, LoadChoice, all_of
+from kvstore_client.results import Lookup
 from kvstore_client.session import Session
 
 UNKNOWN_PATIENCE, UNKNOWN_LEAST_S, MOST_S = 4.0, 0.25, 10.0  # of the wait for slower tiers
+LEAST_QUESTION_S = 0.025  # an answer takes 1 ms; a few that do not come, and no more is asked for a while
 REASON_COMPUTED = "computing is faster than loading"
 
 
@@ -56,7 +58,10 @@ class Leased:
 def lease_by_choice(
     session: Session, prompt: Prompt, choice: LoadChoice | None, *, block_bytes: int, deadline_s: float | None = None
 ) -> Iterator[Leased]:
-    """`choice`: None loads all that is stored. `deadline_s` is for the first question (default: the session's)."""
+    """`choice`: None loads all that is stored. `deadline_s` is for the first question (default: the session's), which
+    is given up earlier where computing all is known to take less."""
+    if choice is not None:
+        deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
     begin = time.perf_counter()
     with session.get(prompt.tokens, max_blocks=prompt.blocks, deadline_s=deadline_s, promote=False) as mapped:
         lookup_s = time.perf_counter() - begin
@@ -87,6 +92,21 @@ def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Sessi
     count = max(prompt.count, first + (ready + slower) * session.block_tokens + 1)
     tiers = ["host"] * ready + ["slower"] * slower
     return Hit(tiers, [0.0] * ready + [each_s] * slower, session.block_tokens, block_bytes, count, first)
+
+
+def hit_of(found: Lookup, first: int, last: int, *, block_tokens: int, block_bytes: int, tokens: int, held: int) -> Hit:
+    """Blocks [first, last) of what was looked up, behind `held` tokens of a prompt of `tokens`."""
+    each_s = found.load_s or (found.estimated_load_s / max(found.blocks, 1),) * found.blocks
+    return Hit(found.tiers[first:last], each_s[first:last], block_tokens, block_bytes, tokens, held)
+
+
+def bounded_wait_s(choice: LoadChoice, held: int, count: int, deadline_s: float | None) -> float | None:
+    """How long asking for a prompt may take: a daemon that stands still must not cost more than it could have saved."""
+    computing_s = choice.known_compute_s(held, count - held)
+    if math.isinf(computing_s):
+        return deadline_s
+    computing_s = max(computing_s, LEAST_QUESTION_S)
+    return computing_s if deadline_s is None else min(deadline_s, computing_s)
 
 
 def _wait_s(chosen: Chosen, estimated_s: float) -> float:

@@ -5,6 +5,7 @@
 
 Owns the way between the pages of SGLang's host pools and stored blocks; names and prefixes are `sglang_pages`'s. A page
 is one opaque block, behind the page before it in its chain, so that a stored prefix loses its end first.
+Of a hit as many leading pages are reported as are expected to be faster to load than to compute (`sglang_choice`).
 Never does: raise for an absent daemon, a full store or a missing page (False, None and 0 say so), or evict: what is
 kept is the daemon's to decide.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.entry import connect
+from kvstore_client.hooks.sglang_choice import PageChoice
 from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
+from kvstore_client.paths import costs_file
+from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
@@ -50,13 +55,15 @@ Bytes = npt.NDArray[np.uint8]
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
     """See the module. Keys of the extra config, all optional: `socket` (directory of the daemon's sockets),
-    `weights_digest`, `adapter_digest`, `deadline_s`, `staging_bytes`.
+    `weights_digest`, `adapter_digest`, `deadline_s`, `staging_bytes`, `always_load`.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
+        self._deadline_s = float(self._extra.get("deadline_s", DEADLINE_S))
         self._session: Session | None = None
+        self._choice = PageChoice(None, page_tokens=1, page_bytes=1)
         self.registered_pools: dict[str, Any] = {}
         self.prefetched_pages = 0
         self.backed_up_pages = 0
@@ -80,9 +87,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             fingerprint=fingerprint,
             client_name="sglang",
             connect_timeout_s=CONNECT_TIMEOUT_S,
-            deadline_s=float(self._extra.get("deadline_s", DEADLINE_S)),
+            deadline_s=self._deadline_s,
             staging_bytes=int(self._extra.get("staging_bytes", STAGING_BYTES)),
         )
+        self._choice = self._new_choice(self._session, mem_pool_host)
+
+    def _new_choice(self, session: Session, pool: Any) -> PageChoice:
+        learned = None
+        if not self._extra.get("always_load", False):
+            learned = LoadChoice.load(costs_file(session.fingerprint.digest()))
+            session.before_close(learned.save)
+        return PageChoice(learned, page_tokens=int(pool.page_size), page_bytes=_page_bytes(pool))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self.registered_pools[str(host_pool_name)] = host_pool
@@ -112,12 +127,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     # Presence
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        return self._present([key], KV) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there; the first gap ends them."""
-        names = self._names(keys)
-        return 0 if names is None else self._lookup(names).blocks
+        """How many leading pages are there and worth loading; the first gap ends them."""
+        names, before = self._names(keys), len(_prefix(extra_info))
+        if names is None:
+            return 0
+        found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
+        return self._choice.pages(keys, found, before, found.blocks)
 
     def batch_exists_v2(
         self,
@@ -125,8 +143,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix that all pools can restore, each by its own rule."""
-        usable = whole_prefixes(self._present(keys, KV))
+        """The longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
+        names, before = self._names(keys), len(_prefix(extra_info))
+        if names is None:
+            return PoolTransferResult(0, {}, [])
+        found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
+        usable = set(range(1, found.blocks + 1))
         hits: dict[str, int] = {KV: len(usable)} if usable else {}
         for transfer in pool_transfers or []:
             present = self._present(keys, transfer.name)[: max(usable, default=0)]
@@ -140,6 +162,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             if whole:
                 hits[transfer.name] = max(whole)
             usable &= whole
+        worth = self._choice.pages(keys, found, before, max(usable, default=0))
+        usable = {pages for pages in usable if pages <= worth}
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
 
     # Pages of the main pool, by index into it
@@ -152,8 +176,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        prefix = (extra_info.prefix_keys if extra_info is not None else None) or []
-        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), prefix[-1:])
+        self._choice.stored(keys)
+        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), _prefix(extra_info)[-1:])
 
     # Pages of several pools
 
@@ -214,6 +238,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         """Consecutive pages, as SGLang's controller hands them over; True when all are stored."""
         if values is None or len(values) != len(keys):
             return False
+        self._choice.stored(keys)
         return all(self._store(KV, keys, [_payload(value) for value in values], []))
 
     # How it is done
@@ -243,10 +268,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         tiers = self._lookup(names).tiers
         return [index < len(tiers) and tiers[index] != "absent" for index in range(len(hashes))]
 
-    def _lookup(self, names: BlockKeys) -> Lookup:
+    def _lookup(self, names: BlockKeys, deadline_s: float | None = None) -> Lookup:
         """A session that is closed, or a daemon that refuses, has nothing."""
         try:
-            return Lookup() if self._session is None else self._session.lookup(keys=names)
+            return Lookup() if self._session is None else self._session.lookup(keys=names, deadline_s=deadline_s)
         except KVStoreError as error:
             log.warning("pages cannot be looked up: %s", error)
             return Lookup()
@@ -275,10 +300,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         names = self._names(hashes, pool)
         if names is None or self._session is None:
             return done
-        start = 0
+        start, began = 0, time.monotonic()
+        longest_s = self._choice.load_s(hashes, self._deadline_s) if pool == KV else self._deadline_s
         try:
-            while start < len(hashes):
-                with self._session.get(keys=names[start:]) as lease:
+            while start < len(hashes) and (left_s := began + longest_s - time.monotonic()) > 0:
+                with self._session.get(keys=names[start:], deadline_s=left_s) as lease:
                     got = [fill(start + block, lease.payload(block)) for block in range(len(lease))]
                     if lease.valid:  # asked after the copy: bytes read before it count
                         done[start : start + len(got)] = got
@@ -290,6 +316,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         except KVStoreError as error:
             log.warning("pages cannot be fetched: %s", error)
         self.prefetched_pages += sum(done)
+        if pool == KV:
+            leading = done.index(False) if False in done else len(done)
+            self._choice.loaded(hashes, leading, time.monotonic() - began)
         return done
 
     def _store_pages(
@@ -299,9 +328,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         if pages is None:
             log.error("pool %s: %d pages given, and the indices are not of that many", name, len(keys))
             return [False] * len(keys)
-        dummy = pool.get_dummy_flat_data_page()
-        payloads = [_PageOf(pool, page) for page in pages]
-        return self._store(name, keys, payloads, before, dummy.numel() * dummy.element_size())
+        return self._store(name, keys, [_PageOf(pool, page) for page in pages], before, _page_bytes(pool))
 
     def _store(
         self, pool: str, hashes: Sequence[str], payloads: Sequence[Any], before: list[str], nbytes: int | None = None
@@ -330,6 +357,16 @@ class _PageOf:
 
     def __call__(self, destination: Bytes) -> None:
         np.copyto(destination, _payload(self._pool.get_data_page(self._index, flat=True)))
+
+
+def _page_bytes(pool: Any) -> int:
+    dummy = pool.get_dummy_flat_data_page()
+    return int(dummy.numel() * dummy.element_size())
+
+
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
+    """The pages before those of a call, where SGLang names them."""
+    return (extra_info.prefix_keys if extra_info is not None else None) or []
 
 
 def _payload(tensor: torch.Tensor) -> Bytes:

@@ -152,6 +152,11 @@ class LoadChoice:
         further_steps = -(-tokens // self._step_tokens) - 1 if self._step_tokens and tokens else 0
         return cost.chunk_s(first, tokens) + further_steps * cost.fixed_s
 
+    def known_compute_s(self, first: int, tokens: int) -> float:
+        """The same; infinite until something was computed."""
+        with self._lock:
+            return self.compute_s(first, tokens) if self._compute.samples else math.inf
+
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
         is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A

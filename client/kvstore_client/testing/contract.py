@@ -8,6 +8,7 @@ same engine without a store.
 from __future__ import annotations
 
 import os
+import time
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ DAMAGED_BLOCK = 2
 OTHER_GID = 65534  # nogroup, on every Linux
 TWO_TENANTS = f'[[tenant]]\nname = "stranger"\ngids = [{OTHER_GID}]\n'
 LEASE_TTL_MS = 300
+STALL_S = 20  # of a read
 _TRUTHS: dict[tuple[type, str, tuple[int, ...]], Restored] = {}
 
 
@@ -152,13 +154,36 @@ class ConnectorContract:
             self.must_answer_right(engine, tokens)
 
     def test_a_daemon_that_dies_while_blocks_are_copied_costs_nothing_but_time(self) -> None:
-        tokens = self.prompt(1)
-        with DaemonProcess() as daemon, self.opened(daemon) as engine:
-            engine.store(tokens)
-            engine.pause_at("reading")
-            engine.begin("restore", tokens)
+        with self._copying() as (daemon, engine, tokens):
             daemon.kill()
             self._must_be_right(engine.go_on(), tokens)
+
+    def test_a_daemon_that_stops_while_blocks_are_copied_costs_nothing_but_time(self) -> None:
+        with self._copying() as (daemon, engine, tokens), daemon.frozen():
+            self._must_be_right(engine.go_on(), tokens)
+            self.must_answer_right(engine, tokens)
+
+    def test_blocks_that_are_dropped_while_they_are_copied_cost_nothing_but_time(self) -> None:
+        with self._copying() as (daemon, engine, tokens):
+            daemon.flush()
+            daemon.drop_all()
+            self._must_be_right(engine.go_on(), tokens)
+            self.must_answer_right(engine, tokens)
+
+    # Loads that do not come
+
+    def test_reads_that_stall_are_given_up(self) -> None:
+        tokens = self.prompt(1)
+        with DaemonProcess(failpoints=f"nvme.read=delay:{STALL_S}") as daemon, self.opened(daemon) as engine:
+            engine.store(tokens)
+            daemon.flush()
+            assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
+            self.computed(tokens)
+            begin = time.monotonic()
+            self.must_answer_right(engine, tokens, most=0)
+            took_s = time.monotonic() - begin
+            daemon.kill()
+        assert took_s < STALL_S, f"the engine waited {took_s:.0f} s for blocks that did not come"
 
     # Daemons that die, stop or are not there
 
@@ -256,6 +281,16 @@ class ConnectorContract:
 
         assert eventually(is_whole), f"{best.tokens} of {usable} tokens are restored"
         self._must_be_right(best, tokens, model=model)
+
+    @contextmanager
+    def _copying(self) -> Iterator[tuple[DaemonProcess, EngineUnderTest, list[int]]]:
+        """An engine that is about to read the first leased block of a prompt that it stored."""
+        tokens = self.prompt(1)
+        with DaemonProcess() as daemon, self.opened(daemon) as engine:
+            engine.store(tokens)
+            engine.pause_at("reading")
+            engine.begin("restore", tokens)
+            yield daemon, engine, tokens
 
     def restores(self, engine: EngineUnderTest, tokens: list[int]) -> bool:
         return eventually(lambda: engine.restore(tokens).tokens > 0)

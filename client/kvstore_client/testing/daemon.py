@@ -47,15 +47,16 @@ class DaemonFailed(AssertionError):
 
 class DaemonProcess:
     """`with DaemonProcess() as daemon:`. `settings` are `--set` arguments of kvstored and win over `SMALL`; `config`
-    is the text of a configuration file.
+    is the text of a configuration file, `failpoints` where and how it is to fail (the daemon's KVSTORED_FAILPOINTS).
     """
 
-    def __init__(self, *settings: str, config: str = "") -> None:
+    def __init__(self, *settings: str, config: str = "", failpoints: str = "") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: names of sockets are limited to 107 bytes
         self.socket_dir = self.directory / "run"
         self.state_dir = self.directory / "state"
         self._settings = settings
         self._config = config
+        self._failpoints = failpoints
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -81,7 +82,9 @@ class DaemonProcess:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener, open(self.directory / "log", "ab") as log:
             listener.bind(str(notify_path))
             listener.settimeout(0.1)
-            environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path)}
+            environment = {
+                **os.environ, "NOTIFY_SOCKET": str(notify_path), "KVSTORED_FAILPOINTS": self._failpoints
+            }  # fmt: skip
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             deadline = time.monotonic() + READY_TIMEOUT_S
             while time.monotonic() < deadline and self._process.poll() is None:
@@ -128,6 +131,13 @@ class DaemonProcess:
         """Write what DRAM holds to NVMe and let go of it; what is leased stays."""
         with self._admin() as admin:
             reply: admin_pb2.DropReply = admin.Drop(admin_pb2.DropRequest(tier="host"), timeout=ADMIN_TIMEOUT_S)
+            return reply
+
+    def drop_all(self) -> admin_pb2.DropReply:
+        """Let go of all blocks, in every tier, but those under lease."""
+        with self._admin() as admin:
+            request = admin_pb2.DropRequest(all=True, discard=True)
+            reply: admin_pb2.DropReply = admin.Drop(request, timeout=ADMIN_TIMEOUT_S)
             return reply
 
     def flush(self) -> None:

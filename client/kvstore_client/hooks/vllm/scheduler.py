@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvstore_client.hooks.load import hit_of
 from kvstore_client.hooks.vllm.answers import Answer
 from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
@@ -230,14 +231,15 @@ class SchedulerSide:
         return shortest or Lookup()
 
     def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
-        each_s = found.load_s or (found.estimated_load_s / found.blocks,) * found.blocks
-        return Hit(
-            found.tiers[first:last],
-            each_s[first:last],
-            self._block_tokens,
-            self._rules.block_bytes,
-            tokens,
-            first * self._block_tokens,
+        size = self._block_tokens
+        return hit_of(
+            found,
+            first,
+            last,
+            block_tokens=size,
+            block_bytes=self._rules.block_bytes,
+            tokens=tokens,
+            held=first * size,
         )
 
     def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:
