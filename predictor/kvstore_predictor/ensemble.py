@@ -209,6 +209,7 @@ class Ensemble(Predictor):
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
+        yield "numbers", np.array([self._requests, self._asked], np.float64)
         yield "seen", np.stack([self._predicted, self._came, self._guessed])
         yield "loss", self._loss.copy()
         for number, member in enumerate(self.members):
@@ -216,9 +217,10 @@ class Ensemble(Predictor):
                 yield f"{number}/{name}", piece
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        seen, loss = state.get("seen"), state.get("loss")
-        if seen is None or loss is None or seen.shape != (3, *self._came.shape) or loss.shape != self._loss.shape:
+        shapes = {"numbers": (2,), "seen": (3, *self._came.shape), "loss": self._loss.shape}
+        if any(name not in state or state[name].shape != shape for name, shape in shapes.items()):
             raise ValueError("the state of another version")
+        seen, loss, requests = state["seen"], state["loss"], state["numbers"]
         members = [make() for make in self._make]
         for number, member in enumerate(members):
             own = f"{number}/"
@@ -229,6 +231,7 @@ class Ensemble(Predictor):
         self._predicted, self._came, self._guessed = seen.copy()
         self._loss = loss.copy()
         self._reset()
+        self._requests, self._asked = map(int, requests.tolist())
 
 
 _CENTRES: Floats = (np.concatenate([[0.005], _EDGES]) + np.concatenate([_EDGES, [1.0]])) / 2
