@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from demo.first_light import Result
+from demo.next_turn import Turn
 
 _LABELS = {
     "cold": "cold",
@@ -15,7 +17,7 @@ _LABELS = {
 }
 
 
-def as_text(result: Result) -> str:
+def as_text(result: Result, turn: Turn) -> str:
     cold = result.answer("cold")
     lines = [
         "",
@@ -28,10 +30,17 @@ def as_text(result: Result) -> str:
             f"{answer.host_bytes / 1e6:>9.1f} MB{answer.nvme_bytes / 1e6:>9.1f} MB"
         )
     verdict = "identical, token for token" if result.identical else "NOT identical"
+    lines.append(
+        f"{'predicted turn':16}{turn.ttft_s * 1000:>7.0f} ms{turn.first_ttft_s / turn.ttft_s:>9.1f}x"
+        f"{turn.restored_tokens:>10}{turn.computed_tokens:>10}"
+        f"{turn.host_bytes / 1e6:>9.1f} MB{turn.nvme_bytes / 1e6:>9.1f} MB"
+    )
     damage = "detected, quarantined and recomputed" if result.corruption_detected else "NOT detected"
     lines += [
         "",
         f"answers: {verdict}      damaged block: {damage}      K/V bytes inside gRPC: {result.grpc_payload_bytes}",
+        f"predicted turn: {turn.used_blocks} of its {turn.blocks} blocks had left DRAM and were there again in time "
+        f"({turn.late_blocks} late, {turn.wasted_blocks} wasted); speed-up against the conversation's first turn",
         f"daemon: ready in {result.ready_s:.2f} s, {result.idle_rss_bytes / 1e6:.0f} MB resident when idle",
         "",
         "$ kvctl tiers",
@@ -43,7 +52,7 @@ def as_text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: Result, turn: Turn) -> dict[str, Any]:
     cold, dram, nvme, restart = (result.answer(name) for name in ("cold", "dram", "nvme", "restart"))
     return {
         "model": result.model,
@@ -62,6 +71,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "daemon_idle_rss_bytes": result.idle_rss_bytes,
         "prefill_tokens_per_s": cold.computed_tokens / cold.prefill_s,
         "grpc_payload_bytes": result.grpc_payload_bytes,
+        "next_turn": asdict(turn),
         "answers": [
             {
                 "name": answer.name,
