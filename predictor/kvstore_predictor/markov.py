@@ -175,10 +175,10 @@ class Markov(Predictor):
         picked = np.flatnonzero(chances >= _LEAST)
         if len(picked) > limit:
             picked = picked[np.argsort(-chances[picked], kind="stable")[:limit]]
-        for at in picked.tolist():
-            each, chance = documents[at], float(chances[at])
-            shares = [before[at] + part * (after[at] - before[at]) for part in (0.1, 0.5)]
-            in_s = [_when(share, mean[at], slope[at]) - age_s[at] for share in shares]
+        rows = np.stack([each[picked] for each in (chances, before, after, mean, slope, age_s)]).T.tolist()
+        for at, (chance, *come_by, middle, steep, age) in zip(picked.tolist(), rows, strict=True):
+            each, (begin, end) = documents[at], come_by
+            in_s = [_when(begin + part * (end - begin), middle, steep) - age for part in (0.1, 0.5)]
             first_s, due_s = (now_s + min(max(each_s, 0.0), horizon_s) for each_s in in_s)
             yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
 
