@@ -64,7 +64,6 @@ class NextTurn:
         handbook = SYSTEM_FILE.read_text()
         text = f"{handbook[: len(handbook) // 2]}\n\nQuestion: What is this about?\nAnswer:"
         node.start()
-        began_s = time.monotonic()
         first = self._ask(text, "--next-in", f"{pause_s:.0f}")
         ended_s = time.monotonic()
         say(f"\nturn 1   a conversation on a node with little DRAM; the next turn is announced in {pause_s:.0f} s")
@@ -75,9 +74,9 @@ class NextTurn:
             raise DemoFailedError("the other conversation pushed no block out of DRAM")
         say(f"         another conversation pushed {demoted} of its {len(chain)} blocks out of DRAM, to NVMe")
 
-        timings = first["timings"]
-        starting_s = ended_s - began_s - timings["ttft_s"] - timings["decode_s"] - timings["flush_s"]
-        time.sleep(max(0.0, ended_s + pause_s - starting_s - time.monotonic()))
+        brought = self._wait_for_blocks(demoted, ended_s + pause_s)
+        early_s = ended_s + pause_s - time.monotonic()
+        say(f"         {brought} of them are in DRAM again, {early_s:.1f} s before they are due")
         second = self._ask(f"{text}{first['text']}\nQuestion: And who wrote it?\nAnswer:")
         figures = node.kvctl("predictor")["all"]
         turn = Turn(
@@ -92,6 +91,14 @@ class NextTurn:
             f"{turn.ttft_s * 1000:.0f} ms, {turn.restored_tokens} tokens restored, {turn.computed_tokens} computed"
         )
         return turn
+
+    def _wait_for_blocks(self, blocks: int, due_s: float) -> int:
+        """Until the daemon has brought so many, or they are due; how many it has."""
+        while True:
+            waiting = int(self._node.kvctl("predictor")["all"]["waiting_blocks"])
+            if waiting >= blocks or time.monotonic() >= due_s:
+                return waiting
+            time.sleep(0.2)
 
     def _promoted_on_demand(self, figures: dict[str, Any]) -> int:
         """Bytes that the turn did wait for."""

@@ -4,6 +4,7 @@ Owns the tokenising of the prompt, the timings of an answer and their report. Sc
 `batching`'s. When `generate` returns, the answer's blocks are stored or given up, and its pool blocks are free.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import KvSession, RestoreReport, StoreReport
 from kvstore_engine.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 PREFILL_STEP_TOKENS = 512
 _REQUEST = "prompt"
@@ -171,7 +173,10 @@ class Generator:
         session = self._session
         if session is not None and session.state == "connected" and len(tokens) >= session.block_tokens:
             whole = np.array(tokens[: len(tokens) // session.block_tokens * session.block_tokens], np.int32)
-            session.hint(whole, due_in_s=due_in_s, next_step="end_of_turn")
+            try:
+                session.hint(whole, due_in_s=due_in_s, next_step="end_of_turn")
+            except Exception as error:  # the answer is there: a hint that is lost costs nothing of it
+                _log.debug("the next turn was not announced: %s: %s", type(error).__name__, error)
 
     def _expected(self) -> RestoreReport:
         """The report of a prompt for which nothing is requested from the store."""
