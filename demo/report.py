@@ -30,17 +30,14 @@ def as_text(result: Result, turn: Turn) -> str:
             f"{answer.host_bytes / 1e6:>9.1f} MB{answer.nvme_bytes / 1e6:>9.1f} MB"
         )
     verdict = "identical, token for token" if result.identical else "NOT identical"
-    lines.append(
-        f"{'predicted turn':16}{turn.ttft_s * 1000:>7.0f} ms{turn.first_ttft_s / turn.ttft_s:>9.1f}x"
-        f"{turn.restored_tokens:>10}{turn.computed_tokens:>10}"
-        f"{turn.host_bytes / 1e6:>9.1f} MB{turn.nvme_bytes / 1e6:>9.1f} MB"
-    )
     damage = "detected, quarantined and recomputed" if result.corruption_detected else "NOT detected"
     lines += [
         "",
         f"answers: {verdict}      damaged block: {damage}      K/V bytes inside gRPC: {result.grpc_payload_bytes}",
-        f"predicted turn: {turn.used_blocks} of its {turn.blocks} blocks had left DRAM and were there again in time "
-        f"({turn.late_blocks} late, {turn.wasted_blocks} wasted); speed-up against the conversation's first turn",
+        f"predicted turn: {turn.ttft_s * 1000:.0f} ms ({turn.first_ttft_s * 1000:.0f} ms at the first turn), "
+        f"{turn.host_bytes / 1e6:.1f} MB from DRAM, {turn.nvme_bytes / 1e6:.1f} MB waited for; {turn.used_blocks} of "
+        f"{turn.blocks} blocks had left DRAM and were back in time, {turn.late_blocks} late, "
+        f"{turn.wasted_blocks} wasted",
         f"daemon: ready in {result.ready_s:.2f} s, {result.idle_rss_bytes / 1e6:.0f} MB resident when idle",
         "",
         "$ kvctl tiers",
