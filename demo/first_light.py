@@ -99,7 +99,7 @@ class FirstLight:
 
     def _ask(self, name: str, what: str) -> None:
         before = self._node.tier("nvme")["bytes_read"]
-        raw = self._node.ask(self._result.model, SYSTEM_FILE, QUESTION, ANSWER_TOKENS)
+        raw = self._node.ask(self._result.model, ANSWER_TOKENS, "--system-file", str(SYSTEM_FILE), "--prompt", QUESTION)
         answer = _answer(name, raw, self._node.tier("nvme")["bytes_read"] - before)
         self._result.answers.append(answer)
         self._say(

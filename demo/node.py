@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 COMMANDS = Path(sys.executable).parent
-READY_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 60.0
 GENERATE_TIMEOUT_S = 170.0
 
 
@@ -43,19 +44,19 @@ def prepare(model: str) -> None:
 class Node:
     """The daemon and its sockets. `start` returns once it serves."""
 
-    def __init__(self, directory: Path, host_capacity: str, nvme_capacity: str) -> None:
+    def __init__(self, directory: Path, settings: Sequence[str]) -> None:
         self.socket_dir = directory / "run"
         self.nvme_dir = directory / "state" / "nvme"
         self._log = directory / "kvstored.log"
         self._command = [
             str(COMMANDS / "kvstored"), "serve", "--socket-dir", str(self.socket_dir), "--state-dir",
-            str(directory / "state"), "--set", f"host.capacity={host_capacity}", "--set",
-            f"nvme.capacity={nvme_capacity}", "--set", "nvme.slab=64MiB",
+            str(directory / "state"), *(argument for setting in settings for argument in ("--set", setting)),
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
         """Start and wait until it serves; its status."""
+        self._log.parent.mkdir(exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -105,12 +106,11 @@ class Node:
         found: dict[str, Any] = tiers[name]
         return found
 
-    def ask(self, model: str, system_file: Path, question: str, tokens: int) -> dict[str, Any]:
-        """One answer from an engine process of its own."""
+    def ask(self, model: str, tokens: int, *prompt: str) -> dict[str, Any]:
+        """One answer from an engine process of its own. `prompt`: options of kvengine generate."""
         command = [
-            str(COMMANDS / "kvengine"), "generate", "--model", model, "--system-file", str(system_file), "--prompt",
-            question, "--max-tokens", str(tokens), "--kvstore", str(self.socket_dir), "--json", "--quiet",
-            "--no-stream",
+            str(COMMANDS / "kvengine"), "generate", "--model", model, *prompt, "--max-tokens", str(tokens), "--kvstore",
+            str(self.socket_dir), "--json", "--quiet", "--no-stream",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=GENERATE_TIMEOUT_S, check=False)
         if done.returncode != 0:

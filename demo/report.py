@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from demo.first_light import Result
+from demo.next_turn import Turn
 
 _LABELS = {
     "cold": "cold",
@@ -15,7 +17,7 @@ _LABELS = {
 }
 
 
-def as_text(result: Result) -> str:
+def as_text(result: Result, turn: Turn) -> str:
     cold = result.answer("cold")
     lines = [
         "",
@@ -32,6 +34,10 @@ def as_text(result: Result) -> str:
     lines += [
         "",
         f"answers: {verdict}      damaged block: {damage}      K/V bytes inside gRPC: {result.grpc_payload_bytes}",
+        f"predicted turn: {turn.ttft_s * 1000:.0f} ms ({turn.first_ttft_s * 1000:.0f} ms at the first turn), "
+        f"{turn.host_bytes / 1e6:.1f} MB from DRAM, {turn.nvme_bytes / 1e6:.1f} MB waited for; {turn.used_blocks} of "
+        f"{turn.blocks} blocks had left DRAM and were back in time, {turn.late_blocks} late, "
+        f"{turn.wasted_blocks} wasted",
         f"daemon: ready in {result.ready_s:.2f} s, {result.idle_rss_bytes / 1e6:.0f} MB resident when idle",
         "",
         "$ kvctl tiers",
@@ -43,7 +49,7 @@ def as_text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: Result, turn: Turn) -> dict[str, Any]:
     cold, dram, nvme, restart = (result.answer(name) for name in ("cold", "dram", "nvme", "restart"))
     return {
         "model": result.model,
@@ -62,6 +68,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "daemon_idle_rss_bytes": result.idle_rss_bytes,
         "prefill_tokens_per_s": cold.computed_tokens / cold.prefill_s,
         "grpc_payload_bytes": result.grpc_payload_bytes,
+        "next_turn": asdict(turn),
         "answers": [
             {
                 "name": answer.name,

@@ -4,8 +4,9 @@ Owns the tokenising of the prompt, the timings of an answer and their report. Sc
 `batching`'s. When `generate` returns, the answer's blocks are stored or given up, and its pool blocks are free.
 """
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import KvSession, RestoreReport, StoreReport
 from kvstore_engine.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 PREFILL_STEP_TOKENS = 512
 _REQUEST = "prompt"
@@ -96,8 +98,15 @@ class Generator:
         finally:
             self.pool.free(blocks)
 
-    def generate(self, prompt: Prompt, settings: RequestSettings, on_text: OnText | None = None) -> Generation:
+    def generate(
+        self,
+        prompt: Prompt,
+        settings: RequestSettings,
+        on_text: OnText | None = None,
+        next_turn_in_s: float | None = None,
+    ) -> Generation:
         """Answer `prompt`; `on_text` receives the text as it is generated, never half a character.
+        `next_turn_in_s`: the store learns that the turn has ended, and that the conversation goes on in about so long.
 
         UsageError if the prompt is empty or does not fit the context, and for more than one answer. OperationError if
         the model computes no answer.
@@ -132,6 +141,8 @@ class Generator:
             engine.drain()
         if finished.reason == "failed":
             raise OperationError(f"the answer failed: {finished.message}")
+        if next_turn_in_s is not None:
+            self._announce([*ids, *tokens], next_turn_in_s)
         usage = finished.usage
         stored = {name: engine.storer.counts[name] - counts[name] for name in _BLOCK_RESULTS}
         return Generation(
@@ -157,6 +168,15 @@ class Generator:
     def close(self) -> None:
         """Stop the engine's threads. Pool, executor and session stay open."""
         self._engine.close()
+
+    def _announce(self, tokens: Sequence[int], due_in_s: float) -> None:
+        session = self._session
+        if session is not None and session.state == "connected" and len(tokens) >= session.block_tokens:
+            whole = np.array(tokens[: len(tokens) // session.block_tokens * session.block_tokens], np.int32)
+            try:
+                session.hint(whole, due_in_s=due_in_s, next_step="end_of_turn")
+            except Exception as error:  # the answer is there: a hint that is lost costs nothing of it
+                _log.debug("the next turn was not announced: %s: %s", type(error).__name__, error)
 
     def _expected(self) -> RestoreReport:
         """The report of a prompt for which nothing is requested from the store."""

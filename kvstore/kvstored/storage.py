@@ -66,7 +66,7 @@ class NodeStorage:
         self.former = memory.restore_clients(self.store, self._clock)
         if self.former is not None:
             stack.callback(self.former.close)
-        self.usage.follow(self.store.policies, self.store.counters)
+        self.usage.follow(self.store.policies, self.store.counters, self.store.prefetch_state)
         stack.push_async_callback(self.usage.save)
         stack.push_async_callback(self.store.endurance.close)
         follow_users(self.tenants, residency, self.with_tokens())

@@ -107,7 +107,9 @@ class Predictor(ABC):
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """What was learned, in pieces that take at most half a millisecond each."""
+        """What was learned, in pieces that take at most half a millisecond each. Events may come between two pieces:
+        what they change may be in it or not. Rows that are of a tenant have its number in a column `tenant`; before
+        `import_state` the caller may give them other numbers, or leave them out."""
 
     @abstractmethod
     def import_state(self, state: dict[str, Array], later_s: float) -> None:

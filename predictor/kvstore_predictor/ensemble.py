@@ -35,13 +35,15 @@ Name = tuple[int, bytes]
 
 
 class _Question:
-    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain."""
+    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain.
+    `awaited`: blocks of which a request makes a guess come true."""
 
-    __slots__ = ("came", "due_s", "horizon", "names", "said")
+    __slots__ = ("awaited", "came", "due_s", "horizon", "names", "said")
 
     def __init__(self, due_s: float, horizon: int, chances: dict[Name, list[float]]) -> None:
         self.due_s, self.horizon = due_s, horizon
         self.names, self.said = list(chances), list(chances.values())
+        self.awaited = list(chances)
         self.came: list[float | None] = [0.0] * len(chances)
 
 
@@ -135,6 +137,7 @@ class Ensemble(Predictor):
             above = self._above.get((tenant, key))
             if above is not None and (self._below.get((tenant, above)) or (b"", 0))[1] < SHARED_FAN:
                 awaited.setdefault(above, []).append((question, at))
+                question.awaited.append((tenant, above))
         self._open.append(question)
         self._due_s = min(self._due_s, question.due_s)
         self._asked += 1
@@ -147,15 +150,12 @@ class Ensemble(Predictor):
         self._open = [each for each in self._open if each.due_s >= now_s]
         for question in over:
             self._score(question)
-        for tenant, awaited in list(self._awaited.items()):
-            for key, asked in list(awaited.items()):
-                left = [each for each in asked if each[0].due_s >= now_s]
-                if not left:
-                    del awaited[key]
-                elif len(left) < len(asked):
+            for tenant, key in question.awaited:
+                awaited = self._awaited.get(tenant, {})
+                asked = awaited.pop(key, ())
+                if left := [each for each in asked if each[0].due_s >= now_s]:
                     awaited[key] = left
-            if not awaited:
-                del self._awaited[tenant]
+        self._awaited = {tenant: awaited for tenant, awaited in self._awaited.items() if awaited}
         self._due_s = min((each.due_s for each in self._open), default=math.inf)
 
     def _score(self, question: _Question) -> None:
@@ -209,6 +209,7 @@ class Ensemble(Predictor):
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
+        yield "numbers", np.array([self._requests, self._asked], np.float64)
         yield "seen", np.stack([self._predicted, self._came, self._guessed])
         yield "loss", self._loss.copy()
         for number, member in enumerate(self.members):
@@ -216,9 +217,10 @@ class Ensemble(Predictor):
                 yield f"{number}/{name}", piece
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        seen, loss = state.get("seen"), state.get("loss")
-        if seen is None or loss is None or seen.shape != (3, *self._came.shape) or loss.shape != self._loss.shape:
+        shapes = {"numbers": (2,), "seen": (3, *self._came.shape), "loss": self._loss.shape}
+        if any(name not in state or state[name].shape != shape for name, shape in shapes.items()):
             raise ValueError("the state of another version")
+        seen, loss, requests = state["seen"], state["loss"], state["numbers"]
         members = [make() for make in self._make]
         for number, member in enumerate(members):
             own = f"{number}/"
@@ -229,6 +231,7 @@ class Ensemble(Predictor):
         self._predicted, self._came, self._guessed = seen.copy()
         self._loss = loss.copy()
         self._reset()
+        self._requests, self._asked = map(int, requests.tolist())
 
 
 _CENTRES: Floats = (np.concatenate([[0.005], _EDGES]) + np.concatenate([_EDGES, [1.0]])) / 2

@@ -44,6 +44,10 @@ class Generations(Generic[K, V]):
         if len(self._young) > self._half:
             self._old, self._young = self._young, {}
 
+    def names(self) -> list[K]:
+        """A copy, the older ones first."""
+        return [*self._old, *self._young]
+
     def items(self) -> Iterator[tuple[K, V]]:
         """The older ones first."""
         yield from self._old.items()

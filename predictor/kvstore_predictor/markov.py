@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ _TENANTS_MAX = 1024
 _SPREAD, _SPREAD_MIN = 0.8, 0.15  # of the logarithm of an interval: before it is known, and the least
 _STEP_SPREAD = 0.5  # of the time of a foreseen follower
 _LEAST = 0.01
-_COPIED = 512
+_COPIED = 128  # rows of a piece
 _SLOPE = math.pi / math.sqrt(3.0)
 DOCUMENT = np.dtype(
     [
@@ -174,10 +175,10 @@ class Markov(Predictor):
         picked = np.flatnonzero(chances >= _LEAST)
         if len(picked) > limit:
             picked = picked[np.argsort(-chances[picked], kind="stable")[:limit]]
-        for at in picked.tolist():
-            each, chance = documents[at], float(chances[at])
-            shares = [before[at] + part * (after[at] - before[at]) for part in (0.1, 0.5)]
-            in_s = [_when(share, mean[at], slope[at]) - age_s[at] for share in shares]
+        rows = np.stack([each[picked] for each in (chances, before, after, mean, slope, age_s)]).T.tolist()
+        for at, (chance, *come_by, middle, steep, age) in zip(picked.tolist(), rows, strict=True):
+            each, (begin, end) = documents[at], come_by
+            in_s = [_when(begin + part * (end - begin), middle, steep) - age for part in (0.1, 0.5)]
             first_s, due_s = (now_s + min(max(each_s, 0.0), horizon_s) for each_s in in_s)
             yield Guess(each.tenant, each.key, each.depth, min(chance, 1.0), first_s, due_s, _sure(each))
 
@@ -219,27 +220,33 @@ class Markov(Predictor):
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
-        yield "numbers", np.array([FORMAT, self._numbers], np.float64)
-        documents = [
+        documents = (
             (each.tenant, each.mark, each.key, each.depth, each.number, each.uses, each.returns, each.mean, each.spread,
              each.last_s)
-            for each in self._documents.values()
-        ]  # fmt: skip
-        marks = [(*name, last_s) for name, last_s in self._marks.items()]
-        histories = [
+            for each in list(self._documents.values())
+            if self._by_number.get(each.number) is each
+        )  # fmt: skip
+        seen = ((name, self._marks.get(name)) for name in self._marks.names())
+        marks = ((*name, last_s) for name, last_s in seen if last_s is not None)
+        histories = (
             (tenant, (-1,) * (ORDER - len(numbers)) + numbers, last_s)
-            for tenant, (numbers, last_s) in self._history.items()
-        ]
-        for name, rows in (
-            ("documents", np.array(documents, DOCUMENT)), ("marks", np.array(marks, MARK)),
-            ("histories", np.array(histories, HISTORY)), ("followers", self._successors.rows()),
-        ):  # fmt: skip
-            for first in range(0, max(len(rows), 1), _COPIED):
-                yield name, rows[first : first + _COPIED]
+            for tenant, (numbers, last_s) in list(self._history.items())
+        )
+        tables: Sequence[tuple[str, np.dtype[np.void], Iterator[tuple[Any, ...]]]] = (
+            ("documents", DOCUMENT, documents), ("marks", MARK, marks), ("histories", HISTORY, histories),
+            ("followers", FOLLOWER, self._successors.rows()),
+        )  # fmt: skip
+        for name, dtype, rows in tables:
+            yield name, np.empty(0, dtype)
+            while part := list(islice(rows, _COPIED)):
+                yield name, np.array(part, dtype)
+        yield "numbers", np.array([FORMAT, self._numbers], np.float64)  # last: above all that were given out
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
         tables = {"documents": DOCUMENT, "marks": MARK, "histories": HISTORY, "followers": FOLLOWER}
-        if any(name not in state or state[name].dtype != dtype for name, dtype in tables.items()):
+        if any(
+            name not in state or state[name].dtype != dtype or state[name].ndim != 1 for name, dtype in tables.items()
+        ):
             raise ValueError("the state of another version")
         about = state.get("numbers", np.zeros(0))
         if about.shape != (2,) or about[0] != FORMAT:

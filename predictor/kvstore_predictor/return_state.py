@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 
 FORMAT = 2
-_COPIED = 256  # chains or marks copied between two pauses
+_COPIED = 128  # chains or marks copied between two pauses
 _COLUMNS = ("tenant", "tokens", "answer", "length", "turn", "bin", "used_s", "pace", "due_s", "fan")
 CHAIN = np.dtype(
     [
@@ -58,8 +59,8 @@ def exported(sessions: Sessions, features: Sequence[Features | None], tables: Re
             chains[name] = [column[slot] for slot in part]
         yield "chains", chains
     marks = sessions.marks()
-    for first in range(0, len(marks), _COPIED):
-        yield "marks", np.array(marks[first : first + _COPIED], MARK)
+    while found := list(islice(marks, _COPIED)):
+        yield "marks", np.array(found, MARK)
     yield from tables.copied()
 
 

@@ -12,7 +12,7 @@ takes no longer the longer a chain is, beyond `LOOKED_BACK` blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 SHARED_FAN = 4
@@ -169,13 +169,13 @@ class Sessions:
             names.old_marks.pop(key, None)
         self._drop_if_empty(tenant)
 
-    def marks(self) -> list[tuple[int, bytes, bool]]:
-        return [
-            (tenant, key, mark)
-            for tenant, names in self._names.items()
-            for marks in (names.old_marks, names.marks)
-            for key, mark in marks.items()
-        ]
+    def marks(self) -> Iterator[tuple[int, bytes, bool]]:
+        """Tenant, key, and whether it is shared. What changes meanwhile may be in it or not."""
+        for tenant, names in list(self._names.items()):
+            for marks in (names.old_marks, names.marks):
+                for key in list(marks):
+                    if key in marks and self._names.get(tenant) is names:
+                        yield tenant, key, marks[key]
 
     def restore_marks(self, marks: Iterable[tuple[int, bytes, bool]]) -> None:
         for tenant, key, mark in marks:

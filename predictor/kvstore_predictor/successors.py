@@ -7,7 +7,7 @@ Bounded: `contexts_max` contexts with at most `_FOLLOWERS` followers each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,14 +94,12 @@ class Successors:
                 break
         return list(best.values())
 
-    def rows(self) -> npt.NDArray[np.void]:
-        """All of it (dtype FOLLOWER), contexts padded with -1."""
-        found = [
-            ((-1,) * (ORDER - len(context)) + context, symbol, count, gap_s)
-            for context, followers in self._of.items()
-            for symbol, (count, gap_s) in followers.items()
-        ]
-        return np.array(found, FOLLOWER)
+    def rows(self) -> Iterator[tuple[tuple[int, ...], int, float, float]]:
+        """All of it (of dtype FOLLOWER), contexts padded with -1. What comes meanwhile may be in it or not."""
+        for context in self._of.names():
+            padded = (-1,) * (ORDER - len(context)) + context
+            for symbol, (count, gap_s) in list((self._of.get(context) or {}).items()):
+                yield padded, symbol, count, gap_s
 
     def restore(self, rows: npt.NDArray[np.void]) -> None:
         for context, symbol, count, gap_s in rows.tolist():

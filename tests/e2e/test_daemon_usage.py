@@ -1,4 +1,4 @@
-"""A daemon that starts again knows how its blocks were used, what its policies had learned and why blocks went."""
+"""A daemon that starts again knows how blocks were used, what policies and predictors learned, and why blocks went."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def learned(daemon: RunningDaemon, tier: str = "host") -> float:
         return 0
     with np.load(path) as file:
         return float(file[f"{tier}/chain-hazard/learning"][0])
+
+
+def predictor_table(daemon: RunningDaemon, name: str) -> np.ndarray:
+    """Of the predictor's tables in the file; empty before it is there."""
+    path = daemon.state_dir / "usage.npz"
+    if not path.exists():
+        return np.empty(0)
+    with np.load(path) as file:
+        found: np.ndarray = file[f":prefetch/{name}"] if f":prefetch/{name}" in file.files else np.empty(0)
+        return found
 
 
 def keys_of(daemon: RunningDaemon) -> list[bytes]:
@@ -79,6 +89,46 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
             session.get(tokens_of(1, BLOCKS)).release()
         daemon.stop()
         assert before[0] < learned(daemon) <= before[0] + 2 and before[1] < learned(daemon, "nvme") <= before[1] + 2
+
+
+@pytest.mark.parametrize("how", ["stop", "kill -9"])
+@pytest.mark.parametrize("predictor", ["session-return", "markov", "ensemble"])
+def test_what_the_predictor_learned_goes_on(predictor: str, how: str) -> None:
+    """Its counts of requests and of documents begin with those of before."""
+    with running_daemon("prefetch.enabled=true", f"prefetch.predictor={predictor}") as daemon:
+        with daemon.connect(MODEL) as session:
+            for number in range(10):
+                put(session, number)
+            for number in range(10):
+                session.get(tokens_of(number, BLOCKS)).release()
+        numbers = f"{predictor}/predictor/numbers"
+        if how == "stop":
+            daemon.stop()
+        else:
+            assert eventually(lambda: predictor_table(daemon, numbers).max(initial=0) >= 10), "it is written meanwhile"
+            daemon.kill9()
+        before = predictor_table(daemon, numbers).max(initial=0)
+        assert before >= 10
+        daemon.start()
+        assert "cannot go on" not in daemon.log and "is of another version" not in daemon.log
+        with daemon.connect(MODEL) as session:
+            put(session, 99)
+        daemon.stop()
+        assert before <= predictor_table(daemon, numbers).max() <= before + 1
+
+
+def test_what_was_announced_before_kill_9_is_prefetched_after_it() -> None:
+    """DRAM is lost with the daemon; no request says anything to the next one."""
+    with running_daemon("host.warm_restart=off", "prefetch.enabled=true", "prefetch.predictor=on-hint") as daemon:
+        with daemon.connect(MODEL) as session:
+            put(session, HOT)
+            session.hint(tokens_of(HOT, BLOCKS), due_in_s=15.0)
+        assert eventually(lambda: len(predictor_table(daemon, "on-hint/predictor/due")) == 1)
+        daemon.kill9()
+        daemon.start()
+        assert daemon.tiers()["host"].blocks == 0
+        assert eventually(lambda: daemon.tiers()["host"].blocks == BLOCKS, timeout_s=30)
+        assert daemon.status().counters.get("acquires", 0) == 0
 
 
 def test_why_a_block_went_is_known_after_a_restart() -> None:

@@ -99,6 +99,18 @@ def test_a_continued_conversation_restores_what_was_generated(bench: Bench) -> N
     assert second.tokens_restored == min(computed, second.prompt_tokens - 1) // 64 * 64
 
 
+def test_the_next_turn_is_announced_for_whole_blocks_of_prompt_and_answer(bench: Bench) -> None:
+    session = bench.session()
+    first = bench.generator(session).generate(Prompt(LONG), _settings(100), next_turn_in_s=30.0)
+    assert session.due == [((first.prompt_tokens + len(first.tokens)) // 64, 30.0)]
+    assert session.next_steps[-1] == "end_of_turn"
+    bench.generator(session).generate(Prompt(LONG), _settings(1))
+    assert len(session.due) == 1
+    session.fail_with = ConnectionResetError("gone")
+    again = bench.generator(session).generate(Prompt(LONG), _settings(100), next_turn_in_s=30.0)
+    assert again.tokens == first.tokens
+
+
 def test_a_failing_store_costs_nothing_but_its_savings(bench: Bench) -> None:
     plain = bench.generator().generate(Prompt(LONG), _settings())
     session = bench.session()

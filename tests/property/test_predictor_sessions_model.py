@@ -74,4 +74,4 @@ def test_a_request_continues_the_last_of_its_session(steps: list[tuple[int, int,
         known[name], taken[name] = blocks, number
         assert sum(sessions.live) <= SLOTS
         check_deletion(sessions)
-        assert len(sessions.marks()) <= 2 * SLOTS + 8
+        assert len(list(sessions.marks())) <= 2 * SLOTS + 8

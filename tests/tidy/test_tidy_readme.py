@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from demo.first_light import Answer, Result
+from demo.next_turn import Turn
 from demo.report import as_text
 from tests.reference.running_daemon import running_daemon
 from tests.tidy.tree import ROOT
@@ -43,7 +44,11 @@ def test_the_output_shown_has_the_columns_of_the_demo() -> None:
     result = Result("any model")
     for name in ("cold", "dram", "nvme", "restart", "damaged"):
         result.answers.append(Answer(name, "", [], 1, 1.0, 1.0, 0, 0, 0, 0))
-    header, *rows = [line for line in as_text(result).split("\n\n")[0].splitlines() if line]
+    header, *rows = [
+        line
+        for line in as_text(result, Turn(1.0, 1.0, 1.0, 1, 1, 1, 0, 0, 0, 0, 0, 0)).split("\n\n")[0].splitlines()
+        if line
+    ]
     assert header.split("  ")[-1].strip() in shown
     assert re.sub(r"\s+", " ", header).strip() in re.sub(r"[ ]+", " ", shown), "run `make demo` and show what it prints"
     for row in rows:

@@ -6,7 +6,7 @@ Owns what can be asked and how it is explained. Never acts, and imports nothing 
 import argparse
 from pathlib import Path
 
-from kvstore_console.command_line import Commands, Parser
+from kvstore_console.command_line import Commands, Parser, seconds
 from kvstore_engine.cli.bench_arguments import add_bench
 from kvstore_engine.cli.serve_arguments import add_serve
 from kvstore_proto.version import VERSION
@@ -155,6 +155,12 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         help="the folder of kvstored's sockets; without it all is computed",
     )
     running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
+    running.add_argument(
+        "--next-in",
+        type=seconds,
+        metavar="SECONDS",
+        help="announce to kvstored that the conversation goes on in about so long",
+    )
     running.add_argument(
         "--no-warm-up",
         action="store_true",

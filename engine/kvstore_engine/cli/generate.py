@@ -35,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)
         load_s = time.perf_counter() - begin
-        generation = model.generator.generate(prompt, settings, None if options.no_stream else _print_now)
+        generation = model.generator.generate(
+            prompt, settings, None if options.no_stream else _print_now, options.next_in
+        )
         _report(options, model, generation, load_s)
     return 0
 

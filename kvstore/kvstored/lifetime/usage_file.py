@@ -1,5 +1,5 @@
 """What the store knows of how blocks are used, over a restart, in STATE_DIR/usage.npz: access counts and times of last
-use, what policies have learned beyond them, why blocks went, and why slots are in quarantine.
+use, what policies and the predictor have learned beyond them, why blocks went, and why slots are in quarantine.
 
 Written behind, every `INTERVAL_S` at most while something happens, and at the end of a daemon that stops in order; so
 a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
@@ -27,6 +27,7 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, apply, collect
 from kvstored.store.policies import Origin, Policy
+from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
 
@@ -37,6 +38,7 @@ REST = 50  # times as long as the last writing took, at least, until the next: 2
 BYTES_A_S = 1 << 20  # written in the long run, at most
 FORMAT = 2  # of what is in it beside the use of copies
 _FORMAT, _GHOSTS, _TENANTS, _CLOCK, _QUARANTINE = ":format", ":ghosts:", ":tenants", ":clock", ":quarantine"
+_PREFETCH = ":prefetch"
 _WHY_BYTES = 200
 _QUARANTINED = np.dtype([*((name, "<u8") for name in Slot._fields), ("why", f"S{_WHY_BYTES}")])
 
@@ -53,8 +55,9 @@ class UsageFile:
         self._clock = clock
         self._nvme: Tier | None = None
         self._policies: Sequence[Policy] = ()
+        self._prefetch: PrefetchState | None = None
         self._counters = Counters()
-        self._former: dict[str, Array] = {}  # what the file held, until policies have it
+        self._former: dict[str, Array] = {}  # what the file held, until those who learn have it
         self._origin = Origin(np.empty(0, np.int64), 0, 0)
         self._saved_at = (-1, -1)  # requests counted, and changes of residency
         self._written_bytes = 0
@@ -96,21 +99,29 @@ class UsageFile:
             self._nvme.explain_quarantined(reasons)
         self._former, self._origin = tables, origin
 
-    def follow(self, policies: Sequence[Policy], counters: Counters) -> None:
-        """Let `policies` (by tier) go on from what those before had learned; what they and their successors in that
-        list learn is kept from now on.
+    def follow(self, policies: Sequence[Policy], counters: Counters, prefetch: PrefetchState | None = None) -> None:
+        """Let `policies` (by tier) and `prefetch` go on from what those before had learned; what they and the policies'
+        successors in that list learn is kept from now on.
         """
-        self._policies, self._counters = policies, counters
+        self._policies, self._counters, self._prefetch = policies, counters, prefetch
         tables, self._former = self._former, {}
-        for tier, policy in zip(self._residency.tiers, policies, strict=False):
-            kept = _within(tables, tier)
+        for group, learner in self._learners():
+            kept = _within(tables, group)
             try:
-                if kept and not (state := _within(kept, policy.name)):
-                    raise ValueError("it is of another policy")
+                if kept and not (state := _within(kept, learner.name)):
+                    raise ValueError("it is of another one")
                 if kept:
-                    policy.import_state(state, self._origin)
+                    learner.import_state(state, self._origin)
             except ValueError as error:
-                log.warning("%s of %s cannot go on from what was learned: %s", policy.name, tier, error)
+                log.warning(
+                    "%s of %s cannot go on from what was learned: %s", learner.name, group.removeprefix(":"), error
+                )
+
+    def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
+        """Each with the group of tables that is its own in the file."""
+        yield from zip(self._residency.tiers, self._policies, strict=False)
+        if self._prefetch is not None:
+            yield _PREFETCH, self._prefetch
 
     def _read(self) -> dict[str, Array]:
         try:
@@ -171,9 +182,9 @@ class UsageFile:
         for tier in self._tiers:
             for usage in collect(residency, tier, self._ahead_ns()):
                 yield residency.tiers[tier], usage
-        for tier, policy in enumerate(self._policies):
-            for name, piece in policy.export_state():
-                yield f"{residency.tiers[tier]}/{policy.name}/{name}", piece
+        for group, learner in self._learners():
+            for name, piece in learner.export_state():
+                yield f"{group}/{learner.name}/{name}", piece
         for number, index in enumerate(residency.tenants):
             for piece in index.ghost.copied():
                 yield f"{_GHOSTS}{number}", piece

@@ -27,6 +27,7 @@ from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded import Guarded, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
+from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
@@ -119,7 +120,7 @@ class Store:
             residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
-        self.prefetcher, self.feed = self._make_prefetch(predictor)
+        self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_breaker(self, position: int) -> TierBreaker:
         def on_open() -> None:
@@ -133,7 +134,7 @@ class Store:
             self.counters, on_open,
         )  # fmt: skip
 
-    def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed]:
+    def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed, PrefetchState]:
         settings, residency, recent = self.config.prefetch, self.residency, RecentRequests()
         if predictor is None and settings.enabled:
             try:
@@ -149,7 +150,7 @@ class Store:
         )  # fmt: skip
         feed = Feed(residency, self.policies, guarded, recent, prefetcher)
         residency.forget_with(feed.forgotten)
-        return prefetcher, feed
+        return prefetcher, feed, PrefetchState(guarded, recent, accounts)
 
     def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
         """What demotes to the first of them, and their rooms."""

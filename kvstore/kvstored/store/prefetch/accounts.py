@@ -18,6 +18,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+import numpy as np
+
+from kvstore_predictor.base import Array
 from kvstored.telemetry import Counters
 
 HALF_LIFE_S, PASSED_S = 600.0, 1.0
@@ -25,6 +28,12 @@ UNJUDGED_BLOCKS = 64  # may wait for their use at once before any was used; twic
 TRIED_BLOCKS = 32  # may be wasted above the limit
 BINS = 10  # of probability
 BELIEVED_BLOCKS = 128.0  # judged ones outweigh what a guess says of itself; those of one chain come together
+CREDIT = np.dtype(
+    [
+        ("tenant", "i8"), ("at_s", "f8"), ("used_bytes", "f8"), ("wasted_bytes", "f8"), ("used_blocks", "f8"),
+        ("block_bytes", "i8"), ("bins", "f8", (BINS, 2)),
+    ]
+)  # fmt: skip
 
 
 class Standing(IntEnum):
@@ -275,6 +284,25 @@ class Accounts:
     @property
     def tenants(self) -> list[int]:
         return sorted(self._tenants)
+
+    # Over a restart
+
+    def credit(self) -> Array:
+        """What decides how much each tenant gets (dtype CREDIT). What waits for its use is not judged in it."""
+        found = [
+            (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
+             [(bin_.used, bin_.judged) for bin_ in each.bins])
+            for tenant, each in self._tenants.items()
+        ]  # fmt: skip
+        return np.array(found, CREDIT)
+
+    def restore(self, credit: Array, later_s: float, now_s: float) -> None:
+        """Go on from the `credit` of accounts whose clock was `later_s` behind."""
+        for tenant, at_s, used_bytes, wasted_bytes, used_blocks, block_bytes, bins in credit.tolist():
+            self._tenants[tenant] = _Account(
+                used_bytes=used_bytes, wasted_bytes=wasted_bytes, used_blocks=used_blocks,
+                at_s=min(at_s + later_s, now_s), block_bytes=block_bytes, bins=[_Bin(*bin_) for bin_ in bins],
+            )  # fmt: skip
 
     # Inside
 

@@ -7,12 +7,12 @@ a state that is half changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore_predictor.base import Guess, Predictor
+from kvstore_predictor.base import Array, Guess, Piece, Predictor
 from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 
 log = logging.getLogger(__name__)
@@ -59,3 +59,23 @@ class Guarded:
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         return self.attempt(lambda predictor: predictor.guesses(now_s, horizon_s, limit), [])
+
+    def pieces(self) -> Iterator[Piece]:
+        """What the predictor has learned; it ends early where that fails."""
+        nothing: Iterator[Piece] = iter(())
+        found = self.attempt(lambda predictor: predictor.export_state(), nothing)
+        while (piece := self.attempt(lambda _: next(found, None), None)) is not None:
+            yield piece
+
+    def import_state(self, state: dict[str, Array], later_s: float) -> None:
+        """Raises ValueError, having changed nothing, for a state that the predictor cannot use."""
+
+        def refusal(predictor: Predictor) -> ValueError | None:
+            try:
+                predictor.import_state(state, later_s)
+            except ValueError as error:
+                return error
+            return None
+
+        if (error := self.attempt(refusal, None)) is not None:
+            raise error

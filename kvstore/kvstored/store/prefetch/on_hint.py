@@ -13,8 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
-from itertools import count
+from itertools import count, islice
 from math import inf
+
+import numpy as np
 
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
 
@@ -28,6 +30,11 @@ DOUBT = 0.5  # as many more requests that will not come
 FIRST, MIDDLE = 0.1, 0.5
 TENANTS_MAX = 4096
 BEFORE_MAX = 16_384
+COPIED = 256  # rows of a piece
+LATE = np.dtype([("tenant", "i8"), ("share", "f8")])  # the oldest first
+DUE = np.dtype(
+    [("tenant", "i8"), ("key", "V16"), ("above", "V16"), ("due_s", "f8"), ("pause_s", "f8"), ("probability", "f8")]
+)
 
 _Chain = tuple[int, bytes]
 
@@ -35,15 +42,20 @@ _Chain = tuple[int, bytes]
 class Lateness:
     """How late requests came that were announced, as a share of the pause that was announced; inf: they did not."""
 
-    def __init__(self) -> None:
-        self._latest = deque(AT_FIRST)
-        self._sorted = sorted(AT_FIRST)
+    def __init__(self, latest: Iterable[float] = AT_FIRST) -> None:
+        self._latest = deque(latest)
+        self._sorted = sorted(self._latest)
 
     def add(self, share: float) -> None:
         if len(self._latest) == REMEMBERED:
             del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
         self._latest.append(share)
         insort(self._sorted, share)
+
+    @property
+    def latest(self) -> list[float]:
+        """The oldest first."""
+        return list(self._latest)
 
     def between(self, after: float, until: float) -> tuple[float, float, float]:
         """Of those that are later than `after`: the chance of at most `until`, and the lateness of a tenth and of a
@@ -79,6 +91,10 @@ class OnHint(Predictor):
     name = "on-hint"
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_restored = False
         self._due: OrderedDict[_Chain, _Due] = OrderedDict()
         self._names: dict[_Chain, _Chain] = {}  # of the chains that are due: their last block, and the last but one
         self._before: OrderedDict[_Chain, bytes] = OrderedDict()  # by the last block of a request, the last but one
@@ -107,18 +123,21 @@ class OnHint(Predictor):
         if hint.next_step is NextStep.CLOSED or hint.will_continue == 0.0:
             self._drop(chain)
         elif hint.due_s is not None:
-            self._drop(chain)
-            if len(self._due) >= HINTS_MAX:
-                self._drop(next(iter(self._due)))
             pause_s, chance = max(hint.due_s - now_s, 0.0), 1.0 if hint.will_continue is None else hint.will_continue
-            names = tuple((tenant, name) for name in {key, self._before.get(chain, key)})
-            self._due[chain] = due = _Due(hint.due_s, pause_s, chance, next(self._numbers), names)
-            for name in names:  # the last block may be partial: then the next request has the last but one
-                self._names[name] = chain
-            heappush(self._later, self._entry(chain, due))
-            if len(self._later) > 2 * HINTS_MAX:
-                self._later = [self._entry(*each) for each in self._due.items() if each[0] not in self._soon]
-                heapify(self._later)
+            self._expect(chain, self._before.get(chain, key), hint.due_s, pause_s, chance)
+
+    def _expect(self, chain: _Chain, above: bytes, due_s: float, pause_s: float, chance: float) -> None:
+        self._drop(chain)
+        if len(self._due) >= HINTS_MAX:
+            self._drop(next(iter(self._due)))
+        names = tuple((chain[0], name) for name in {chain[1], above})
+        self._due[chain] = due = _Due(due_s, pause_s, chance, next(self._numbers), names)
+        for name in names:  # the last block may be partial: then the next request has the last but one
+            self._names[name] = chain
+        heappush(self._later, self._entry(chain, due))
+        if len(self._later) > 2 * HINTS_MAX:
+            self._later = [self._entry(*each) for each in self._due.items() if each[0] not in self._soon]
+            heapify(self._later)
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         while self._later and self._later[0][0] <= now_s + horizon_s:
@@ -130,9 +149,11 @@ class OnHint(Predictor):
                 del self._soon[chain]
             elif now_s > due.over_s:
                 self._drop(chain)
-                self._of(chain[0]).add(inf)
+                if not self._is_restored:  # while there was no daemon it may have come
+                    self._of(chain[0]).add(inf)
             elif (guess := self._guess(chain, due, now_s, horizon_s)) is not None:
                 found.append(guess)
+        self._is_restored = False
         return nlargest(limit, found, key=lambda guess: (guess.probability, -guess.due_s, guess.key))
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
@@ -149,10 +170,34 @@ class OnHint(Predictor):
             del self._before[name]
 
     def export_state(self) -> Iterator[Piece]:
-        return iter(())
+        lateness = ((tenant, share) for tenant, of in list(self._lateness.items()) for share in of.latest)
+        expected = (
+            (*chain, next((name for _, name in due.names if name != chain[1]), chain[1]), due.due_s, due.pause_s,
+             due.probability)
+            for chain, due in list(self._due.items())
+            if self._due.get(chain) is due
+        )  # fmt: skip
+        tables: tuple[tuple[str, np.dtype[np.void], Iterator[object]], ...] = (
+            ("late", LATE, lateness), ("due", DUE, expected),
+        )  # fmt: skip
+        for name, dtype, rows in tables:
+            yield name, np.empty(0, dtype)
+            while part := list(islice(rows, COPIED)):
+                yield name, np.array(part, dtype)
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """There is nothing to go on from: engines say it again."""
+        late, expected = state.get("late"), state.get("due")
+        if late is None or late.dtype != LATE or expected is None or expected.dtype != DUE:
+            raise ValueError("the state of another version")
+        self._reset()
+        shares: dict[int, deque[float]] = {}
+        for tenant, share in late.tolist():
+            shares.setdefault(tenant, deque(maxlen=REMEMBERED)).append(share)
+        for tenant, latest in shares.items():
+            self._lateness[tenant] = Lateness(latest)
+        for tenant, key, above, due_s, pause_s, chance in expected.tolist():
+            self._expect((tenant, key), above, due_s + later_s, pause_s, chance)
+        self._is_restored = True
 
     def _guess(self, chain: _Chain, due: _Due, now_s: float, horizon_s: float) -> Guess | None:
         scale_s = due.scale_s

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
+from kvstore_predictor.base import Array
 from kvstored.clock import NS_PER_S
 
 SAME_GET_NS = NS_PER_S  # two gets of one session of the same chain within this are one request
@@ -19,6 +22,9 @@ PUT_AFTER_PUT_NS = 10 * NS_PER_S  # between the puts of one request
 MARKS_MAX = 16_384  # of one tenant
 TIDIED = 512  # entries a tick: 0.3 ms
 LOOKED_BACK = 64  # blocks of a chain, from its end, at which a request may have ended
+COPIED = 512  # entries of a piece
+ENDS_MAX = 1 << 16  # of all tenants, over a restart
+END = np.dtype([("tenant", "i8"), ("end", "V16"), ("deepest", "V16")])
 _NO_MARK = (b"", 0)
 _DONE = object()
 Key = TypeVar("Key")
@@ -95,6 +101,22 @@ class RecentRequests:
                 recent.marks.pop(key, None)
                 recent.names.pop(key, None)
             recent.deleted.update(keys)
+
+    def ends(self) -> Iterator[Array]:
+        """Of the latest requests of each tenant the last key and the deepest block (dtype END), in small pieces."""
+        yield np.empty(0, END)
+        most = ENDS_MAX // max(1, len(self._tenants))
+        for tenant, recent in list(self._tenants.items()):
+            ends = list(recent.names)[-most:] if most else []
+            for first in range(0, len(ends), COPIED):
+                part = ((end, recent.names.get(end)) for end in ends[first : first + COPIED])
+                known = [(tenant, end, names[0]) for end, names in part if names]
+                yield np.array([row for row in known if row[2] not in recent.deleted], END)
+
+    def restore(self, ends: Array) -> None:
+        """Go on from the joined pieces of `ends`."""
+        for tenant, end, deepest in ends.tolist():
+            _keep(self._of(tenant).names, end, (deepest, end))
 
     def tidy(self) -> None:
         """A slice of looking through what is kept for names of deleted blocks. To be called a few times a second."""
