@@ -96,6 +96,7 @@ def test_capacities_grow_and_shrink_and_what_fits_stays(daemon: RunningDaemon, f
     assert daemon.tiers()["nvme"].capacity_bytes == 128 * MIB
 
 
+@pytest.mark.slow
 def test_a_smaller_nvme_survives_a_crash(daemon: RunningDaemon, file: Path) -> None:
     fill(daemon, range(1, 61))
     write(file, nvme=40)

@@ -398,6 +398,7 @@ def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_other_user: Run, tmp_p
     assert as_other_user("delete", "--name", "mine").returncode == OK
 
 
+@pytest.mark.slow
 def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_other_user: Run, tmp_path: Path) -> None:
     """Without an operator's rights: of his own tenant, and nothing of another's."""
     (tmp_path / "secret").write_bytes(b"root's")

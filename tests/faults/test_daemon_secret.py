@@ -11,7 +11,7 @@ import pytest
 from kvstore_proto.state_identity import IDENTITY_FILE
 from tests.faults.test_daemon_startup import refused
 from tests.reference.conversations import found_blocks, model, put_conversation
-from tests.reference.examples import each_nth
+from tests.reference.examples import first_of_each
 from tests.reference.running_daemon import RunningDaemon, ended_with, running_daemon
 
 MODEL = model()
@@ -76,7 +76,9 @@ ACCIDENTS = {
 }
 
 
-@pytest.mark.parametrize("accident", each_nth(list(ACCIDENTS), 3), ids=lambda accident: accident.__name__)
+@pytest.mark.parametrize(
+    "accident", first_of_each(list(ACCIDENTS), ACCIDENTS.__getitem__), ids=lambda accident: accident.__name__
+)
 def test_it_is_refused_until_it_is_restored_or_given_up(stopped: RunningDaemon, accident: object) -> None:
     backup = {path: path.read_bytes() for path in stopped.state_dir.iterdir() if path.is_file()}
     assert callable(accident)

@@ -19,6 +19,7 @@ import pytest
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
+from tests.reference.examples import each_nth
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
@@ -126,7 +127,7 @@ def test_a_user_that_is_listed_alone_keeps_what_is_stored(daemon: RunningDaemon)
 
 
 @pytest.mark.skipif(UID != 0, reason="needs root, to be another user")
-@pytest.mark.parametrize("file_is_lost", [False, True])
+@pytest.mark.parametrize("file_is_lost", each_nth([True, False], 2))
 def test_what_a_user_stored_never_goes_to_a_tenant_without_him(daemon: RunningDaemon, file_is_lost: bool) -> None:
     """The name alice was his, and is another's now; with the file that says so, and without it."""
     restart(daemon)

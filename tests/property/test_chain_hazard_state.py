@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,8 @@ def test_a_state_that_went_through_a_policy_is_the_same(seed: int, requests: int
     assert named[0] == named[1]
 
 
-def test_a_state_brings_most_of_the_hits_that_there_had_been_without_a_restart() -> None:
+@pytest.mark.slow
+def test_it_hits_as_if_there_had_been_no_restart() -> None:
     hits: dict[bool | None, int] = {}
     for remembers in (None, True, False):
         hits[remembers] = 0
@@ -140,4 +142,4 @@ def test_a_state_brings_most_of_the_hits_that_there_had_been_without_a_restart()
                 store.request()
             hits[remembers] += store.hits
     assert hits[False] < 0.9 * hits[None], "then there is nothing to remember"
-    assert hits[True] > 0.88 * hits[None] and hits[True] > 1.1 * hits[False]
+    assert hits[True] >= 0.98 * hits[None]

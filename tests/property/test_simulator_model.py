@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -44,8 +46,7 @@ def test_no_policy_beats_the_bounds(policy: str, seed: int, capacity: int) -> No
     assert sum(hits(trace, policy, capacity)) <= best <= most
 
 
-@pytest.mark.parametrize("admission", each_nth(sorted(ADMISSIONS), 2))
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("policy", "admission"), each_nth(list(product(sorted(POLICIES), sorted(ADMISSIONS))), 4))
 @given(seed=seeds, capacity=st.integers(1, 60), cut=st.integers(1, 49))
 @example(seed=217, capacity=19, cut=29)  # a row that was the last victim, used again, goes by other means
 def test_what_comes_later_changes_nothing_before(
@@ -56,8 +57,9 @@ def test_what_comes_later_changes_nothing_before(
     assert hits(trace.part(0, cut), policy, capacity, admission) == whole[:cut]
 
 
-@pytest.mark.parametrize("admission", each_nth(sorted(ADMISSIONS), 2))
-@pytest.mark.parametrize("policy", [*sorted(POLICIES), "clairvoyant"])
+@pytest.mark.parametrize(
+    ("policy", "admission"), each_nth(list(product([*sorted(POLICIES), "clairvoyant"], sorted(ADMISSIONS))), 2)
+)
 @given(seed=seeds, capacity=st.integers(1, 60))
 def test_what_is_missed_is_stored_or_kept_out_and_what_is_stored_is_here_or_evicted(
     policy: str, admission: str, seed: int, capacity: int

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvstored.policy_names import CHAIN_HAZARD, LRU
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -57,6 +59,7 @@ def test_regret_is_what_the_best_classical_policy_has_more(tmp_path: Path) -> No
     assert regret(str(path), "--capacity", "0.1", "--ours", "fifo", "--allowed", "1").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_smoke_test_gives_no_verdict_and_a_mistake_is_named(tmp_path: Path) -> None:
     quick = regret("--quick", "--ours", CHAIN_HAZARD)
     assert quick.returncode == 0 and "sessions beside documents" in quick.stdout

@@ -78,6 +78,7 @@ def test_hit_ratios_are_the_simulators(traces: Path, capsys: pytest.CaptureFixtu
     assert found["made-up-chat", "unbounded"]["mean"] >= found["made-up-chat", "clairvoyant"]["mean"]
 
 
+@pytest.mark.slow
 def test_knowing_the_future_is_worth_more_the_more_is_known(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = study(
         capsys, traces / "made-up-chat.jsonl.gz", "--sections", "hints,oracle", "--parts", "whole",

@@ -222,6 +222,7 @@ def test_a_budget_that_a_busy_minute_cut_to_a_block_grows_again() -> None:
     assert budget.tokens(decodes, PROMPT) == before
 
 
+@pytest.mark.slow
 def test_steps_at_sixteen_sequences_are_of_one_length() -> None:
     """Requests come and go, so that prompts are computed beside decodes all the time."""
     lengths: list[float] = []

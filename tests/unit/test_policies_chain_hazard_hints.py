@@ -34,6 +34,7 @@ def agents(sessions: int) -> Trace:
     return builder.build()
 
 
+@pytest.mark.slow
 def test_hints_that_say_nothing_change_nothing() -> None:
     trace = agents(100)
     replay = Replay(trace, ReplaySettings("chain-hazard", trace.distinct_blocks // 10, hints=Hints(0.5)))

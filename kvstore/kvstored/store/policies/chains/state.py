@@ -127,7 +127,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
     chains["bin"] = np.clip(chains["bin"] + np.maximum(passed, 0), 0, BINS)
     _restore_classes(book, state, chains)
     book.chains.restore(chains)
-    book.chains.floats(book.chains.base)[:] = book.ranks(np.arange(len(chains)), origin.now_ns * NS)
+    book.chains.floats(book.chains.base)[:] = book.standings(np.arange(len(chains)), origin.now_ns * NS)
     stayed = _restore_blocks(follower, blocks, numbers)
     _restore_touches(book, state, origin)
     follower.now_s, follower.was_full = origin.now_ns * NS, bool(was_full) or follower.was_full
