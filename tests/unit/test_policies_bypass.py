@@ -72,7 +72,7 @@ def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
         assert apart.hits.sum() > 0.8 * whole.hits.sum()
         hits["whole"] += int(whole.hits.sum())
         hits["apart"] += int(apart.hits.sum())
-    assert hits["apart"] > 0.95 * hits["whole"]
+    assert hits["apart"] > 0.97 * hits["whole"]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "arc", "s3-fifo"])
