@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def _pickled(arrays: dict[str, Any]) -> None:
     ("damage", "words"),
     [
         (_circle, "circle"), (_outside, "points outside"), (_version, "version 99"), (_features, "other features"),
-        (_nan, "no numbers"), (_pickled, "allow_pickle"),
+        (_nan, "no numbers"), (_pickled, "Python objects"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_model_is_refused_in_one_line(
@@ -171,6 +172,40 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match="damaged or no model"):
         read_model(path)
+
+
+def npy(header: str, content: bytes = b"") -> bytes:
+    """A member of a .npz file."""
+    line = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line + content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,)}"), "announces shape"),
+        ("value.npy", npy("{'descr': '<U0', 'fortran_order': False, 'shape': (1125899906842624,)}"), "announces shape"),
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", bytes(8)), "announces shape"),
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,"), "no model"),
+        ("value.npy", npy("(" * 5000), "no model"),
+        ("value.npy", npy("{}" + " " * 20_000), "no model"),
+        ("value.npy", b"\x93NUMPY\x09\x00", "version"),
+        ("value.npy", b"", "no model"),
+        ("value", b"text", "no model"),
+    ],
+)
+def test_a_member_that_is_no_array_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    path = tmp_path / "m.npz"
+    arrays = small_arrays()
+    del arrays["value"]
+    np.savez(path, **arrays)
+    with zipfile.ZipFile(path, "a") as packed:
+        packed.writestr(name, content)
+    with pytest.raises(ValueError, match=words) as caught:
+        read_model(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_cut_or_flipped_never_crashes(tmp_path: Path) -> None:
