@@ -143,6 +143,31 @@ def _nan(arrays: dict[str, Any]) -> None:
     arrays["value"] = np.full(6, np.nan)
 
 
+def _inf(arrays: dict[str, Any]) -> None:
+    arrays["value"] = np.array([0.0, np.inf, -np.inf, 0.0, np.inf, -np.inf])
+
+
+def _large(arrays: dict[str, Any]) -> None:
+    arrays["value"] = np.full(6, 1e308)  # two of them are over what a float can hold
+
+
+def _steep(arrays: dict[str, Any]) -> None:
+    arrays["straight"] = np.array([0.0, np.inf])
+
+
+def _many(arrays: dict[str, Any]) -> None:
+    arrays["roots"] = np.zeros(257, np.int32)
+
+
+def _deep(arrays: dict[str, Any]) -> None:
+    """A tree of nine steps: each inner node leads to the next one and to the leaf."""
+    nodes, ends = np.arange(10, dtype=np.int32), [9]
+    arrays |= {
+        "column": np.zeros(10, np.int32), "threshold": np.zeros(10), "left": np.append(nodes[1:], nodes[ends]),
+        "right": nodes[ends * 10], "value": np.zeros(10), "roots": np.zeros(1, np.int32),
+    }  # fmt: skip
+
+
 def _pickled(arrays: dict[str, Any]) -> None:
     arrays["value"] = np.array([object()] * 6)
 
@@ -151,7 +176,8 @@ def _pickled(arrays: dict[str, Any]) -> None:
     ("damage", "words"),
     [
         (_circle, "circle"), (_outside, "points outside"), (_version, "version 99"), (_features, "other features"),
-        (_nan, "no numbers"), (_pickled, "Python objects"),
+        (_nan, "no numbers"), (_inf, "too large"), (_large, "too large"), (_steep, "too large"), (_many, "257 trees"),
+        (_deep, "deeper"), (_pickled, "Python objects"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_model_is_refused_in_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ ON_BOTH = 1 << HOST | 1 << NVME
 
 
 class Notes(Predictor):
-    """Notes what it is given, and guesses nothing; `fails` at the next request."""
+    """Notes what it is given, and guesses `guessed`; `fails` at the next request."""
 
     name = "notes"
 
@@ -35,6 +36,7 @@ class Notes(Predictor):
         self.requests: list[tuple[int, list[bytes]]] = []
         self.hints: list[tuple[bytes, Hint]] = []
         self.forgotten: list[bytes] = []
+        self.guessed: list[Guess] = []
         self.fails = False
 
     def requested(self, request: Request, now_s: float) -> None:
@@ -46,7 +48,7 @@ class Notes(Predictor):
         self.hints.append((key, hint))
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        return []
+        return self.guessed
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         self.forgotten += keys or ()
@@ -145,6 +147,24 @@ def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path
 async def stored_on_nvme(driven: DrivenStore) -> None:
     await driven.put(KEYS, DurabilityMode.ALWAYS)
     driven.leave_host(KEYS)
+
+
+@pytest.mark.parametrize(("probability", "due_s"), [(math.nan, 5.0), (0.9, math.inf)])
+def test_a_guess_that_is_not_finite_turns_the_predictor_off(tmp_path: Path, probability: float, due_s: float) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await stored_on_nvme(driven)
+        assert await get(driven, KEYS) == len(KEYS)
+        driven.leave_host(KEYS)
+        notes.guessed = [Guess(driven.client.tenant_id, KEYS[-1], len(KEYS), probability, 5.0, due_s, 1.0)]
+        clock.advance(ns=NS_PER_S)
+        driven.small.store.tick()
+        await driven.small.settle()
+        status = driven.small.store.prefetcher.statistics()
+        assert "not finite" in status.failure and status.guesses == 0
+
+    over_a_store(lambda: notes, tmp_path, scenario)
 
 
 def hint_due(driven: DrivenStore, due_in_ms: int) -> None:
