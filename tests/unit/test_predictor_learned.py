@@ -38,6 +38,13 @@ def serve(predictor: Any, requests: int, *, pause_s: float = 10.0, sessions: int
     return now_s
 
 
+def state_of(predictor: Any) -> dict[str, Any]:
+    pieces: dict[str, list[Any]] = {}
+    for name, piece in predictor.export_state():
+        pieces.setdefault(name, []).append(piece)
+    return {name: np.concatenate(each) for name, each in pieces.items()}
+
+
 def chances(predictor: Any, now_s: float, horizon_s: float = 10.0) -> dict[bytes, float]:
     return {guess.key: guess.probability for guess in predictor.guesses(now_s, horizon_s, 100)}
 
@@ -103,15 +110,20 @@ def test_what_was_deleted_is_not_taken_for_a_return() -> None:
 def test_another_models_losses_are_not_taken_over() -> None:
     worse = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0)))
     serve(worse, 2000)
-    pieces: dict[str, list[Any]] = {}
-    for name, piece in worse.export_state():
-        pieces.setdefault(name, []).append(piece)
-    state = {name: np.concatenate(each) for name, each in pieces.items()}
+    state = state_of(worse)
     same, other = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), Learned(small_trees())
     same.import_state(state, 0.0)
     other.import_state(state, 0.0)
     assert same.say(10.0) == worse.say(10.0) < 0.1
     assert other.say(10.0) == 0.5
+
+
+def test_a_clock_that_was_set_back_costs_nothing() -> None:
+    before, after = Learned(small_trees()), Learned(small_trees())
+    now_s = serve(before, 300)
+    after.import_state(state_of(before), 30 * 86_400.0)
+    serve(after, 300)
+    assert chances(after, now_s)
 
 
 def test_a_model_goes_through_a_file(tmp_path: Path) -> None:
