@@ -13,6 +13,11 @@ import pytest
 from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.completions import CompletionQueue
+from kvstored.config import ConfigError, load_config
+from kvstored.config.tiers import Start
+from kvstored.predictor_names import PREDICTORS
+from kvstored.store.assembly import Store, make_residency
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint
@@ -20,7 +25,7 @@ from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.transfer.items import Refused
 from kvstored.store.transfer.link import Mover
 from tests.reference.driven_store import DrivenStore, keys_of
-from tests.reference.small_store import SmallStore
+from tests.reference.small_store import SETTINGS, SmallStore
 from tests.reference.tiers import HOST, NVME
 
 KEYS = keys_of(1, 5)
@@ -142,6 +147,30 @@ def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path
         assert driven.small.store.prefetcher.statistics().failure == "ZeroDivisionError: a mistake"
 
     over_a_store(lambda: notes, tmp_path, scenario)
+
+
+class Broken(Notes):
+    def __init__(self) -> None:
+        raise ValueError("a mistake")
+
+
+def test_only_what_is_wrong_with_a_model_is_said_of_prefetch_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*settings: str) -> None:
+        config = load_config(None, [f"daemon.state_dir={tmp_path}", *SETTINGS, "prefetch.enabled=true", *settings])
+        tiers = [config.host.open(Start())]
+        completions = CompletionQueue(asyncio.get_running_loop())
+        try:
+            Store(config, ManualClock(), completions, make_residency(config, tiers), tiers)
+        finally:
+            tiers[0].close()
+
+    with pytest.raises(ConfigError, match=r"prefetch\.model: .* does not exist"):
+        asyncio.run(start("prefetch.predictor=learned", f"prefetch.model={tmp_path}/m.npz"))
+    monkeypatch.setitem(PREDICTORS, "markov", f"{__name__}:Broken")
+    with pytest.raises(ValueError, match=r"^a mistake$"):
+        asyncio.run(start("prefetch.predictor=markov"))
 
 
 async def stored_on_nvme(driven: DrivenStore) -> None:
