@@ -48,7 +48,7 @@ class ChainRows:
             if len(self._tenants) >= TENANTS_MAX:
                 del self._tenants[next(iter(self._tenants))]
             known = self._tenants[tenant] = [now_s, 0.0, 0.0, 0.0]
-        fade = math.exp((known[0] - now_s) / _MEMORY_S)
+        fade = math.exp(min(0.0, known[0] - now_s) / _MEMORY_S)  # what was restored may be ahead: a clock was set back
         is_return = features.kind == 1
         known[0] = now_s
         known[1] = known[1] * fade + 1.0

@@ -16,7 +16,8 @@ from kvstore_predictor.chain_rows import COLUMNS, SESSION_RETURN
 from kvstore_predictor.gittins import Floats
 
 VERSION = 1
-NODES_MAX, TREES_MAX, DEPTH_MAX = 1 << 16, 1 << 10, 16
+NODES_MAX, TREES_MAX, DEPTH_MAX = 1 << 16, 256, 8
+LARGEST = 1e100  # of values and of the calibration: odds made of them stay finite
 _AT_ONCE = 2048  # rows
 _NODES: dict[str, type] = {"column": np.int32, "threshold": np.float64, "left": np.int32, "right": np.int32}
 
@@ -39,6 +40,8 @@ class ReturnTrees:
         self._value, self._roots = _array(arrays, "value", np.float64, 1), _array(arrays, "roots", np.int32, 1)
         self._low, self._high = (_array(arrays, name, np.float32, 1) for name in ("low", "high"))
         self._straight = _array(arrays, "straight", np.float64, 1)
+        if any((np.abs(each) > LARGEST).any() for each in (self._value, self._straight)):
+            raise ValueError("its values or its calibration are too large")
         self._depth = self._checked_depth()
         self.digest = hashlib.sha256(b"".join(each.tobytes() for each in self.as_arrays().values())).digest()
 

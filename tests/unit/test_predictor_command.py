@@ -104,8 +104,13 @@ def test_mistakes_of_evaluate(recording: Path, capsys: Any, words: list[str], sa
     assert said in found and found.count("\n") == 1
 
 
-def test_kvctl_lets_kvstored_do_it(recording: Path) -> None:
-    words = ["predictor", "evaluate", str(recording), "--format", "mooncake", "--questions", "2", "--json"]
+@pytest.mark.parametrize(
+    "before",
+    [["predictor"], ["--json", "predictor"], ["--socket-dir", "/tmp/kv", "--timeout=3", "predictor", "--json"]],
+)
+def test_kvctl_lets_kvstored_do_it(recording: Path, before: list[str]) -> None:
+    words = [*before, "evaluate", str(recording), "--format", "mooncake", "--questions", "2"]
+    words += [] if "--json" in before else ["--json"]
     done = subprocess.run(
         [Path(sys.executable).with_name("kvctl"), *words], capture_output=True, text=True, check=False
     )  # fmt: skip

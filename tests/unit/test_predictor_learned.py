@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ def serve(predictor: Any, requests: int, *, pause_s: float = 10.0, sessions: int
         lengths[session] += chance.randint(0, 1)
         predictor.requested(Request(0, keys(session, lengths[session]), number), now_s)
     return now_s
+
+
+def state_of(predictor: Any) -> dict[str, Any]:
+    pieces: dict[str, list[Any]] = {}
+    for name, piece in predictor.export_state():
+        pieces.setdefault(name, []).append(piece)
+    return {name: np.concatenate(each) for name, each in pieces.items()}
 
 
 def chances(predictor: Any, now_s: float, horizon_s: float = 10.0) -> dict[bytes, float]:
@@ -102,15 +110,20 @@ def test_what_was_deleted_is_not_taken_for_a_return() -> None:
 def test_another_models_losses_are_not_taken_over() -> None:
     worse = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0)))
     serve(worse, 2000)
-    pieces: dict[str, list[Any]] = {}
-    for name, piece in worse.export_state():
-        pieces.setdefault(name, []).append(piece)
-    state = {name: np.concatenate(each) for name, each in pieces.items()}
+    state = state_of(worse)
     same, other = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), Learned(small_trees())
     same.import_state(state, 0.0)
     other.import_state(state, 0.0)
     assert same.say(10.0) == worse.say(10.0) < 0.1
     assert other.say(10.0) == 0.5
+
+
+def test_a_clock_that_was_set_back_costs_nothing() -> None:
+    before, after = Learned(small_trees()), Learned(small_trees())
+    now_s = serve(before, 300)
+    after.import_state(state_of(before), 30 * 86_400.0)
+    serve(after, 300)
+    assert chances(after, now_s)
 
 
 def test_a_model_goes_through_a_file(tmp_path: Path) -> None:
@@ -142,6 +155,31 @@ def _nan(arrays: dict[str, Any]) -> None:
     arrays["value"] = np.full(6, np.nan)
 
 
+def _inf(arrays: dict[str, Any]) -> None:
+    arrays["value"] = np.array([0.0, np.inf, -np.inf, 0.0, np.inf, -np.inf])
+
+
+def _large(arrays: dict[str, Any]) -> None:
+    arrays["value"] = np.full(6, 1e308)  # two of them are over what a float can hold
+
+
+def _steep(arrays: dict[str, Any]) -> None:
+    arrays["straight"] = np.array([0.0, np.inf])
+
+
+def _many(arrays: dict[str, Any]) -> None:
+    arrays["roots"] = np.zeros(257, np.int32)
+
+
+def _deep(arrays: dict[str, Any]) -> None:
+    """A tree of nine steps: each inner node leads to the next one and to the leaf."""
+    nodes, ends = np.arange(10, dtype=np.int32), [9]
+    arrays |= {
+        "column": np.zeros(10, np.int32), "threshold": np.zeros(10), "left": np.append(nodes[1:], nodes[ends]),
+        "right": nodes[ends * 10], "value": np.zeros(10), "roots": np.zeros(1, np.int32),
+    }  # fmt: skip
+
+
 def _pickled(arrays: dict[str, Any]) -> None:
     arrays["value"] = np.array([object()] * 6)
 
@@ -150,7 +188,8 @@ def _pickled(arrays: dict[str, Any]) -> None:
     ("damage", "words"),
     [
         (_circle, "circle"), (_outside, "points outside"), (_version, "version 99"), (_features, "other features"),
-        (_nan, "no numbers"), (_pickled, "allow_pickle"),
+        (_nan, "no numbers"), (_inf, "too large"), (_large, "too large"), (_steep, "too large"), (_many, "257 trees"),
+        (_deep, "deeper"), (_pickled, "Python objects"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_model_is_refused_in_one_line(
@@ -171,6 +210,40 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match="damaged or no model"):
         read_model(path)
+
+
+def npy(header: str, content: bytes = b"") -> bytes:
+    """A member of a .npz file."""
+    line = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line + content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,)}"), "announces shape"),
+        ("value.npy", npy("{'descr': '<U0', 'fortran_order': False, 'shape': (1125899906842624,)}"), "announces shape"),
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", bytes(8)), "announces shape"),
+        ("value.npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,"), "no model"),
+        ("value.npy", npy("(" * 5000), "no model"),
+        ("value.npy", npy("{}" + " " * 20_000), "no model"),
+        ("value.npy", b"\x93NUMPY\x09\x00", "version"),
+        ("value.npy", b"", "no model"),
+        ("value", b"text", "no model"),
+    ],
+)
+def test_a_member_that_is_no_array_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    path = tmp_path / "m.npz"
+    arrays = small_arrays()
+    del arrays["value"]
+    np.savez(path, **arrays)
+    with zipfile.ZipFile(path, "a") as packed:
+        packed.writestr(name, content)
+    with pytest.raises(ValueError, match=words) as caught:
+        read_model(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_cut_or_flipped_never_crashes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import pytest
 from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.completions import CompletionQueue
+from kvstored.config import ConfigError, load_config
+from kvstored.config.tiers import Start
+from kvstored.predictor_names import PREDICTORS
+from kvstored.store.assembly import Store, make_residency
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint
@@ -19,7 +25,7 @@ from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.transfer.items import Refused
 from kvstored.store.transfer.link import Mover
 from tests.reference.driven_store import DrivenStore, keys_of
-from tests.reference.small_store import SmallStore
+from tests.reference.small_store import SETTINGS, SmallStore
 from tests.reference.tiers import HOST, NVME
 
 KEYS = keys_of(1, 5)
@@ -27,7 +33,7 @@ ON_BOTH = 1 << HOST | 1 << NVME
 
 
 class Notes(Predictor):
-    """Notes what it is given, and guesses nothing; `fails` at the next request."""
+    """Notes what it is given, and guesses `guessed`; `fails` at the next request."""
 
     name = "notes"
 
@@ -35,6 +41,7 @@ class Notes(Predictor):
         self.requests: list[tuple[int, list[bytes]]] = []
         self.hints: list[tuple[bytes, Hint]] = []
         self.forgotten: list[bytes] = []
+        self.guessed: list[Guess] = []
         self.fails = False
 
     def requested(self, request: Request, now_s: float) -> None:
@@ -46,7 +53,7 @@ class Notes(Predictor):
         self.hints.append((key, hint))
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        return []
+        return self.guessed
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         self.forgotten += keys or ()
@@ -142,9 +149,51 @@ def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path
     over_a_store(lambda: notes, tmp_path, scenario)
 
 
+class Broken(Notes):
+    def __init__(self) -> None:
+        raise ValueError("a mistake")
+
+
+def test_only_what_is_wrong_with_a_model_is_said_of_prefetch_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*settings: str) -> None:
+        config = load_config(None, [f"daemon.state_dir={tmp_path}", *SETTINGS, "prefetch.enabled=true", *settings])
+        tiers = [config.host.open(Start())]
+        completions = CompletionQueue(asyncio.get_running_loop())
+        try:
+            Store(config, ManualClock(), completions, make_residency(config, tiers), tiers)
+        finally:
+            tiers[0].close()
+
+    with pytest.raises(ConfigError, match=r"prefetch\.model: .* does not exist"):
+        asyncio.run(start("prefetch.predictor=learned", f"prefetch.model={tmp_path}/m.npz"))
+    monkeypatch.setitem(PREDICTORS, "markov", f"{__name__}:Broken")
+    with pytest.raises(ValueError, match=r"^a mistake$"):
+        asyncio.run(start("prefetch.predictor=markov"))
+
+
 async def stored_on_nvme(driven: DrivenStore) -> None:
     await driven.put(KEYS, DurabilityMode.ALWAYS)
     driven.leave_host(KEYS)
+
+
+@pytest.mark.parametrize(("probability", "due_s"), [(math.nan, 5.0), (0.9, math.inf)])
+def test_a_guess_that_is_not_finite_turns_the_predictor_off(tmp_path: Path, probability: float, due_s: float) -> None:
+    notes = Notes()
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await stored_on_nvme(driven)
+        assert await get(driven, KEYS) == len(KEYS)
+        driven.leave_host(KEYS)
+        notes.guessed = [Guess(driven.client.tenant_id, KEYS[-1], len(KEYS), probability, 5.0, due_s, 1.0)]
+        clock.advance(ns=NS_PER_S)
+        driven.small.store.tick()
+        await driven.small.settle()
+        status = driven.small.store.prefetcher.statistics()
+        assert "not finite" in status.failure and status.guesses == 0
+
+    over_a_store(lambda: notes, tmp_path, scenario)
 
 
 def hint_due(driven: DrivenStore, due_in_ms: int) -> None:

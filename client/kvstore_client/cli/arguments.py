@@ -9,10 +9,10 @@ from typing import Final
 from kvstore_client.cli.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
 from kvstore_client.cli.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvstore_client.cli.exit_codes import MEANINGS
-from kvstore_client.cli.predictor import ACTIONS
+from kvstore_client.cli.predictor import ACTIONS, OF_RECORDINGS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
-from kvstore_console.command_line import Commands, Parser, seconds
+from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
 from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
@@ -118,6 +118,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         check_data_arguments(parser, arguments)
 
     return command_line.parse(parser, argv, check, json_errors=True)
+
+
+def words_for_kvstored(argv: Sequence[str]) -> list[str]:
+    """What the program kvstored is called with for a command line that concerns recordings; [] for another one. Of
+    what kvctl takes before the action, only --json has a meaning there."""
+    parser = Parser(add_help=False)
+    _common_options(parser, first=True)
+    parser.add_argument("command", choices=["predictor"])
+    parser.add_argument("action", choices=OF_RECORDINGS)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    try:
+        found = parser.parse_args(argv)
+    except WrongUsage:
+        return []
+    return [found.command, found.action, *(["--json"] if found.json else []), *found.words]
 
 
 def build_parser() -> Parser:

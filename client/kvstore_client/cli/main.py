@@ -13,7 +13,7 @@ from typing import Final
 
 from kvstore_client.cli import act, show
 from kvstore_client.cli.admin import AdminSocket
-from kvstore_client.cli.arguments import parse
+from kvstore_client.cli.arguments import parse, words_for_kvstored
 from kvstore_client.cli.bench import bench
 from kvstore_client.cli.blocks import blocks
 from kvstore_client.cli.config import config
@@ -24,7 +24,7 @@ from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
 from kvstore_client.cli.output import Output
 from kvstore_client.cli.ping import ping
-from kvstore_client.cli.predictor import is_of_recordings, predictor, run_kvstored
+from kvstore_client.cli.predictor import predictor, run_kvstored
 from kvstore_client.cli.prefetch import prefetch
 from kvstore_client.cli.put import put
 from kvstore_client.cli.quarantine import quarantine
@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
     # A terminal that has no arrows and bars shows a question mark for each, so that columns stay aligned.
     words = list(sys.argv[1:] if argv is None else argv)
-    run = partial(run_kvstored, words) if is_of_recordings(words) else lambda: _print(parse(words))
+    of_kvstored = words_for_kvstored(words)
+    run = partial(run_kvstored, of_kvstored) if of_kvstored else lambda: _print(parse(words))
     return run_program("kvctl", run, unencodable="replace")
 
 

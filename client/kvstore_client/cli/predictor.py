@@ -19,7 +19,7 @@ from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
 
 ACTIONS = ("status", "on", "off")
-_OF_RECORDINGS = ("train", "evaluate")
+OF_RECORDINGS = ("train", "evaluate")
 _SWITCHES = {
     "status": wire.PredictorRequest.LEAVE, "on": wire.PredictorRequest.ON, "off": wire.PredictorRequest.OFF,
 }  # fmt: skip
@@ -47,13 +47,8 @@ def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     return Output("\n".join(lines), reply)
 
 
-def is_of_recordings(words: Sequence[str]) -> bool:
-    """Whether this command line is one for `run_kvstored`."""
-    return words[:1] == ["predictor"] and words[1:2] in [[action] for action in _OF_RECORDINGS]
-
-
 def run_kvstored(words: Sequence[str]) -> int:
-    """Let the program kvstored, of this installation or on the path, do it; its exit status."""
+    """Let the program kvstored, of this installation or on the path, do these words; its exit status."""
     beside = Path(sys.executable).with_name("kvstored")
     program = str(beside) if beside.is_file() else shutil.which("kvstored")
     if program is None:

@@ -17,6 +17,7 @@ from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
+from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
 from kvstored.store.endurance import EnduranceAccount
@@ -140,6 +141,8 @@ class Store:
             try:
                 predictor = create_predictor(settings.predictor, settings.model)
             except ValueError as error:
+                if settings.predictor != LEARNED:
+                    raise
                 raise ConfigError(f"prefetch.model: {error}") from None
         guarded = Guarded(predictor)
         accounts = Accounts(

@@ -7,6 +7,7 @@ a state that is half changed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -58,7 +59,14 @@ class Guarded:
             return otherwise
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        return self.attempt(lambda predictor: predictor.guesses(now_s, horizon_s, limit), [])
+        def checked(predictor: Predictor) -> list[Guess]:
+            found = predictor.guesses(now_s, horizon_s, limit)
+            for guess in found:
+                if not math.isfinite(guess.probability + guess.first_s + guess.due_s):
+                    raise ValueError(f"a guess that is not finite: {guess}")
+            return found
+
+        return self.attempt(checked, [])
 
     def pieces(self) -> Iterator[Piece]:
         """What the predictor has learned; it ends early where that fails."""

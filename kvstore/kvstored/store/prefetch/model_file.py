@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvstore_predictor.return_trees import ReturnTrees
 
 BYTES_MAX = 16 << 20  # of all arrays, unpacked
 ARRAYS_MAX = 64
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def learned(path: Path | None) -> Learned:
@@ -29,19 +30,35 @@ def read_model(path: Path) -> ReturnTrees:
     """Raises ValueError with one line that names the file."""
     try:
         with zipfile.ZipFile(path) as packed:
-            sizes = [each.file_size for each in packed.infolist()]
-        if len(sizes) > ARRAYS_MAX or sum(sizes) > BYTES_MAX:
-            raise ValueError("it is too large")
-        with np.load(path, allow_pickle=False) as found:
-            return ReturnTrees({name: found[name] for name in found.files})
+            members = packed.infolist()
+            if len(members) > ARRAYS_MAX or sum(each.file_size for each in members) > BYTES_MAX:
+                raise ValueError("it is too large")
+            return ReturnTrees({each.filename.removesuffix(".npy"): _array(packed, each) for each in members})
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: make it with kvstored predictor train") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is damaged or no model of kvstored predictor train: {error}") from None
-    except (ValueError, KeyError, EOFError, RuntimeError, zlib.error) as error:
-        raise ValueError(f"{path} is no model that can be used: {error}") from None
+    except Exception as error:  # NumPy and zipfile raise many kinds for bytes that make no sense
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} is no model that can be used: {reason}") from None
+
+
+def _array(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    """What its header announces is compared with the member's size before memory is taken for it."""
+    with packed.open(member) as content:
+        version = np.lib.format.read_magic(content)
+        if version not in _HEADERS:
+            raise ValueError(f"{member.filename!r} is an array of version {version}")
+        shape, _, kind = _HEADERS[version](content)
+        if kind.hasobject:
+            raise ValueError(f"{member.filename!r} holds Python objects")
+        if not kind.itemsize or math.prod(shape) * kind.itemsize != member.file_size - content.tell():
+            raise ValueError(f"{member.filename!r} is {member.file_size} bytes and announces shape {shape} of {kind}")
+    with packed.open(member) as content:
+        found: Array = np.lib.format.read_array(content, allow_pickle=False)
+        return found
 
 
 def write_model(path: Path, arrays: Mapping[str, Array]) -> None:
