@@ -131,7 +131,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are there and worth loading; the first gap ends them."""
-        names, before = self._names(keys), len(_prefix(extra_info))
+        names, before = self._names(keys), _prefix(extra_info)
         if names is None:
             return 0
         found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
@@ -144,7 +144,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """The longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
-        names, before = self._names(keys), len(_prefix(extra_info))
+        names, before = self._names(keys), _prefix(extra_info)
         if names is None:
             return PoolTransferResult(0, {}, [])
         found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
@@ -177,7 +177,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         self._choice.stored(keys)
-        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), _prefix(extra_info)[-1:])
+        before = (_prefix(extra_info) or [])[-1:]
+        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), before)
 
     # Pages of several pools
 
@@ -364,9 +365,9 @@ def _page_bytes(pool: Any) -> int:
     return int(dummy.numel() * dummy.element_size())
 
 
-def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
-    """The pages before those of a call, where SGLang names them."""
-    return (extra_info.prefix_keys if extra_info is not None else None) or []
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    """The pages before those of a call; None where SGLang does not name them."""
+    return None if extra_info is None else extra_info.prefix_keys
 
 
 def _payload(tensor: torch.Tensor) -> Bytes:
