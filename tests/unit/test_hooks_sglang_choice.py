@@ -57,7 +57,7 @@ def test_without_a_choice_all_is_loaded_and_nothing_learned() -> None:
     advised = PageChoice(None, page_tokens=PAGE, page_bytes=1 << 16)
     assert advised.pages(KEYS, found(100.0), [], 7) == 7
     advised.loaded(KEYS, 7, 1.0)
-    advised.stored(KEYS)
+    advised.stored(KEYS, [])
     assert (advised.load_s(KEYS, 2.0), advised.question_s(8, [], 2.0)) == (2.0, 2.0)
 
 
@@ -103,12 +103,12 @@ def test_pages_stored_behind_what_was_loaded_say_what_computing_them_took(loaded
         clock.now_s += 5.0  # the load
         advised.loaded(KEYS, loaded, 5.0)
     clock.now_s += 0.5
-    advised.stored([*KEYS[loaded:], "a page of the answer"])
+    advised.stored([*KEYS[loaded:], "a page of the answer"], KEYS[:loaded])
     tokens = (8 - loaded) * PAGE
     assert choice.known_compute_s(loaded * PAGE, tokens) == pytest.approx(0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("what", ["another question", "a part", "other pages", "nothing for long"])
+@pytest.mark.parametrize("what", ["another question", "a part", "other pages", "unnamed prefix", "nothing for long"])
 def test_time_that_others_may_have_used_teaches_nothing(what: str) -> None:
     advised, choice, clock = knowing(None)
     advised.pages(KEYS, found(0.001), [], 8)
@@ -120,12 +120,12 @@ def test_time_that_others_may_have_used_teaches_nothing(what: str) -> None:
         stored = OTHERS
     if what == "nothing for long":
         stored = []
-    advised.stored(stored)
+    advised.stored(stored, None if what == "unnamed prefix" else [])
     assert choice.known_compute_s(0, PAGE) == float("inf")
     clock.now_s += 100.0  # whose request that was is forgotten
     advised.pages(KEYS, found(0.001), [], 8)
     clock.now_s += 0.5
-    advised.stored(KEYS)
+    advised.stored(KEYS, [])
     assert choice.known_compute_s(0, 8 * PAGE) == pytest.approx(0.5, rel=0.1)
 
 
@@ -146,8 +146,9 @@ class Controller:
     token_s: float
     names_prefixes: bool = True
 
-    def batches(self, keys: list[str]) -> Iterator[tuple[list[str], list[str] | None]]:
-        for start in range(0, len(keys), BATCH):
+    def batches(self, keys: list[str], first: int = 0) -> Iterator[tuple[list[str], list[str] | None]]:
+        """Of keys[first:], each with what is before it."""
+        for start in range(first, len(keys), BATCH):
             yield keys[start : start + BATCH], keys[:start] if self.names_prefixes else None
 
     def hits(self, keys: list[str], stored: int) -> int:
@@ -166,10 +167,10 @@ class Controller:
             self.clock.now_s += self.page_load_s * len(batch)
             self.advised.loaded(batch, len(batch), self.page_load_s * len(batch))
 
-    def compute(self, keys: list[str]) -> None:
-        self.clock.now_s += self.token_s * PAGE * len(keys)
-        for batch, _ in self.batches(keys):
-            self.advised.stored(batch)
+    def compute(self, keys: list[str], first: int) -> None:
+        self.clock.now_s += self.token_s * PAGE * (len(keys) - first)
+        for batch, prefix in self.batches(keys, first):
+            self.advised.stored(batch, prefix)
 
 
 @pytest.mark.parametrize("names_prefixes", [True, False])
@@ -182,7 +183,7 @@ def test_of_a_long_prompt_no_batch_is_cut_that_another_follows(names_prefixes: b
         hits = controller.hits(keys, 1000)
         assert hits >= 1000 - BATCH // 8, number
         controller.load(keys[:hits])
-        controller.compute(keys[hits:])
+        controller.compute(keys, hits)
     assert clock.now_s - begin < 1.03 * 60 * 1000 * controller.page_load_s
 
 
@@ -192,15 +193,14 @@ def test_a_long_prompt_that_is_slow_to_load_is_computed() -> None:
     assert controller.hits([f"{page}" for page in range(1000)], 1000) == 0
 
 
-@pytest.mark.parametrize("names_prefixes", [True, False])
 @pytest.mark.parametrize(("loaded", "is_learned"), [(168, True), (128, True), (0, False)])
-def test_the_batches_of_one_prompt_are_one_request(names_prefixes: bool, loaded: int, is_learned: bool) -> None:
+def test_the_batches_of_one_prompt_are_one_request(loaded: int, is_learned: bool) -> None:
     advised, choice, clock = knowing(None)
-    controller = Controller(advised, clock, 0.01, 0.5 / PAGE, names_prefixes)
+    controller = Controller(advised, clock, 0.01, 0.5 / PAGE)
     keys = [f"{page}" for page in range(200)]
     assert controller.hits(keys, 168) == 168
     controller.load(keys[:loaded])  # the rest of the load was ended by SGLang
-    controller.compute(keys[loaded:])
+    controller.compute(keys, loaded)
     known_s = choice.known_compute_s(loaded * PAGE, (200 - loaded) * PAGE)
     assert known_s == (pytest.approx((200 - loaded) * 0.5, rel=0.1) if is_learned else float("inf"))
 
@@ -210,5 +210,31 @@ def test_a_request_behind_a_whole_batch_of_another_prompt_is_not_its_next_batch(
     controller = Controller(advised, clock, 0.01, 0.01)
     controller.hits([f"{page}" for page in range(BATCH)], BATCH)
     assert controller.hits(KEYS, 0) == 0
-    controller.compute(KEYS)
+    controller.compute(KEYS, 0)
     assert choice.known_compute_s(0, PAGE) == float("inf")
+
+
+@pytest.mark.parametrize("names_prefixes", [True, False])
+def test_positions_are_those_behind_the_batches_before(names_prefixes: bool) -> None:
+    advised, choice, clock = knowing(1e-3)
+    keys = [f"{page}" for page in range(3 * BATCH)]
+    named = Controller(advised, clock, 0.01, 1e-3, names_prefixes)
+    assert named.hits(keys[: 2 * BATCH], 2 * BATCH) == 2 * BATCH
+    prefix = keys[: 2 * BATCH] if names_prefixes else None
+    seconds = choice.known_compute_s(2 * BATCH * PAGE, BATCH * PAGE)
+    assert seconds != choice.known_compute_s(0, BATCH * PAGE)
+    assert advised.question_s(BATCH, prefix, 1e9) == seconds
+    clock.now_s += 1.0
+    if not names_prefixes:
+        assert advised.question_s(BATCH, None, 1e9) != seconds, "too late to be the next batch"
+
+
+def test_what_was_computed_is_learned_at_the_position_that_it_is_stored_at() -> None:
+    """SGLang leaves out the last node of a prefix when it asks, and names it when it stores."""
+    advised, choice, clock = knowing(None)
+    advised.pages(KEYS, found(0.001, 0), [], 0)
+    clock.now_s += 0.5
+    advised.stored(KEYS, [f"before {page}" for page in range(10_000)])
+    expected = LoadChoice()
+    expected.observe_compute(10_000 * PAGE, 8 * PAGE, 0.5)
+    assert choice.known_compute_s(0, 8 * PAGE) == expected.known_compute_s(0, 8 * PAGE)

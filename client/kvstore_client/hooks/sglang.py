@@ -1,7 +1,8 @@
 """SGLang's HiCache on kvstored: a `HiCacheStorage` that its factory loads by name.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvstored",
-      "module_path": "kvstore_client.hooks.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1}'
+      "module_path": "kvstore_client.hooks.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
+      "hicache_storage_pass_prefix_keys": true}'
 
 Owns the way between the pages of SGLang's host pools and stored blocks; names and prefixes are `sglang_pages`'s. A page
 is one opaque block, behind the page before it in its chain, so that a stored prefix loses its end first.
@@ -176,9 +177,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        self._choice.stored(keys)
-        before = (_prefix(extra_info) or [])[-1:]
-        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), before)
+        prefix = _prefix(extra_info)
+        self._choice.stored(keys, prefix)
+        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), (prefix or [])[-1:])
 
     # Pages of several pools
 
@@ -239,7 +240,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         """Consecutive pages, as SGLang's controller hands them over; True when all are stored."""
         if values is None or len(values) != len(keys):
             return False
-        self._choice.stored(keys)
+        self._choice.stored(keys, None)
         return all(self._store(KV, keys, [_payload(value) for value in values], []))
 
     # How it is done

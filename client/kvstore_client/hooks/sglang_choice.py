@@ -34,8 +34,8 @@ class _Question:
 
 @dataclass(slots=True)
 class _Prompt:
-    """Pages behind `first` tokens, of one question or of several batches; the `loaded` leading ones are in SGLang's
-    host pool. `since_s`: the latest question or end of a load. `goes_on`: another batch may follow.
+    """Pages behind at least `first` tokens, of one question or of several batches; the `loaded` leading ones are in
+    SGLang's host pool. `since_s`: the latest question or end of a load. `goes_on`: another batch may follow.
     """
 
     keys: list[str]
@@ -114,8 +114,8 @@ class PageChoice:
         if question is not None and len(keys) == question.chosen.blocks:
             self._choice.observe_load(question.hit, question.chosen, pages, seconds)
 
-    def stored(self, keys: Sequence[str]) -> None:
-        """These pages were computed."""
+    def stored(self, keys: Sequence[str], prefix: Sequence[str] | None) -> None:
+        """These pages were computed, behind those of `prefix`. None: at an unknown position, which teaches nothing."""
         with self._lock:
             prompt = self._prompt
             if prompt is None or not keys or keys[0] not in prompt.keys:
@@ -124,13 +124,16 @@ class PageChoice:
             rest = prompt.keys[prompt.loaded :]
             is_whole = bool(rest) and list(keys[: len(rest)]) == rest
             seconds = self._clock() - prompt.since_s
-        if self._choice is not None and is_whole and prompt.is_alone:
-            first = prompt.first + prompt.loaded * self._page_tokens
-            self._choice.observe_compute(first, len(rest) * self._page_tokens, seconds)
+        if self._choice is not None and prefix is not None and is_whole and prompt.is_alone:
+            self._choice.observe_compute(len(prefix) * self._page_tokens, len(rest) * self._page_tokens, seconds)
 
     def _held(self, prefix: Sequence[str] | None) -> int:
-        """Tokens before the pages of a question."""
-        return len(prefix or ()) * self._page_tokens
+        """Tokens before the pages of a question, at least."""
+        if prefix is not None:
+            return len(prefix) * self._page_tokens
+        with self._lock:
+            prompt = self._continued(prefix)
+            return 0 if prompt is None else prompt.first + len(prompt.keys) * self._page_tokens
 
     def _continued(self, prefix: Sequence[str] | None) -> _Prompt | None:
         """The prompt whose next batch is behind `prefix`, if that is what is asked for. The lock is held."""
