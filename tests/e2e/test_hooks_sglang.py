@@ -227,7 +227,8 @@ def test_pages_that_are_computed_faster_than_loaded_are_not_reported(
     keys, storage = hashes(21, 8), backend(daemon, pool_of(21), {"always_load": False})
     assert all(storage.batch_set_v1(keys, indices(*range(8))))
     assert storage.batch_exists(keys) == 8, "nothing was computed yet, as far as it can see"
-    storage.batch_set_v1(keys, indices(*range(8)))  # as after computing them, which took no time at all
+    start = HICACHE.HiCacheStorageExtraInfo(prefix_keys=[])
+    storage.batch_set_v1(keys, indices(*range(8)), start)  # as after computing them, which took no time at all
     daemon.flush()
     assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
     assert storage.batch_exists(keys) == 0

@@ -50,6 +50,7 @@ class Knobs:
     lease_ttl_ms: int = 10_000
     no_room: bool = False
     mapped_blocks: int = 1 << 30  # what a get has of those that are stored, in time
+    block_load_us: int = 100  # what a block of a slower tier is said to take
     generation_skew: int = 0
     pending_then_durable: bool = False
     present_as_pending: int = 0  # how many blocks are answered AGAIN before the truth
@@ -254,7 +255,7 @@ class FakeDaemon:
             keys, usable = self._leading(wanted)
             tiers = bytes(pb.TIER_CODE_HOST if key in self.blocks else 0 for key in keys)
             reason = pb.MISS_REASON_NEVER_STORED if usable < len(keys) else 0
-            load_us = [100] * len(keys)
+            load_us = [self.knobs.block_load_us] * len(keys)
             sets.append(pb.Presence(usable_blocks=usable, tiers=tiers, load_us=load_us, miss_reason=reason))
         return pb.LookupReply(sets=sets)
 
@@ -319,12 +320,14 @@ class FakeDaemon:
         self.blocks[key] = Stored(offset, payload_bytes, generation)
 
     def _acquire(self, client: Client, acquire: pb.Acquire) -> pb.AcquireReply:
-        keys, usable = self._leading(acquire.set)
-        reason = pb.MISS_REASON_NEVER_STORED if usable < len(keys) else 0
-        if usable > self.knobs.mapped_blocks:
-            usable, reason = self.knobs.mapped_blocks, 0
+        keys, stored = self._leading(acquire.set)
+        reason = pb.MISS_REASON_NEVER_STORED if stored < len(keys) else 0
+        usable = min(stored, self.knobs.mapped_blocks)
+        if usable < stored:
+            reason = 0
+        load_us = self.knobs.block_load_us * (stored - usable)
         if not usable:
-            return pb.AcquireReply(miss_reason=reason)
+            return pb.AcquireReply(miss_reason=reason, resident_blocks=stored, load_us=load_us)
         held = [self.blocks[key] for key in keys[:usable]]
         lease = next(self._ids)
         client.leases.add(lease)
@@ -337,6 +340,8 @@ class FakeDaemon:
             generations=[block.generation + self.knobs.generation_skew for block in held],
             expires_in_ms=self.knobs.lease_ttl_ms,
             miss_reason=reason,
+            resident_blocks=stored,
+            load_us=load_us,
         )
 
     def _release(self, client: Client, release: pb.Release) -> pb.ReleaseReply:

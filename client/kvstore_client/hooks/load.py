@@ -38,6 +38,7 @@ class Prompt:
 @dataclass(slots=True)
 class Leased:
     """The first `blocks` blocks of `lease` are to be used, those that are held already among them; then call `copied`.
+    No more than are held: nothing is loaded.
 
     `stored` blocks of the prompt can be had at all. `reason` says why no more are used.
     """
@@ -73,9 +74,9 @@ def lease_by_choice(
             if choice is not None:
                 choice.observe_load(hit, chosen, blocks - prompt.held, time.perf_counter() - begin)
 
-        if wanted <= len(mapped):
+        if not chosen.blocks or wanted <= len(mapped):
             reason = REASON_COMPUTED if wanted < mapped.resident_blocks else mapped.reason
-            yield Leased(mapped, wanted, mapped.resident_blocks, reason, lookup_s, observe)
+            yield Leased(mapped, min(wanted, len(mapped)), mapped.resident_blocks, reason, lookup_s, observe)
             return
         wait_s = _wait_s(chosen, mapped.estimated_load_s)
         with session.get(prompt.tokens, max_blocks=wanted, deadline_s=wait_s, promote=True) as loaded:

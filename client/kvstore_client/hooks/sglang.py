@@ -1,7 +1,8 @@
 """SGLang's HiCache on kvstored: a `HiCacheStorage` that its factory loads by name.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvstored",
-      "module_path": "kvstore_client.hooks.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1}'
+      "module_path": "kvstore_client.hooks.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
+      "hicache_storage_pass_prefix_keys": true}'
 
 Owns the way between the pages of SGLang's host pools and stored blocks; names and prefixes are `sglang_pages`'s. A page
 is one opaque block, behind the page before it in its chain, so that a stored prefix loses its end first.
@@ -131,7 +132,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are there and worth loading; the first gap ends them."""
-        names, before = self._names(keys), len(_prefix(extra_info))
+        names, before = self._names(keys), _prefix(extra_info)
         if names is None:
             return 0
         found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
@@ -144,7 +145,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """The longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
-        names, before = self._names(keys), len(_prefix(extra_info))
+        names, before = self._names(keys), _prefix(extra_info)
         if names is None:
             return PoolTransferResult(0, {}, [])
         found = self._lookup(names, self._choice.question_s(len(keys), before, self._deadline_s))
@@ -176,8 +177,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        self._choice.stored(keys)
-        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), _prefix(extra_info)[-1:])
+        prefix = _prefix(extra_info)
+        self._choice.stored(keys, prefix)
+        return self._store_pages(KV, keys, host_indices, self.registered_pools.get(KV), (prefix or [])[-1:])
 
     # Pages of several pools
 
@@ -238,7 +240,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         """Consecutive pages, as SGLang's controller hands them over; True when all are stored."""
         if values is None or len(values) != len(keys):
             return False
-        self._choice.stored(keys)
+        self._choice.stored(keys, None)
         return all(self._store(KV, keys, [_payload(value) for value in values], []))
 
     # How it is done
@@ -364,9 +366,9 @@ def _page_bytes(pool: Any) -> int:
     return int(dummy.numel() * dummy.element_size())
 
 
-def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
-    """The pages before those of a call, where SGLang names them."""
-    return (extra_info.prefix_keys if extra_info is not None else None) or []
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    """The pages before those of a call; None where SGLang does not name them."""
+    return None if extra_info is None else extra_info.prefix_keys
 
 
 def _payload(tensor: torch.Tensor) -> Bytes:

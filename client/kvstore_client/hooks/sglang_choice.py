@@ -2,8 +2,10 @@
 
 HiCache asks, loads and stores in calls that do not name the request, and tells a backend nothing of what the server
 computes. Pages tie the calls together: a load that begins with the first page of a question is the answer's, and pages
-that are stored just behind what was held or loaded were computed meanwhile. That time counts only if the prompt's pages
-came in one call and no other question came in between: else other requests are in it.
+that are stored just behind what was held or loaded were computed meanwhile. That time counts only if those pages came
+in one call and no other prompt was asked for in between: else other requests are in it.
+A controller may ask for a long prompt in batches, and for none behind the first one that is not reported whole: so a
+whole batch, behind which the prompt may go on, is loaded whole or not at all.
 Owns that. Asks no daemon. Safe for use by several threads.
 """
 
@@ -19,19 +21,28 @@ from kvstore_client.restore.choice import Chosen, Hit, LoadChoice
 from kvstore_client.results import Lookup
 
 _MOST_QUESTIONS = 64  # that wait for their loads
+_BATCH_PAGES = 128  # SGLang's STORAGE_BATCH_SIZE
+_NEXT_BATCH_S = 0.1  # SGLang asks for it at once
 _FORGOTTEN_S = 30.0  # a request of which nothing was stored by then was cancelled, or its pages are not written
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Question:
-    """Pages of a prompt behind `first` tokens; `loaded` leading ones are in SGLang's host pool, since `since_s`."""
-
-    keys: tuple[str, ...]
-    first: int
     hit: Hit
     chosen: Chosen
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """Pages behind at least `first` tokens, of one question or of several batches; the `loaded` leading ones are in
+    SGLang's host pool. `since_s`: the latest question or end of a load. `goes_on`: another batch may follow.
+    """
+
+    keys: list[str]
+    first: int
     since_s: float
     is_alone: bool
+    goes_on: bool = False
     loaded: int = 0
 
 
@@ -50,37 +61,36 @@ class PageChoice:
         self._page_tokens, self._page_bytes = page_tokens, page_bytes
         self._clock = clock
         self._questions: dict[str, _Question] = {}  # by their first page
-        self._computing: _Question | None = None
+        self._prompt: _Prompt | None = None  # the latest one
         self._lock = threading.Lock()
 
-    def question_s(self, pages: int, prefix_pages: int, longest_s: float) -> float:
+    def question_s(self, pages: int, prefix: Sequence[str] | None, longest_s: float) -> float:
         """How long asking for so many pages may take."""
         if self._choice is None:
             return longest_s
-        held = prefix_pages * self._page_tokens
+        held = self._held(prefix)
         bounded_s = bounded_wait_s(self._choice, held, held + pages * self._page_tokens, longest_s)
         return longest_s if bounded_s is None else bounded_s
 
-    def pages(self, keys: Sequence[str], found: Lookup, prefix_pages: int, usable: int) -> int:
-        """How many leading pages to load of those asked for, of which `usable` can be."""
+    def pages(self, keys: Sequence[str], found: Lookup, prefix: Sequence[str] | None, usable: int) -> int:
+        """How many leading pages to load of those asked for, of which `usable` can be. `prefix`: the pages before them,
+        None where SGLang does not name them."""
         if self._choice is None or not keys:
             return usable
-        held = prefix_pages * self._page_tokens
+        held = self._held(prefix)
         tokens = held + len(keys) * self._page_tokens + 1  # HiCache asks for whole pages: the rest is not known here
         hit = hit_of(
             found, 0, usable, block_tokens=self._page_tokens, block_bytes=self._page_bytes, tokens=tokens, held=held
         )
-        chosen = self._choice.choose(hit)
+        may_go_on = usable == len(keys) == _BATCH_PAGES
+        chosen = self._choice.choose(hit, all_or_none=may_go_on)
         with self._lock:
-            now, before = self._clock(), self._computing
-            is_alone = before is None or now - before.since_s > _FORGOTTEN_S
-            question = _Question(tuple(keys), held, hit, chosen, now, is_alone)
-            if before is not None:
-                before.is_alone = False
-            self._computing = question
+            prompt = self._prompt = self._continued(prefix) or self._new_prompt(held)
+            prompt.keys += keys
+            prompt.since_s, prompt.goes_on = self._clock(), may_go_on and chosen.blocks == usable
             self._questions.pop(keys[0], None)
             if chosen.blocks:
-                self._questions[keys[0]] = question
+                self._questions[keys[0]] = _Question(hit, chosen)
             if len(self._questions) > _MOST_QUESTIONS:
                 del self._questions[next(iter(self._questions))]
         return chosen.blocks
@@ -93,25 +103,47 @@ class PageChoice:
 
     def loaded(self, keys: Sequence[str], pages: int, seconds: float) -> None:
         """So many leading pages of `keys` are in the host pool, after `seconds`."""
+        if self._choice is None or not keys:
+            return
         with self._lock:
-            question = self._questions.pop(keys[0], None) if keys else None
-            if question is None:
-                return
-            question.loaded, question.since_s = pages, self._clock()
+            question, prompt = self._questions.pop(keys[0], None), self._prompt
+            if prompt is not None and prompt.keys[prompt.loaded : prompt.loaded + 1] == [keys[0]]:
+                prompt.loaded += pages
+                prompt.since_s, prompt.goes_on = self._clock(), False
         # Other ranks may have wanted fewer, and long prefixes come in several loads.
-        if self._choice is not None and len(keys) == question.chosen.blocks:
+        if question is not None and len(keys) == question.chosen.blocks:
             self._choice.observe_load(question.hit, question.chosen, pages, seconds)
 
-    def stored(self, keys: Sequence[str]) -> None:
-        """These pages were computed."""
+    def stored(self, keys: Sequence[str], prefix: Sequence[str] | None) -> None:
+        """These pages were computed, behind those of `prefix`. None: at an unknown position, which teaches nothing."""
         with self._lock:
-            question = self._computing
-            if question is None or not keys or keys[0] not in question.keys:
+            prompt = self._prompt
+            if prompt is None or not keys or keys[0] not in prompt.keys:
                 return
-            self._computing = None
-            rest = question.keys[question.loaded :]
-            is_whole = bool(rest) and tuple(keys[: len(rest)]) == rest
-            seconds = self._clock() - question.since_s
-        if self._choice is not None and is_whole and question.is_alone:
-            first = question.first + question.loaded * self._page_tokens
-            self._choice.observe_compute(first, len(rest) * self._page_tokens, seconds)
+            self._prompt = None
+            rest = prompt.keys[prompt.loaded :]
+            is_whole = bool(rest) and list(keys[: len(rest)]) == rest
+            seconds = self._clock() - prompt.since_s
+        if self._choice is not None and prefix is not None and is_whole and prompt.is_alone:
+            self._choice.observe_compute(len(prefix) * self._page_tokens, len(rest) * self._page_tokens, seconds)
+
+    def _held(self, prefix: Sequence[str] | None) -> int:
+        """Tokens before the pages of a question, at least."""
+        if prefix is not None:
+            return len(prefix) * self._page_tokens
+        with self._lock:
+            prompt = self._continued(prefix)
+            return 0 if prompt is None else prompt.first + len(prompt.keys) * self._page_tokens
+
+    def _continued(self, prefix: Sequence[str] | None) -> _Prompt | None:
+        """The prompt whose next batch is behind `prefix`, if that is what is asked for. The lock is held."""
+        prompt = self._prompt
+        if prompt is None or not prompt.goes_on:
+            return None
+        if prefix is None:
+            return prompt if self._clock() - prompt.since_s < _NEXT_BATCH_S else None
+        return prompt if list(prefix[-1:]) == prompt.keys[-1:] else None
+
+    def _new_prompt(self, held: int) -> _Prompt:
+        before, now = self._prompt, self._clock()
+        return _Prompt([], held, now, before is None or now - before.since_s > _FORGOTTEN_S)

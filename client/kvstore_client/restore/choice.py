@@ -123,12 +123,12 @@ class LoadChoice:
         self._unsaved = 0
         self._lock = threading.RLock()
 
-    def choose(self, hit: Hit) -> Chosen:
-        """How many blocks to load."""
+    def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
+        """How many blocks to load. `all_or_none`: no number in between, so no trial either."""
         with self._lock:
-            return self._choose(hit) if hit.tiers else Chosen(0)
+            return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
 
-    def _choose(self, hit: Hit) -> Chosen:
+    def _choose(self, hit: Hit, all_or_none: bool) -> Chosen:
         whole = len(hit.tiers)
         self._since_load += 1
         self._since_compute += 1
@@ -137,10 +137,11 @@ class LoadChoice:
         if not self._compute.samples:
             return all_of(hit)
         nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
-        totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *_ends_of_runs(hit), whole)}
+        ends = () if all_or_none else _ends_of_runs(hit)
+        totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *ends, whole)}
         best = min(totals, key=lambda blocks: (totals[blocks], -blocks))
         self._saved_s = min(self._saved_s + TRIAL_SHARE * totals[best], _MOST_SAVED_S)
-        tried = self._tried(hit, best, totals[best], waits)
+        tried = None if all_or_none else self._tried(hit, best, totals[best], waits)
         if tried is None:
             return self._chosen(hit, best, waits, nothing_s)
         self._saved_s -= self._total_s(hit, tried, waits) - totals[best]
