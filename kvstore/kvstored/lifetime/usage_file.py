@@ -80,7 +80,7 @@ class UsageFile:
         if tables:
             try:
                 self._restore_rest(tables, tenants)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except Exception as error:  # a damaged table raises nearly any
                 log.warning("%s is of another version (%s): what was learned begins anew", self._path, error)
         return known
 
@@ -112,7 +112,7 @@ class UsageFile:
                     raise ValueError("it is of another one")
                 if kept:
                     learner.import_state(state, self._origin)
-            except ValueError as error:
+            except Exception as error:  # a damaged table raises nearly any
                 log.warning(
                     "%s of %s cannot go on from what was learned: %s", learner.name, group.removeprefix(":"), error
                 )
@@ -129,7 +129,7 @@ class UsageFile:
                 return {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        except Exception as error:  # a flipped bit raises nearly any, MemoryError and zlib.error too
             log.warning("%s cannot be read (%s): blocks begin with no record of their use", self._path, error)
             return {}
 
