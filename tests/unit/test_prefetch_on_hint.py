@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from kvstore_predictor.base import Guess, Hint, NextStep, Request
-from kvstored.store.prefetch.on_hint import LATE_S, OnHint
+from kvstored.store.prefetch.on_hint import BEFORE_MAX, LATE_S, OnHint
 
 TENANT = 3
 
@@ -103,7 +104,19 @@ def test_nothing_names_a_deleted_block(gone: list[bytes] | None) -> None:
     announce(predictor, 2, 10.0, 1.0)
     predictor.forget(TENANT, gone)
     assert not ask(predictor, 5.0)
-    assert not predictor._due and not predictor._names and not predictor._before
+    assert not any((predictor._due, predictor._names, predictor._before, predictor._ends))
+
+
+def test_a_deletion_costs_no_more_the_more_requests_are_known() -> None:
+    predictor = OnHint()
+    for number in range(BEFORE_MAX + 100):
+        predictor.requested(Request(TENANT, [key(0), key(2 * number + 1), key(2 * number + 2)]), 0.0)
+    assert len(predictor._before) == len(predictor._ends) == BEFORE_MAX
+    began_s = time.process_time()
+    for number in range(2000):
+        predictor.forget(TENANT, [key(number)])
+    assert time.process_time() - began_s < 1.0, "it was 9 ms a key where all were looked through"
+    assert len(predictor._before) == len(predictor._ends) == BEFORE_MAX - 900
 
 
 def test_one_tenant_s_mistakes_are_not_another_s() -> None:
