@@ -94,7 +94,8 @@ class OnHint(Predictor):
         self._reset()
 
     def _reset(self) -> None:
-        self._is_restored = False
+        self._restored = 0  # hints of a lower number are of a former process
+        self._began_s = inf  # when this one was first asked
         self._due: OrderedDict[_Chain, _Due] = OrderedDict()
         self._names: dict[_Chain, _Chain] = {}  # of the chains that are due: their last block, and the last but one
         self._before: OrderedDict[_Chain, bytes] = OrderedDict()  # by the last block of a request, the last but one
@@ -106,13 +107,13 @@ class OnHint(Predictor):
 
     def requested(self, request: Request, now_s: float) -> None:
         tenant, keys = request.tenant, request.keys
+        self._began_s = min(self._began_s, now_s)
         if self._due:
             names = self._names
             named = dict.fromkeys(names[tenant, key] for key in keys if (tenant, key) in names)
             came = [due for chain in named if (due := self._drop(chain)) is not None]
             if came:  # the deepest is the request's own; of the others another was meant, perhaps
-                due = came[-1]
-                self._of(tenant).add((now_s - due.due_s) / due.scale_s)
+                self._judge(tenant, came[-1], (now_s - came[-1].due_s) / came[-1].scale_s)
         if len(keys) > 1:
             self._forget_before((tenant, keys[-1]))
             self._before[tenant, keys[-1]] = keys[-2]
@@ -142,6 +143,7 @@ class OnHint(Predictor):
             heapify(self._later)
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
+        self._began_s = min(self._began_s, now_s)
         while self._later and self._later[0][0] <= now_s + horizon_s:
             self._soon[heappop(self._later)[2]] = None
         found: list[Guess] = []
@@ -151,11 +153,9 @@ class OnHint(Predictor):
                 del self._soon[chain]
             elif now_s > due.over_s:
                 self._drop(chain)
-                if not self._is_restored:  # while there was no daemon it may have come
-                    self._of(chain[0]).add(inf)
+                self._judge(chain[0], due, inf)
             elif (guess := self._guess(chain, due, now_s, horizon_s)) is not None:
                 found.append(guess)
-        self._is_restored = False
         return nlargest(limit, found, key=lambda guess: (guess.probability, -guess.due_s, guess.key))
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
@@ -199,7 +199,12 @@ class OnHint(Predictor):
             self._lateness[tenant] = Lateness(latest)
         for tenant, key, above, due_s, pause_s, chance in expected.tolist():
             self._expect((tenant, key), above, due_s + later_s, pause_s, chance)
-        self._is_restored = True
+        self._restored = len(expected)
+
+    def _judge(self, tenant: int, due: _Due, late: float) -> None:
+        """Learn how late a request came. What fell due while there was no daemon says nothing."""
+        if due.number >= self._restored or due.due_s >= self._began_s:
+            self._of(tenant).add(late)
 
     def _guess(self, chain: _Chain, due: _Due, now_s: float, horizon_s: float) -> Guess | None:
         scale_s = due.scale_s
