@@ -144,6 +144,19 @@ def test_no_deleted_key_is_in_the_file(tmp_path: Path, make: Callable[[], Predic
     assert key(0, 0, 0)[:4] in content or make is OnHint
 
 
+def test_an_announcement_after_the_last_request_is_kept(tmp_path: Path) -> None:
+    shelf, learner, clock = shelf_of(*TENANTS), Learner(OnHint()), ManualClock(round(NOW_S * NS_PER_S))
+    file = UsageFile(tmp_path, shelf.residency, clock)
+    file.follow([], Counters(), learner.state)
+    asyncio.run(file.save())
+    learner.guarded.hinted(0, key(0, 1, 0), Hint(due_s=NOW_S + 60.0), NOW_S)
+    asyncio.run(file.save())
+    after = Learner(OnHint())
+    go_on(tmp_path, shelf_of(*TENANTS), after, clock)
+    assert after.predictor is not None
+    assert [each.key for each in ask(after.predictor, NOW_S + 50.0)] == [key(0, 1, 0)]
+
+
 def test_a_tenant_that_was_turned_down_stays_so_as_long_as_it_would_have(tmp_path: Path) -> None:
     before, after, later = (Learner(Markov()) for _ in range(3))
     before.waste(1, 60, NOW_S)

@@ -59,7 +59,7 @@ class UsageFile:
         self._counters = Counters()
         self._former: dict[str, Array] = {}  # what the file held, until those who learn have it
         self._origin = Origin(np.empty(0, np.int64), 0, 0)
-        self._saved_at = (-1, -1)  # requests counted, and changes of residency
+        self._saved_at = (-1, -1, -1)  # requests counted, changes of residency, and hints
         self._written_bytes = 0
         self._failed = False
 
@@ -160,7 +160,7 @@ class UsageFile:
     async def save(self) -> None:
         """Write the file, unless nothing has happened since."""
         requests = self._counters["acquires"] + self._counters["stored_blocks"]
-        state = (requests, self._residency.changes)
+        state = (requests, self._residency.changes, self._prefetch.hints if self._prefetch is not None else 0)
         if state == self._saved_at:
             return
         parts: dict[str, list[Array]] = {}

@@ -33,6 +33,11 @@ class PrefetchState:
         """The predictor's: another one goes on from nothing that was learned with this one."""
         return self._predictor.name
 
+    @property
+    def hints(self) -> int:
+        """Given to the predictor since the start: what it learned has changed where this has."""
+        return self._predictor.hints
+
     def export_state(self) -> Iterator[Piece]:
         """In pieces that take at most half a millisecond each; events may come between two."""
         if self._predictor.works:
