@@ -5,7 +5,8 @@ Written behind, every `INTERVAL_S` at most while something happens, and at the e
 a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
 hits, no block, so it is not synced. No request waits for it: it is copied in steps, and a thread writes.
 
-It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file.
+It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file, unless
+blocks are deleted during each of `COLLECTED_MAX` collections in a row; then it is not in the one after that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FILE = "usage.npz"
 INTERVAL_S = 5.0
 REST = 50  # times as long as the last writing took, at least, until the next: 2 % of a core at most
 BYTES_A_S = 1 << 20  # written in the long run, at most
+COLLECTED_MAX = 3  # times for one file: anew where blocks were deleted meanwhile
 FORMAT = 2  # of what is in it beside the use of copies
 _FORMAT, _GHOSTS, _TENANTS, _CLOCK, _QUARANTINE = ":format", ":ghosts:", ":tenants", ":clock", ":quarantine"
 _PREFETCH = ":prefetch"
@@ -159,14 +161,14 @@ class UsageFile:
 
     async def save(self) -> None:
         """Write the file, unless nothing has happened since."""
-        requests = self._counters["acquires"] + self._counters["stored_blocks"]
-        state = (requests, self._residency.changes, self._prefetch.hints if self._prefetch is not None else 0)
+        state = self._state()
         if state == self._saved_at:
             return
-        parts: dict[str, list[Array]] = {}
-        for name, piece in self._pieces():
-            parts.setdefault(name, []).append(piece)
-            await asyncio.sleep(0)
+        for _ in range(COLLECTED_MAX):
+            state, deletions = self._state(), self._residency.deletions
+            parts = await self._collected()
+            if self._residency.deletions == deletions:
+                break
         try:
             await asyncio.to_thread(self._write, parts)
         except OSError as error:
@@ -175,6 +177,17 @@ class UsageFile:
             self._failed = True
             return
         self._saved_at, self._failed = state, False
+
+    def _state(self) -> tuple[int, int, int]:
+        requests = self._counters["acquires"] + self._counters["stored_blocks"]
+        return requests, self._residency.changes, self._prefetch.hints if self._prefetch is not None else 0
+
+    async def _collected(self) -> dict[str, list[Array]]:
+        parts: dict[str, list[Array]] = {}
+        for name, piece in self._pieces():
+            parts.setdefault(name, []).append(piece)
+            await asyncio.sleep(0)
+        return parts
 
     def _pieces(self) -> Iterator[Piece]:
         residency = self._residency
