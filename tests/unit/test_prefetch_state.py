@@ -233,7 +233,10 @@ def test_another_predictor_begins_anew_and_none_says_nothing(tmp_path: Path, cap
     other, none = Learner(SessionReturn()), Learner(None)
     go_on(tmp_path, shelf_of(*TENANTS), other, clock)
     assert other.predictor is not None and not ask(other.predictor, now_s)
-    assert "session-return of prefetch cannot go on" in caplog.text
+    assert caplog.messages == ["prefetch: what markov learned is not used: session-return cannot use it"]
+    caplog.clear()
+    go_on(tmp_path, shelf_of(*TENANTS), none, clock)
+    assert not caplog.messages, "it is off"
     content = keep(tmp_path, shelf_of(*TENANTS), none, clock)
     assert b":prefetch" not in content
 

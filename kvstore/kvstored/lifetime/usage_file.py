@@ -109,20 +109,20 @@ class UsageFile:
         tables, self._former = self._former, {}
         for group, learner in self._learners():
             kept = _within(tables, group)
+            names = sorted({name.partition("/")[0] for name in kept})
             try:
-                if kept and not (state := _within(kept, learner.name)):
-                    raise ValueError("it is of another one")
+                if kept and learner.name not in names:
+                    raise ValueError(f"{learner.name} cannot use it")
                 if kept:
-                    learner.import_state(state, self._origin)
+                    learner.import_state(_within(kept, learner.name), self._origin)
             except Exception as error:  # a damaged table raises nearly any
-                log.warning(
-                    "%s of %s cannot go on from what was learned: %s", learner.name, group.removeprefix(":"), error
-                )
+                place, learned_by = group.removeprefix(":"), ", ".join(names)
+                log.warning("%s: what %s learned is not used: %s", place, learned_by, error)
 
     def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
-        """Each with the group of tables that is its own in the file."""
+        """Each with the group of tables that is its own in the file. Prefetch is none where it is off or has failed."""
         yield from zip(self._residency.tiers, self._policies, strict=False)
-        if self._prefetch is not None:
+        if self._prefetch is not None and self._prefetch.works:
             yield _PREFETCH, self._prefetch
 
     def _read(self) -> dict[str, Array]:

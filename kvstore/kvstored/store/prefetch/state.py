@@ -34,6 +34,11 @@ class PrefetchState:
         return self._predictor.name
 
     @property
+    def works(self) -> bool:
+        """Whether there is a predictor that works."""
+        return self._predictor.works
+
+    @property
     def hints(self) -> int:
         """Given to the predictor since the start: what it learned has changed where this has."""
         return self._predictor.hints
