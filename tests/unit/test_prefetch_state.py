@@ -176,6 +176,15 @@ def test_a_tenant_that_was_turned_down_stays_so_as_long_as_it_would_have(tmp_pat
         assert each.accounts.may_bring(1, 0.9, 1000, 0, NOW_S + 3600)
 
 
+def test_credit_is_copied_in_small_pieces() -> None:
+    learner = Learner(Markov())
+    for tenant in range(200):
+        learner.waste(tenant, 1, NOW_S)
+    pieces = list(learner.accounts.credit())
+    assert max(map(len, pieces)) <= 64
+    assert np.concatenate(pieces)["tenant"].tolist() == list(range(200))
+
+
 def test_a_clock_that_began_anew_does_not_stop_time() -> None:
     """The machine has started anew, and its wall clock was set back."""
     before, after = Learner(Markov()), Learner(Markov())

@@ -48,7 +48,8 @@ class PrefetchState:
         if self._predictor.works:
             for name, piece in self._predictor.pieces():
                 yield _PREDICTOR + name, piece
-            yield _CREDIT, self._accounts.credit()
+            for piece in self._accounts.credit():
+                yield _CREDIT, piece
             for piece in self._recent.ends():
                 yield _ENDS, piece
 
