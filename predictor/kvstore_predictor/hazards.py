@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +74,7 @@ class HazardTables:
         self._orders: list[tuple[str, ...]] = []
         self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
+        self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
         self._counts: Floats = np.zeros((_NODES_FIRST, 2, BINS))  # times the gain
         self._gain = 1.0  # what one chain counts now
@@ -124,8 +124,8 @@ class HazardTables:
         """What is known by now, a step at a time: steps with their counts, cells by number, and what was seen of cells
         and does not count yet.
         """
-        for first in range(0, len(self._nodes), COPIED):
-            names = list(islice(self._nodes, first, first + COPIED))  # never taken out: numbered in this order from 1
+        for first in range(0, len(self._names), COPIED):
+            names = self._names[first : first + COPIED]
             part = np.empty(len(names), STEP)
             part["path"] = [(number, *path, *_PADDING[len(path) :]) for number, path in names]
             part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain
@@ -226,7 +226,10 @@ class HazardTables:
         return steps
 
     def _node(self, number: int, path: tuple[int, ...]) -> int:
-        node = self._nodes.setdefault((number, path), len(self._nodes) + 1)
+        node = self._nodes.get((number, path))
+        if node is None:
+            self._names.append((number, path))
+            node = self._nodes[number, path] = len(self._names)
         if node >= len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         return node

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from operator import itemgetter
 
 import numpy as np
@@ -54,6 +53,7 @@ class ReturnHazards:
         self.orders = [ladder.order for ladder in ladders]
         self._taken = [_taker(tuple(map(Features._fields.index, order))) for order in self.orders]
         self._nodes: dict[tuple[int, ...], int] = {}  # by ladder and path; node 0 is above the roots
+        self._paths: list[tuple[int, ...]] = []  # of the nodes from 1 on
         self._above: Ints = np.zeros(_NODES_FIRST, np.int64)
         self._counts: Floats = np.zeros((_NODES_FIRST, 2, BINS))  # exposed and returned, times the gain
         # What does not count yet: how many more are exposed in this bin than in the one before, and returned.
@@ -125,7 +125,8 @@ class ReturnHazards:
         node = self._nodes.get(name)
         if node is None:
             above = self._node(name[:-1]) if len(name) > 1 else 0
-            node = self._nodes[name] = len(self._nodes) + 1
+            self._paths.append(name)
+            node = self._nodes[name] = len(self._paths)
             if node >= len(self._counts):
                 self._grow()
             self._above[node] = above
@@ -260,8 +261,8 @@ class ReturnHazards:
         self.fold()
         for _ in self._pushed():
             yield "steps", np.empty(0, STEP)
-        for first in range(0, max(len(self._nodes), 1), COPIED):
-            names = list(islice(self._nodes, first, first + COPIED))  # numbered in this order from 1
+        for first in range(0, max(len(self._paths), 1), COPIED):
+            names = self._paths[first : first + COPIED]
             part = np.empty(len(names), STEP)
             part["path"] = [(*name, *(PADDING,) * (_STEPS_MAX - len(name))) for name in names]
             part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain

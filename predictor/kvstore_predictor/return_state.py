@@ -20,6 +20,7 @@ from kvstore_predictor.sessions import Sessions
 
 FORMAT = 2
 _COPIED = 128  # chains or marks copied between two pauses
+_LOOKED_AT = 4096  # slots looked at between two pauses
 _COLUMNS = ("tenant", "tokens", "answer", "length", "turn", "bin", "used_s", "pace", "due_s", "fan")
 CHAIN = np.dtype(
     [
@@ -44,24 +45,31 @@ def exported(sessions: Sessions, features: Sequence[Features | None], tables: Re
     """Chains come in the order of their last use."""
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
-    order = np.roll(np.arange(sessions.slots), -sessions.hand)
-    slots = order[np.frombuffer(sessions.live, np.uint8)[order] == 1].tolist()
-    for first in range(0, len(slots), _COPIED):
-        part = [slot for slot in slots[first : first + _COPIED] if sessions.live[slot]]
-        chains = np.zeros(len(part), CHAIN)
-        above = [sessions.above[slot] for slot in part]
-        chains["last"] = np.frombuffer(b"".join(sessions.last[slot] or _NO_KEY for slot in part), "V16")
-        chains["above"] = np.frombuffer(b"".join(key or _NO_KEY for key in above), "V16")
-        chains["has_above"] = [key is not None for key in above]
-        chains["features"] = [features[slot] for slot in part]
-        for name in _COLUMNS:
-            column = getattr(sessions, name)
-            chains[name] = [column[slot] for slot in part]
-        yield "chains", chains
+    hand, live = sessions.hand, np.frombuffer(sessions.live, np.uint8)
+    for first in range(0, sessions.slots, _LOOKED_AT):
+        yield "chains", np.empty(0, CHAIN)
+        slots = np.arange(hand + first, hand + min(first + _LOOKED_AT, sessions.slots)) % sessions.slots
+        awaited = slots[live[slots] == 1].tolist()
+        for begin in range(0, len(awaited), _COPIED):
+            part = [slot for slot in awaited[begin : begin + _COPIED] if sessions.live[slot]]
+            yield "chains", _chains(sessions, features, part)
     marks = sessions.marks()
     while found := list(islice(marks, _COPIED)):
         yield "marks", np.array(found, MARK)
     yield from tables.copied()
+
+
+def _chains(sessions: Sessions, features: Sequence[Features | None], slots: Sequence[int]) -> Array:
+    chains = np.zeros(len(slots), CHAIN)
+    above = [sessions.above[slot] for slot in slots]
+    chains["last"] = np.frombuffer(b"".join(sessions.last[slot] or _NO_KEY for slot in slots), "V16")
+    chains["above"] = np.frombuffer(b"".join(key or _NO_KEY for key in above), "V16")
+    chains["has_above"] = [key is not None for key in above]
+    chains["features"] = [features[slot] for slot in slots]
+    for name in _COLUMNS:
+        column = getattr(sessions, name)
+        chains[name] = [column[slot] for slot in slots]
+    return chains
 
 
 def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], ReturnHazards]:

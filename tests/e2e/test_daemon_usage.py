@@ -9,7 +9,9 @@ import pytest
 
 from kvstore_client import Session
 from kvstore_proto.v1 import admin_pb2
+from kvstored.store.prefetch.model_file import write_model
 from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.return_model import small_arrays
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
@@ -84,7 +86,7 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
         before = learned(daemon), learned(daemon, "nvme")
         assert before[0] >= 40 and before[1] >= 20
         daemon.start()
-        assert "cannot go on" not in daemon.log
+        assert "learned is not used" not in daemon.log
         with daemon.connect(MODEL) as session:
             session.get(tokens_of(1, BLOCKS)).release()
         daemon.stop()
@@ -92,16 +94,20 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
-@pytest.mark.parametrize("predictor", ["session-return", "markov", "ensemble"])
-def test_what_the_predictor_learned_goes_on(predictor: str, how: str) -> None:
+@pytest.mark.parametrize("predictor", ["session-return", "markov", "ensemble", "learned"])
+def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: Path) -> None:
     """Its counts of requests and of documents begin with those of before."""
-    with running_daemon("prefetch.enabled=true", f"prefetch.predictor={predictor}") as daemon:
+    settings = ["prefetch.enabled=true", f"prefetch.predictor={predictor}"]
+    if predictor == "learned":
+        write_model(tmp_path / "model.npz", small_arrays())
+        settings.append(f"prefetch.model={tmp_path}/model.npz")
+    with running_daemon(*settings) as daemon:
         with daemon.connect(MODEL) as session:
             for number in range(10):
                 put(session, number)
             for number in range(10):
                 session.get(tokens_of(number, BLOCKS)).release()
-        numbers = f"{predictor}/predictor/numbers"
+        numbers = f"{predictor}/predictor/{'session-return/' * (predictor == 'learned')}numbers"
         if how == "stop":
             daemon.stop()
         else:
@@ -110,7 +116,7 @@ def test_what_the_predictor_learned_goes_on(predictor: str, how: str) -> None:
         before = predictor_table(daemon, numbers).max(initial=0)
         assert before >= 10
         daemon.start()
-        assert "cannot go on" not in daemon.log and "is of another version" not in daemon.log
+        assert "learned is not used" not in daemon.log and "is of another version" not in daemon.log
         with daemon.connect(MODEL) as session:
             put(session, 99)
         daemon.stop()

@@ -104,3 +104,13 @@ def test_horizons_are_the_inverse_of_ages() -> None:
     zero = np.zeros(1)
     assert chance(zero, at_age(table, np.array([0]), np.array([EDGES_S[3]]))) == pytest.approx([1 - 0.9**3])
     assert at_age(table, rows[:1], np.array([END_S])) == at_age(table, rows[:1], np.array([9 * END_S]))
+
+
+@pytest.mark.parametrize("slots", [8, 5000])
+def test_chains_are_copied_in_the_order_of_their_last_use_and_a_few_at_a_time(slots: int) -> None:
+    predictor = SessionReturn(slots)
+    for number in range(slots + 300):
+        predictor.requested(Request(0, [number.to_bytes(16, "big")]), float(number))
+    pieces = [piece for name, piece in predictor.export_state() if name == "chains"]
+    assert max(map(len, pieces)) <= 128
+    assert np.concatenate(pieces)["used_s"].tolist() == list(range(300, slots + 300))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from kvstore_predictor.base import Guess, Hint, NextStep, Request
-from kvstored.store.prefetch.on_hint import LATE_S, OnHint
+from kvstored.store.prefetch.on_hint import BEFORE_MAX, LATE_S, OnHint
+from tests.contract.test_predictor_contract import state_of
 
 TENANT = 3
 
@@ -103,7 +105,19 @@ def test_nothing_names_a_deleted_block(gone: list[bytes] | None) -> None:
     announce(predictor, 2, 10.0, 1.0)
     predictor.forget(TENANT, gone)
     assert not ask(predictor, 5.0)
-    assert not predictor._due and not predictor._names and not predictor._before
+    assert not any((predictor._due, predictor._names, predictor._before, predictor._ends))
+
+
+def test_a_deletion_costs_no_more_the_more_requests_are_known() -> None:
+    predictor = OnHint()
+    for number in range(BEFORE_MAX + 100):
+        predictor.requested(Request(TENANT, [key(0), key(2 * number + 1), key(2 * number + 2)]), 0.0)
+    assert len(predictor._before) == len(predictor._ends) == BEFORE_MAX
+    began_s = time.process_time()
+    for number in range(2000):
+        predictor.forget(TENANT, [key(number)])
+    assert time.process_time() - began_s < 1.0, "it was 9 ms a key where all were looked through"
+    assert len(predictor._before) == len(predictor._ends) == BEFORE_MAX - 900
 
 
 def test_one_tenant_s_mistakes_are_not_another_s() -> None:
@@ -115,3 +129,32 @@ def test_one_tenant_s_mistakes_are_not_another_s() -> None:
     predictor.hinted(1, key(1), Hint(due_s=110.0), 100.0)
     found = {guess.tenant: guess.probability for guess in ask(predictor, 105.0)}
     assert found[0] < 0.2 < 0.8 < found[1]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_fell_due_while_there_was_no_daemon_is_neither_kept_nor_broken(comes: bool) -> None:
+    before, after = OnHint(), OnHint()
+    for number in range(10, 50, 2):
+        announce(before, number, 10.0, 0.0)
+    after.import_state(state_of(before), 0.0)
+    started_s = 11.0
+    for number in range(10, 50, 2):
+        ask(after, started_s)
+        if comes:
+            come(after, number, started_s + 20.0)
+    ask(after, started_s + 100.0)
+    announce(after, 1000, 10.0, 200.0)
+    announce(fresh := OnHint(), 1000, 10.0, 200.0)
+    assert ask(after, 206.0) == ask(fresh, 206.0)
+
+
+def test_what_falls_due_after_the_restart_counts_as_ever() -> None:
+    before, after = OnHint(), OnHint()
+    for number in range(10, 50, 2):
+        announce(before, number, 10.0, 0.0)
+    after.import_state(state_of(before), 0.0)
+    for predictor in (before, after):
+        ask(predictor, 9.0)
+        ask(predictor, 100.0)
+        announce(predictor, 1000, 10.0, 200.0)
+    assert ask(before, 206.0) == ask(after, 206.0) and ask(after, 206.0)[0].probability < 0.4

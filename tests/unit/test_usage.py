@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import stat
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,14 @@ import pytest
 
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifetime.usage_file import FILE, UsageFile
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.usage import DTYPE, STEP_ROWS, apply, collect
+from kvstored.store.policies import create
+from kvstored.store.prefetch.accounts import Accounts
+from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.on_hint import OnHint
+from kvstored.store.prefetch.recent import RecentRequests
+from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
@@ -101,6 +110,53 @@ def test_a_damaged_file_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.L
     path.write_bytes(spoil(path.read_bytes()))
     assert UsageFile(tmp_path, shelf.residency, clock).restore(()) == 0
     assert len(caplog.records) == 1 and "no record of their use" in caplog.text
+
+
+def start(tmp_path: Path, shelf: Shelf, clock: ManualClock) -> UsageFile:
+    """With a policy and a predictor that learn."""
+    file = UsageFile(tmp_path, shelf.residency, clock)
+    file.restore(())
+    prefetch = PrefetchState(Guarded(OnHint()), RecentRequests(), Accounts(0.2, 0.5, 1, Counters()))
+    file.follow([create(CHAIN_HAZARD, shelf.residency, HOST)], Counters(), prefetch)
+    return file
+
+
+def save_learned(tmp_path: Path, shelf: Shelf, clock: ManualClock) -> None:
+    asyncio.run(start(tmp_path, shelf, clock).save())
+
+
+def places_of_headers(path: Path) -> list[int]:
+    """Bytes of the file that are no payload: no checksum protects them."""
+    with zipfile.ZipFile(path) as archive:
+        begins = [member.header_offset for member in archive.infolist()]
+        return [*(begin + at for begin in begins for at in range(128)), *range(archive.start_dir, path.stat().st_size)]
+
+
+def test_one_flipped_bit_keeps_no_daemon_from_starting(tmp_path: Path) -> None:
+    shelf, clock, chance = used_shelf(), ManualClock(100 * NS_PER_S), random.Random(1)
+    save_learned(tmp_path, shelf, clock)
+    path = tmp_path / FILE
+    content, places = path.read_bytes(), places_of_headers(path)
+    method, flags, shape = 10, 8, content.index(b"'shape'")  # of the directory's first entry: not stored, encrypted
+    directory = content.index(b"PK\x01\x02")
+    chosen = [(directory + method, 4), (directory + flags, 0), (shape, 3)]
+    chosen += [(chance.choice(places), chance.randrange(8)) for _ in range(40)]
+    for place, bit in chosen:
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1 << bit
+        path.write_bytes(spoilt)
+        start(tmp_path, used_shelf(), clock)
+
+
+def test_a_table_that_is_none_of_ours_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shelf, clock = used_shelf(), ManualClock(100 * NS_PER_S)
+    save_learned(tmp_path, shelf, clock)
+    with np.load(tmp_path / FILE) as file:
+        tables = {name: file[name] for name in file.files}
+    tables[":prefetch/on-hint/credit"] = np.zeros(1, [("tenant", "i8", (2,))])
+    np.savez(tmp_path / FILE, **tables)
+    start(tmp_path, used_shelf(), clock)
+    assert len(caplog.records) == 1 and "on-hint" in caplog.text
 
 
 def test_without_a_file_there_is_nothing_to_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,8 @@ Written behind, every `INTERVAL_S` at most while something happens, and at the e
 a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
 hits, no block, so it is not synced. No request waits for it: it is copied in steps, and a thread writes.
 
-It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file.
+It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file, unless
+blocks are deleted during each of `COLLECTED_MAX` collections in a row; then it is not in the one after that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FILE = "usage.npz"
 INTERVAL_S = 5.0
 REST = 50  # times as long as the last writing took, at least, until the next: 2 % of a core at most
 BYTES_A_S = 1 << 20  # written in the long run, at most
+COLLECTED_MAX = 3  # times for one file: anew where blocks were deleted meanwhile
 FORMAT = 2  # of what is in it beside the use of copies
 _FORMAT, _GHOSTS, _TENANTS, _CLOCK, _QUARANTINE = ":format", ":ghosts:", ":tenants", ":clock", ":quarantine"
 _PREFETCH = ":prefetch"
@@ -59,7 +61,7 @@ class UsageFile:
         self._counters = Counters()
         self._former: dict[str, Array] = {}  # what the file held, until those who learn have it
         self._origin = Origin(np.empty(0, np.int64), 0, 0)
-        self._saved_at = (-1, -1)  # requests counted, and changes of residency
+        self._saved_at = (-1, -1, -1)  # requests counted, changes of residency, and hints
         self._written_bytes = 0
         self._failed = False
 
@@ -80,7 +82,7 @@ class UsageFile:
         if tables:
             try:
                 self._restore_rest(tables, tenants)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except Exception as error:  # a damaged table raises nearly any
                 log.warning("%s is of another version (%s): what was learned begins anew", self._path, error)
         return known
 
@@ -107,20 +109,20 @@ class UsageFile:
         tables, self._former = self._former, {}
         for group, learner in self._learners():
             kept = _within(tables, group)
+            names = sorted({name.partition("/")[0] for name in kept})
             try:
-                if kept and not (state := _within(kept, learner.name)):
-                    raise ValueError("it is of another one")
+                if kept and learner.name not in names:
+                    raise ValueError(f"{learner.name} cannot use it")
                 if kept:
-                    learner.import_state(state, self._origin)
-            except ValueError as error:
-                log.warning(
-                    "%s of %s cannot go on from what was learned: %s", learner.name, group.removeprefix(":"), error
-                )
+                    learner.import_state(_within(kept, learner.name), self._origin)
+            except Exception as error:  # a damaged table raises nearly any
+                place, learned_by = group.removeprefix(":"), ", ".join(names)
+                log.warning("%s: what %s learned is not used: %s", place, learned_by, error)
 
     def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
-        """Each with the group of tables that is its own in the file."""
+        """Each with the group of tables that is its own in the file. Prefetch is none where it is off or has failed."""
         yield from zip(self._residency.tiers, self._policies, strict=False)
-        if self._prefetch is not None:
+        if self._prefetch is not None and self._prefetch.works:
             yield _PREFETCH, self._prefetch
 
     def _read(self) -> dict[str, Array]:
@@ -129,7 +131,7 @@ class UsageFile:
                 return {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        except Exception as error:  # a flipped bit raises nearly any, MemoryError and zlib.error too
             log.warning("%s cannot be read (%s): blocks begin with no record of their use", self._path, error)
             return {}
 
@@ -159,14 +161,14 @@ class UsageFile:
 
     async def save(self) -> None:
         """Write the file, unless nothing has happened since."""
-        requests = self._counters["acquires"] + self._counters["stored_blocks"]
-        state = (requests, self._residency.changes)
+        state = self._state()
         if state == self._saved_at:
             return
-        parts: dict[str, list[Array]] = {}
-        for name, piece in self._pieces():
-            parts.setdefault(name, []).append(piece)
-            await asyncio.sleep(0)
+        for _ in range(COLLECTED_MAX):
+            state, deletions = self._state(), self._residency.deletions
+            parts = await self._collected()
+            if self._residency.deletions == deletions:
+                break
         try:
             await asyncio.to_thread(self._write, parts)
         except OSError as error:
@@ -175,6 +177,17 @@ class UsageFile:
             self._failed = True
             return
         self._saved_at, self._failed = state, False
+
+    def _state(self) -> tuple[int, int, int]:
+        requests = self._counters["acquires"] + self._counters["stored_blocks"]
+        return requests, self._residency.changes, self._prefetch.hints if self._prefetch is not None else 0
+
+    async def _collected(self) -> dict[str, list[Array]]:
+        parts: dict[str, list[Array]] = {}
+        for name, piece in self._pieces():
+            parts.setdefault(name, []).append(piece)
+            await asyncio.sleep(0)
+        return parts
 
     def _pieces(self) -> Iterator[Piece]:
         residency = self._residency

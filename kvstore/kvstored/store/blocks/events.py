@@ -89,6 +89,7 @@ class Listeners:
             self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row])
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        self._view.deletions += 1
         for listener in self.by_tier:
             listener.forget(tenant, keys)
         if self.forgets is not None:

@@ -52,7 +52,7 @@ class ResidencyView:
     answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
     one unless said otherwise. `changes` differs whenever a row or a copy was added, removed or changed its state; uses
-    and pins do not count.
+    and pins do not count. `deletions`: how often blocks were deleted by order.
     """
 
     def __init__(self, tiers: Sequence[str], durable: int | None = None, in_memory: int | None = None) -> None:
@@ -68,6 +68,7 @@ class ResidencyView:
         self.pins: dict[int, int] = {}
         self.kind_tenant: list[int] = []  # by kind number
         self.changes = 0
+        self.deletions = 0
 
     def tier(self, name: str) -> int:
         """The position of a tier. Raises ValueError for an unknown name."""

@@ -14,7 +14,7 @@ everything is tried again, later the more it has wasted. A tenant's figures neve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -28,6 +28,7 @@ UNJUDGED_BLOCKS = 64  # may wait for their use at once before any was used; twic
 TRIED_BLOCKS = 32  # may be wasted above the limit
 BINS = 10  # of probability
 BELIEVED_BLOCKS = 128.0  # judged ones outweigh what a guess says of itself; those of one chain come together
+COPIED = 64  # accounts of a piece: 0.3 ms
 CREDIT = np.dtype(
     [
         ("tenant", "i8"), ("at_s", "f8"), ("used_bytes", "f8"), ("wasted_bytes", "f8"), ("used_blocks", "f8"),
@@ -287,14 +288,18 @@ class Accounts:
 
     # Over a restart
 
-    def credit(self) -> Array:
-        """What decides how much each tenant gets (dtype CREDIT). What waits for its use is not judged in it."""
-        found = [
-            (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
-             [(bin_.used, bin_.judged) for bin_ in each.bins])
-            for tenant, each in self._tenants.items()
-        ]  # fmt: skip
-        return np.array(found, CREDIT)
+    def credit(self) -> Iterator[Array]:
+        """What decides how much each tenant gets (dtype CREDIT), in small pieces. What waits for its use is not judged
+        in it."""
+        yield np.empty(0, CREDIT)
+        tenants = list(self._tenants.items())
+        for first in range(0, len(tenants), COPIED):
+            found = [
+                (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
+                 [(bin_.used, bin_.judged) for bin_ in each.bins])
+                for tenant, each in tenants[first : first + COPIED]
+            ]  # fmt: skip
+            yield np.array(found, CREDIT)
 
     def restore(self, credit: Array, later_s: float, now_s: float) -> None:
         """Go on from the `credit` of accounts whose clock was `later_s` behind."""

@@ -67,7 +67,7 @@ class Feed:
         key, due_s = self._recent.end_of(tenant, keys), None if hint.due_ns is None else hint.due_ns / NS_PER_S
         step = NextStep(hint.next_step) if hint.next_step in _STEPS else NextStep.UNSPECIFIED
         said = Hint(hint.will_continue, due_s, step, hint.answer_tokens)
-        self._predictor.attempt(lambda it: it.hinted(tenant, key, said, now_ns / NS_PER_S), None)
+        self._predictor.hinted(tenant, key, said, now_ns / NS_PER_S)
         self._prefetcher.wake()
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:

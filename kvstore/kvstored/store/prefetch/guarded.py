@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore_predictor.base import Array, Guess, Piece, Predictor
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor
 from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Guarded:
         self._predictor = predictor
         self.name = NONE if predictor is None else predictor.name
         self.failure = ""
+        self.hints = 0  # given to it
 
     @property
     def works(self) -> bool:
@@ -57,6 +58,10 @@ class Guarded:
             self._predictor = None  # nothing that it knows is kept
             log.exception("predictor %s failed and is off until the daemon starts again", self.name)
             return otherwise
+
+    def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
+        self.hints += 1
+        self.attempt(lambda predictor: predictor.hinted(tenant, key, hint, now_s), None)
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         def checked(predictor: Predictor) -> list[Guess]:

@@ -86,7 +86,7 @@ class _Due:
 
 
 class OnHint(Predictor):
-    """See the module. O(log n) an event; `guesses` costs O(hints of which half the pause has passed)."""
+    """See the module. O(log n) an event or deleted key; `guesses` costs O(hints of which half the pause has passed)."""
 
     name = "on-hint"
 
@@ -99,6 +99,7 @@ class OnHint(Predictor):
         self._due: OrderedDict[_Chain, _Due] = OrderedDict()
         self._names: dict[_Chain, _Chain] = {}  # of the chains that are due: their last block, and the last but one
         self._before: OrderedDict[_Chain, bytes] = OrderedDict()  # by the last block of a request, the last but one
+        self._ends: dict[_Chain, set[bytes]] = {}  # by the last but one, the last blocks of those in `_before`
         self._later: list[tuple[float, int, _Chain]] = []  # heap; what is outdated is left out when it is met
         self._soon: dict[_Chain, None] = {}
         self._lateness: OrderedDict[int, Lateness] = OrderedDict()
@@ -114,10 +115,11 @@ class OnHint(Predictor):
             if came:  # the deepest is the request's own; of the others another was meant, perhaps
                 self._judge(tenant, came[-1], (now_s - came[-1].due_s) / came[-1].scale_s)
         if len(keys) > 1:
+            self._forget_before((tenant, keys[-1]))
             self._before[tenant, keys[-1]] = keys[-2]
-            self._before.move_to_end((tenant, keys[-1]))
+            self._ends.setdefault((tenant, keys[-2]), set()).add(keys[-1])
             if len(self._before) > BEFORE_MAX:
-                self._before.popitem(last=False)
+                self._forget_before(next(iter(self._before)))
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
         chain = (tenant, key)
@@ -161,13 +163,13 @@ class OnHint(Predictor):
             chains = [chain for chain in self._due if chain[0] == tenant]
             before = [name for name in self._before if name[0] == tenant]
         else:
-            gone = {(tenant, key) for key in keys}
+            gone = [(tenant, key) for key in keys]
             chains = [self._names[name] for name in gone if name in self._names]
-            before = [it for it, last_but_one in self._before.items() if it in gone or (it[0], last_but_one) in gone]
+            before = [*gone, *((tenant, end) for name in gone for end in self._ends.get(name, ()))]
         for chain in chains:
             self._drop(chain)
         for name in before:
-            del self._before[name]
+            self._forget_before(name)
 
     def export_state(self) -> Iterator[Piece]:
         lateness = ((tenant, share) for tenant, of in list(self._lateness.items()) for share in of.latest)
@@ -221,6 +223,14 @@ class OnHint(Predictor):
                 if self._names.get(name) == chain:
                     del self._names[name]
         return due
+
+    def _forget_before(self, chain: _Chain) -> None:
+        above = self._before.pop(chain, None)
+        if above is not None:
+            ends = self._ends[chain[0], above]
+            ends.discard(chain[1])
+            if not ends:
+                del self._ends[chain[0], above]
 
     def _of(self, tenant: int) -> Lateness:
         found = self._lateness.get(tenant)

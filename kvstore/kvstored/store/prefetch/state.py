@@ -33,12 +33,23 @@ class PrefetchState:
         """The predictor's: another one goes on from nothing that was learned with this one."""
         return self._predictor.name
 
+    @property
+    def works(self) -> bool:
+        """Whether there is a predictor that works."""
+        return self._predictor.works
+
+    @property
+    def hints(self) -> int:
+        """Given to the predictor since the start: what it learned has changed where this has."""
+        return self._predictor.hints
+
     def export_state(self) -> Iterator[Piece]:
         """In pieces that take at most half a millisecond each; events may come between two."""
         if self._predictor.works:
             for name, piece in self._predictor.pieces():
                 yield _PREDICTOR + name, piece
-            yield _CREDIT, self._accounts.credit()
+            for piece in self._accounts.credit():
+                yield _CREDIT, piece
             for piece in self._recent.ends():
                 yield _ENDS, piece
 
