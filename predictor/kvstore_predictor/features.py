@@ -111,3 +111,12 @@ def with_hint(features: Features, hint: Expected) -> Features:
     if 0 < hint.next_step < NEXT_STEPS:
         next_step = hint.next_step
     return features._replace(chance=chance, next_step=next_step)
+
+
+def coarse(features: Features) -> Features:
+    """What nearly every cell of these would be taken for."""
+    return features._replace(gap=0, pace=0, text=0, type=0)
+
+
+def unhinted(features: Features) -> Features:
+    return features._replace(chance=0, next_step=0)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_predictor.base import Piece, State
-from kvstore_predictor.features import AWAITED, Features
+from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 from kvstore_predictor.gittins import BINS, Floats, Ints, fading, places_of, ranks
 from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 from kvstore_predictor.shrinkage import shrunk
@@ -395,12 +395,3 @@ class HazardTables:
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
         self._mixed[cells] = np.matmul(weights, estimate)
         self._ranks[cells] = ranks(self.hazards(cells))
-
-
-def coarse(features: Features) -> Features:
-    """What nearly every cell of these would be taken for."""
-    return features._replace(gap=0, pace=0, text=0, type=0)
-
-
-def unhinted(features: Features) -> Features:
-    return features._replace(chance=0, next_step=0)

@@ -19,7 +19,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvstore_predictor.base import Piece, State
-from kvstore_predictor.features import AWAITED, NEXT_STEPS, Features
+from kvstore_predictor.features import AWAITED, NEXT_STEPS, Features, coarse
 from kvstore_predictor.gittins import BINS, Floats, Ints
 from kvstore_predictor.hazards import (
     COPIED,
@@ -32,7 +32,6 @@ from kvstore_predictor.hazards import (
     STEP,
     TRUST,
     Ladder,
-    coarse,
 )  # fmt: skip
 from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
 from kvstore_predictor.shrinkage import FLAT, SHRINK, SHRINK_FIRST

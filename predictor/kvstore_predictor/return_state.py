@@ -12,9 +12,9 @@ from itertools import islice
 import numpy as np
 
 from kvstore_predictor.base import Array, Piece, State
-from kvstore_predictor.features import Features
+from kvstore_predictor.features import Features, unhinted
 from kvstore_predictor.gittins import BINS
-from kvstore_predictor.hazards import STEP, ladders_of, unhinted
+from kvstore_predictor.hazards import STEP, ladders_of
 from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 

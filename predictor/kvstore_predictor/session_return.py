@@ -16,9 +16,9 @@ import numpy as np
 
 from kvstore_predictor import return_state
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
-from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
+from kvstore_predictor.features import Features, begun, continued, unhinted, with_answer, with_hint
 from kvstore_predictor.gittins import BINS, Floats, Ints, passed, passed_by
-from kvstore_predictor.hazards import Ladder, unhinted
+from kvstore_predictor.hazards import Ladder
 from kvstore_predictor.horizons import END_S, age_of, at_age, chance, cumulative
 from kvstore_predictor.prior import shipped
 from kvstore_predictor.return_hazards import ReturnHazards, hint_number
