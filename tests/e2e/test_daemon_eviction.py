@@ -113,6 +113,7 @@ def test_over_both_tiers_the_coldest_leave_from_the_tail_and_say_so(daemon: Runn
     assert reasons == {"", "evicted"} and whole > 20
 
 
+@pytest.mark.slow
 def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDaemon) -> None:
     """Arenas and slabs hold one size each; when all is full of one, another size still gets in, and back."""
     small, large = model("small", kib_a_block=16), model("large", kib_a_block=256)

@@ -103,6 +103,7 @@ def test_an_interrupted_run_leaves_nothing_behind(place: Path, number: signal.Si
     assert [path.name for path in place.iterdir()] == ["ledger"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_reports_what_it_had_found(place: Path) -> None:
     arguments = command(place, "--seed", "5", "--seconds", "120", "--only", "corruption")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -121,7 +121,7 @@ def test_kvctl_lets_kvstored_do_it(recording: Path, before: list[str]) -> None:
 def test_simulate_serves_with_prefetch_by_prediction(recording: Path, tmp_path: Path, capsys: Any) -> None:
     write_model(tmp_path / "m.npz", small_arrays())
     words = [
-        "simulate", str(recording), "--format", "mooncake", "--mode", "timing", "--part", "0:0.2", "--speed", "0.3",
+        "simulate", str(recording), "--format", "mooncake", "--mode", "timing", "--part", "0:0.08", "--speed", "0.3",
         "--tiers", "dram=2GiB,nvme", "--predictor", "oracle,learned",
     ]  # fmt: skip
     assert main(words) == EXIT_USAGE
