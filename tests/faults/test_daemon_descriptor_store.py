@@ -66,6 +66,7 @@ def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: Service
     assert daemon.status().blocks == 0
 
 
+@pytest.mark.slow
 def test_arenas_that_are_given_up_leave_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
     log = daemon.directory / "log"
     manager.start(daemon.command(), log)
@@ -147,6 +148,7 @@ def test_of_two_under_one_name_the_newest_is_taken(daemon: RunningDaemon, manage
     assert found(daemon, 1) == BLOCKS
 
 
+@pytest.mark.slow
 def test_what_the_store_has_no_room_for_is_not_counted_on(daemon: RunningDaemon) -> None:
     log = daemon.directory / "log"
     with ServiceManager(daemon.directory, limit=3) as manager:  # the ledger and two arenas
@@ -165,6 +167,7 @@ def test_what_the_store_has_no_room_for_is_not_counted_on(daemon: RunningDaemon)
         assert manager.stop() == 0
 
 
+@pytest.mark.slow
 def test_without_a_store_the_holder_keeps_it(daemon: RunningDaemon, manager: ServiceManager) -> None:
     """An older systemd, or a unit without FileDescriptorStoreMax=."""
     log = daemon.directory / "log"

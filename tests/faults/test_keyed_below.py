@@ -190,6 +190,7 @@ def test_a_store_that_hangs_holds_up_no_put_and_is_shed(tmp_path: Path, monkeypa
     run(tmp_path, scenario, store)
 
 
+@pytest.mark.slow
 def test_room_below_is_bounded_too(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore) -> None:
         await store_chains(driven, range(CHAINS))

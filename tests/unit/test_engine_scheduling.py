@@ -30,6 +30,7 @@ def _first_come_and_shortest(count: int) -> tuple[dict[str, float], dict[str, fl
     return run_load(load, rate, policy="fcfs", **patient), run_load(load, rate, policy="shortest", **patient)
 
 
+@pytest.mark.slow
 def test_shortest_remaining_halves_the_mean_latency() -> None:
     first_come, shortest = _first_come_and_shortest(150)
     assert _mean(shortest) <= 0.6 * _mean(first_come)
