@@ -20,6 +20,7 @@ from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
 from kvstore_predictor.generations import Generations
 from kvstore_predictor.gittins import Floats
 from kvstore_predictor.markov import Markov
+from kvstore_predictor.pieces import within
 from kvstore_predictor.session_return import SessionReturn
 from kvstore_predictor.sessions import LOOKED_BACK, SHARED_FAN
 
@@ -223,10 +224,7 @@ class Ensemble(Predictor):
         seen, loss, requests = state["seen"], state["loss"], state["numbers"]
         members = [make() for make in self._make]
         for number, member in enumerate(members):
-            own = f"{number}/"
-            member.import_state(
-                {name[len(own) :]: each for name, each in state.items() if name.startswith(own)}, later_s
-            )
+            member.import_state(within(state, f"{number}/"), later_s)
         self.members = members
         self._predicted, self._came, self._guessed = seen.copy()
         self._loss = loss.copy()

@@ -18,6 +18,7 @@ import numpy as np
 from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
 from kvstore_predictor.chain_rows import LEAST, ChainRows
 from kvstore_predictor.gittins import Floats
+from kvstore_predictor.pieces import within
 from kvstore_predictor.return_trees import ReturnTrees
 from kvstore_predictor.session_return import SessionReturn
 
@@ -176,8 +177,7 @@ class Learned(Predictor):
         if losses is None or digest is None or losses.shape != self._losses.shape or not np.isfinite(losses).all():
             raise ValueError("the state of another version")
         plain = SessionReturn(self._requests_max)
-        own = {name.removeprefix(_OWN): each for name, each in state.items() if name.startswith(_OWN)}
-        plain.import_state(own, later_s)
+        plain.import_state(within(state, _OWN), later_s)
         rows = ChainRows(plain)
         rows.import_state(state, later_s)
         self._plain, self._rows = plain, rows

@@ -21,6 +21,7 @@ import numpy as np
 from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
 from kvstore_predictor.generations import Generations
 from kvstore_predictor.gittins import Floats
+from kvstore_predictor.pieces import parts
 from kvstore_predictor.successors import FOLLOWER, ORDER, Successors
 
 FORMAT = 1
@@ -237,9 +238,8 @@ class Markov(Predictor):
             ("followers", FOLLOWER, self._successors.rows()),
         )  # fmt: skip
         for name, dtype, rows in tables:
-            yield name, np.empty(0, dtype)
-            while part := list(islice(rows, _COPIED)):
-                yield name, np.array(part, dtype)
+            for part in parts(rows, dtype, _COPIED):
+                yield name, part
         yield "numbers", np.array([FORMAT, self._numbers], np.float64)  # last: above all that were given out
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features, unhinted
 from kvstore_predictor.gittins import BINS
 from kvstore_predictor.hazards import STEP, ladders_of
+from kvstore_predictor.pieces import parts
 from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 
@@ -53,9 +53,8 @@ def exported(sessions: Sessions, features: Sequence[Features | None], tables: Re
         for begin in range(0, len(awaited), _COPIED):
             part = [slot for slot in awaited[begin : begin + _COPIED] if sessions.live[slot]]
             yield "chains", _chains(sessions, features, part)
-    marks = sessions.marks()
-    while found := list(islice(marks, _COPIED)):
-        yield "marks", np.array(found, MARK)
+    for marks in parts(sessions.marks(), MARK, _COPIED):
+        yield "marks", marks
     yield from tables.copied()
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from kvstore_predictor.base import Array, Piece
+from kvstore_predictor.pieces import within
 from kvstore_tiers.base import Slot, Tier
 from kvstored.clients.tenants.private_file import private_file
 from kvstored.clock import NS_PER_S, Clock
@@ -108,13 +109,13 @@ class UsageFile:
         self._policies, self._counters, self._prefetch = policies, counters, prefetch
         tables, self._former = self._former, {}
         for group, learner in self._learners():
-            kept = _within(tables, group)
+            kept = within(tables, f"{group}/")
             names = sorted({name.partition("/")[0] for name in kept})
             try:
                 if kept and learner.name not in names:
                     raise ValueError(f"{learner.name} cannot use it")
                 if kept:
-                    learner.import_state(_within(kept, learner.name), self._origin)
+                    learner.import_state(within(kept, f"{learner.name}/"), self._origin)
             except Exception as error:  # a damaged table raises nearly any
                 place, learned_by = group.removeprefix(":"), ", ".join(names)
                 log.warning("%s: what %s learned is not used: %s", place, learned_by, error)
@@ -219,7 +220,3 @@ class UsageFile:
                         for piece in pieces:
                             member.write(piece.tobytes())
             self._written_bytes = file.tell()
-
-
-def _within(tables: dict[str, Array], group: str) -> dict[str, Array]:
-    return {name.removeprefix(f"{group}/"): table for name, table in tables.items() if name.startswith(f"{group}/")}

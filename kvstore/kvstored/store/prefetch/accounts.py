@@ -21,6 +21,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvstore_predictor.base import Array
+from kvstore_predictor.pieces import parts
 from kvstored.telemetry import Counters
 
 HALF_LIFE_S, PASSED_S = 600.0, 1.0
@@ -291,15 +292,12 @@ class Accounts:
     def credit(self) -> Iterator[Array]:
         """What decides how much each tenant gets (dtype CREDIT), in small pieces. What waits for its use is not judged
         in it."""
-        yield np.empty(0, CREDIT)
-        tenants = list(self._tenants.items())
-        for first in range(0, len(tenants), COPIED):
-            found = [
-                (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
-                 [(bin_.used, bin_.judged) for bin_ in each.bins])
-                for tenant, each in tenants[first : first + COPIED]
-            ]  # fmt: skip
-            yield np.array(found, CREDIT)
+        rows = (
+            (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
+             [(bin_.used, bin_.judged) for bin_ in each.bins])
+            for tenant, each in list(self._tenants.items())
+        )  # fmt: skip
+        return parts(rows, CREDIT, COPIED)
 
     def restore(self, credit: Array, later_s: float, now_s: float) -> None:
         """Go on from the `credit` of accounts whose clock was `later_s` behind."""

@@ -13,12 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
-from itertools import count, islice
+from itertools import count
 from math import inf
 
 import numpy as np
 
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
+from kvstore_predictor.pieces import parts
 
 HINTS_MAX = 8192  # a look at one costs the control thread up to 50 us, four times a second
 LATE_S = 30.0  # a request that does not come so long after it was due, or after twice its pause, does not come
@@ -179,13 +180,12 @@ class OnHint(Predictor):
             for chain, due in list(self._due.items())
             if self._due.get(chain) is due
         )  # fmt: skip
-        tables: tuple[tuple[str, np.dtype[np.void], Iterator[object]], ...] = (
+        tables: tuple[tuple[str, np.dtype[np.void], Iterator[tuple[object, ...]]], ...] = (
             ("late", LATE, lateness), ("due", DUE, expected),
         )  # fmt: skip
         for name, dtype, rows in tables:
-            yield name, np.empty(0, dtype)
-            while part := list(islice(rows, COPIED)):
-                yield name, np.array(part, dtype)
+            for part in parts(rows, dtype, COPIED):
+                yield name, part
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
         late, expected = state.get("late"), state.get("due")

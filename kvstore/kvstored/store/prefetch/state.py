@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore_predictor.base import Array, Piece, State
+from kvstore_predictor.pieces import within
 from kvstored.clock import NS_PER_S
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.accounts import CREDIT, Accounts
@@ -61,11 +62,7 @@ class PrefetchState:
         credit, ends = (_renumbered(state[name], origin) if name in state else None for name in (_CREDIT, _ENDS))
         if credit is None or credit.dtype != CREDIT or ends is None or ends.dtype != END:
             raise ValueError("the state of another version")
-        learned = {
-            name.removeprefix(_PREDICTOR): _renumbered(table, origin)
-            for name, table in state.items()
-            if name.startswith(_PREDICTOR)
-        }
+        learned = {name: _renumbered(table, origin) for name, table in within(state, _PREDICTOR).items()}
         self._predictor.import_state(learned, later_s)
         self._accounts.restore(credit, later_s, now_s)
         self._recent.restore(ends)
