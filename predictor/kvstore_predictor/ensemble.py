@@ -5,7 +5,7 @@ which of them come true. From that follow, for each member and horizon, a calibr
 monotone) and a weight (by the log loss of its calibrated guesses, decayed). A guess of one member alone is its own; of
 several, they are mixed by weight in log odds.
 
-Owns calibrations, weights and open questions. Bounded: `_NOTED` guesses a member and question, `_OPEN` questions.
+Owns calibrations and weights. Bounded: `_NOTED` guesses a member and question, `_OPEN` questions.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvstore_predictor.generations import Generations
 from kvstore_predictor.gittins import Floats
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.pieces import within
+from kvstore_predictor.questions import HORIZONS_S, Name, OpenQuestions, nearest
 from kvstore_predictor.session_return import SessionReturn
 from kvstore_predictor.sessions import LOOKED_BACK, SHARED_FAN
 
-HORIZONS_S = (10.0, 60.0, 300.0)
 _EDGES: Floats = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9])
 _BINS = len(_EDGES) + 1
 _PRIOR = 10.0  # guesses that it takes in a bin for what came to count as much as what was predicted
@@ -32,19 +32,16 @@ _DECAY = 0.98  # of what was seen, a question
 _EVERY, _EVERY_FIRST, _FIRST, _OPEN, _NOTED = 256, 16, 512, 64, 128  # requests, requests, requests, questions, guesses
 _FOLLOWED = 1 << 13  # requests of which the last block but one is known
 _TRUST = 4.0  # how sharply log loss separates members
-Name = tuple[int, bytes]
 
 
 class _Question:
-    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain.
-    `awaited`: blocks of which a request makes a guess come true."""
+    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain."""
 
-    __slots__ = ("awaited", "came", "due_s", "horizon", "names", "said")
+    __slots__ = ("came", "due_s", "horizon", "names", "said")
 
     def __init__(self, due_s: float, horizon: int, chances: dict[Name, list[float]]) -> None:
         self.due_s, self.horizon = due_s, horizon
         self.names, self.said = list(chances), list(chances.values())
-        self.awaited = list(chances)
         self.came: list[float | None] = [0.0] * len(chances)
 
 
@@ -62,9 +59,7 @@ class Ensemble(Predictor):
         self._reset()
 
     def _reset(self) -> None:
-        self._open: list[_Question] = []
-        self._awaited: dict[int, dict[bytes, list[tuple[_Question, int]]]] = {}  # by tenant and key
-        self._due_s = math.inf  # when the first open question is over
+        self._questions: OpenQuestions[_Question] = OpenQuestions(_OPEN)
         self._above: Generations[Name, bytes] = Generations(_FOLLOWED)  # of a last block, the one before it,
         self._below: Generations[Name, tuple[bytes, int]] = Generations(_FOLLOWED)  # and how many have followed that
         self._requests = self._asked = 0
@@ -72,14 +67,14 @@ class Ensemble(Predictor):
     def requested(self, request: Request, now_s: float) -> None:
         if not request.keys:
             return
-        if now_s > self._due_s:
-            self._close(now_s)
+        for question in self._questions.over(now_s):
+            self._score(question)
         self._seen(request)
         for member in self.members:
             member.requested(request, now_s)
         self._requests += 1
         every = _EVERY if self._requests > _FIRST else _EVERY_FIRST
-        if self._requests % every == 0 and len(self._open) < _OPEN:
+        if self._requests % every == 0 and self._questions.has_room:
             self._ask(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
@@ -94,10 +89,8 @@ class Ensemble(Predictor):
         gone = None if keys is None else list(keys)
         for member in self.members:
             member.forget(tenant, gone)
-        awaited = self._awaited.get(tenant, {})
-        for key in list(awaited) if gone is None else gone:
-            for question, at in awaited.pop(key, ()):
-                question.came[at] = None
+        for question, at in self._questions.taken(tenant, gone):
+            question.came[at] = None
         for key in [key for owner, key in self._known() if owner == tenant] if gone is None else gone:
             self._above.pop((tenant, key))
             self._below.pop((tenant, key))
@@ -110,13 +103,10 @@ class Ensemble(Predictor):
     def _seen(self, request: Request) -> None:
         """Which awaited chains the request uses."""
         tenant, keys = request.tenant, request.keys
-        awaited = self._awaited.get(tenant)
-        if awaited:
-            looked_at = reversed(keys) if len(keys) <= LOOKED_BACK else islice(reversed(keys), LOOKED_BACK)
-            for key in list(filter(awaited.__contains__, looked_at)):
-                for question, at in awaited.pop(key):
-                    if question.came[at] is not None:
-                        question.came[at] = 1.0
+        looked_at = reversed(keys) if len(keys) <= LOOKED_BACK else islice(reversed(keys), LOOKED_BACK)
+        for question, at in self._questions.taken(tenant, looked_at):
+            if question.came[at] is not None:
+                question.came[at] = 1.0
         if len(keys) > 2:  # the first block is no session's
             last, name = keys[-1], (tenant, keys[-2])
             self._above[tenant, last] = name[1]
@@ -132,32 +122,19 @@ class Ensemble(Predictor):
                 said = chances.setdefault((guess.tenant, guess.key), [-1.0] * len(self.members))
                 said[number] = guess.probability
         question = _Question(now_s + HORIZONS_S[horizon], horizon, chances)
-        for at, (tenant, key) in enumerate(question.names):
-            awaited = self._awaited.setdefault(tenant, {})
-            awaited.setdefault(key, []).append((question, at))
-            above = self._above.get((tenant, key))
-            if above is not None and (self._below.get((tenant, above)) or (b"", 0))[1] < SHARED_FAN:
-                awaited.setdefault(above, []).append((question, at))
-                question.awaited.append((tenant, above))
-        self._open.append(question)
-        self._due_s = min(self._due_s, question.due_s)
+        self._questions.ask(question, self._concerns(question.names))
         self._asked += 1
         for column in (self._predicted, self._came, self._guessed, self._loss):
             column[:, horizon] *= _DECAY
 
-    def _close(self, now_s: float) -> None:
-        """Count what came, and what did not, of the questions whose horizon is over."""
-        over = [each for each in self._open if each.due_s < now_s]
-        self._open = [each for each in self._open if each.due_s >= now_s]
-        for question in over:
-            self._score(question)
-            for tenant, key in question.awaited:
-                awaited = self._awaited.get(tenant, {})
-                asked = awaited.pop(key, ())
-                if left := [each for each in asked if each[0].due_s >= now_s]:
-                    awaited[key] = left
-        self._awaited = {tenant: awaited for tenant, awaited in self._awaited.items() if awaited}
-        self._due_s = min((each.due_s for each in self._open), default=math.inf)
+    def _concerns(self, names: Sequence[Name]) -> Iterator[tuple[Name, int]]:
+        """The blocks of which a request makes the guess of a chain come true: its last, and the one before if that is
+        no prefix of many."""
+        for at, (tenant, key) in enumerate(names):
+            yield (tenant, key), at
+            above = self._above.get((tenant, key))
+            if above is not None and (self._below.get((tenant, above)) or (b"", 0))[1] < SHARED_FAN:
+                yield (tenant, above), at
 
     def _score(self, question: _Question) -> None:
         horizon = question.horizon
@@ -189,7 +166,7 @@ class Ensemble(Predictor):
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         if limit < 1:
             return []
-        horizon = int(np.argmin([abs(math.log(max(horizon_s, 1e-3) / each)) for each in HORIZONS_S]))
+        horizon = nearest(horizon_s)
         weights = self.weights(horizon)
         found: dict[Name, list[tuple[float, float, Guess]]] = {}
         for number, member in enumerate(self.members):

@@ -5,12 +5,11 @@ decayed, by horizon): where the model foretells worse than session-return, it lo
 the model was trained with keeps session-return's chance, and so does one that an engine announced. Which chains are
 guessed, and when they are due, is session-return's.
 
-Owns losses and open questions. Bounded: `_OPEN` questions of `_NOTED` guesses.
+Owns losses. Bounded: `_OPEN` questions of `_NOTED` guesses.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,10 +18,10 @@ from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
 from kvstore_predictor.chain_rows import LEAST, ChainRows
 from kvstore_predictor.gittins import Floats
 from kvstore_predictor.pieces import within
+from kvstore_predictor.questions import HORIZONS_S, OpenQuestions, nearest
 from kvstore_predictor.return_trees import ReturnTrees
 from kvstore_predictor.session_return import SessionReturn
 
-HORIZONS_S = (10.0, 60.0, 300.0)
 _EVERY, _EVERY_FIRST, _FIRST = 256, 32, 1024  # requests from one question to the next, at first, and how long that is
 _OPEN, _NOTED = 64, 64  # questions, guesses
 _DECAY = 0.98  # of losses, a question of the same horizon
@@ -53,20 +52,18 @@ class Learned(Predictor):
         self._reset()
 
     def _reset(self) -> None:
-        self._open: list[_Question] = []
-        self._asked_for: dict[int, dict[bytes, list[tuple[_Question, int]]]] = {}  # by tenant and key
-        self._due_s = math.inf  # when the first open question is over
+        self._questions: OpenQuestions[_Question] = OpenQuestions(_OPEN)
         self._requests = self._asked = 0
 
     def requested(self, request: Request, now_s: float) -> None:
         if not request.keys:
             return
-        if now_s > self._due_s:
-            self._close(now_s)
+        for question in self._questions.over(now_s):
+            self._count(question)
         self._plain.requested(request, now_s)
         self._rows.requested(request.tenant, now_s)
         self._requests += 1
-        if self._requests % (_EVERY if self._requests > _FIRST else _EVERY_FIRST) == 0 and len(self._open) < _OPEN:
+        if self._requests % (_EVERY if self._requests > _FIRST else _EVERY_FIRST) == 0 and self._questions.has_room:
             self._ask(now_s)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
@@ -80,10 +77,8 @@ class Learned(Predictor):
         self._plain.forget(tenant, gone)
         if gone is None:
             self._rows.forget(tenant)
-        asked_for = self._asked_for.get(tenant, {})
-        for key in list(asked_for) if gone is None else gone:
-            for question, at in asked_for.pop(key, ()):
-                question.is_gone[at] = True
+        for question, at in self._questions.taken(tenant, gone):
+            question.is_gone[at] = True
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
         """What is known of each chain: what a model is trained with. The guesses are those of a model without trees,
@@ -106,33 +101,21 @@ class Learned(Predictor):
         slots = [sessions.by_end(guess.tenant, guess.key) for guess in asked]
         chances = np.stack([[guess.probability for guess in asked], self._model.chances(rows[judged])])
         question = _Question(now_s + horizon_s, horizon, slots, [guess.key for guess in asked], chances)
-        for at, (guess, slot) in enumerate(zip(asked, slots, strict=True)):
-            asked_for = self._asked_for.setdefault(guess.tenant, {})
-            asked_for.setdefault(guess.key, []).append((question, at))
-            above = sessions.above[slot]
-            if above is not None:
-                asked_for.setdefault(above, []).append((question, at))
-        self._open.append(question)
-        self._due_s = min(self._due_s, question.due_s)
+        concerns = (
+            ((guess.tenant, key), at)
+            for at, (guess, slot) in enumerate(zip(asked, slots, strict=True))
+            for key in (guess.key, sessions.above[slot])
+            if key is not None
+        )
+        self._questions.ask(question, concerns)
 
-    def _close(self, now_s: float) -> None:
-        """Count the losses of the questions whose horizon is over. A chain that is known no more has gone on."""
-        over = [each for each in self._open if each.due_s < now_s]
-        self._open = [each for each in self._open if each.due_s >= now_s]
+    def _count(self, question: _Question) -> None:
+        """The losses of a question that is over. A chain that is known no more has gone on."""
         last = self._plain.sessions.last
-        for question in over:
-            came = [last[slot] != key for slot, key in zip(question.slots, question.keys, strict=True)]
-            sure = np.clip(question.chances, LEAST, 1.0 - LEAST)
-            losses = -np.log(np.where(came, sure, 1.0 - sure))
-            self._losses[question.horizon] += losses[:, ~question.is_gone].sum(axis=1)
-        for tenant, asked_for in list(self._asked_for.items()):
-            for key, asked in list(asked_for.items()):
-                asked_for[key] = [each for each in asked if each[0].due_s >= now_s]
-                if not asked_for[key]:
-                    del asked_for[key]
-            if not asked_for:
-                del self._asked_for[tenant]
-        self._due_s = min((each.due_s for each in self._open), default=math.inf)
+        came = [last[slot] != key for slot, key in zip(question.slots, question.keys, strict=True)]
+        sure = np.clip(question.chances, LEAST, 1.0 - LEAST)
+        losses = -np.log(np.where(came, sure, 1.0 - sure))
+        self._losses[question.horizon] += losses[:, ~question.is_gone].sum(axis=1)
 
     # Answers
 
@@ -147,8 +130,7 @@ class Learned(Predictor):
 
     def say(self, horizon_s: float) -> float:
         """The model's share of a chance within `horizon_s`, from 0 to 1; the rest is session-return's."""
-        nearest = int(np.argmin([abs(math.log(max(horizon_s, LEAST) / each)) for each in HORIZONS_S]))
-        plain, model = self._losses[nearest]
+        plain, model = self._losses[nearest(horizon_s)]
         return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))
 
     def _mixed(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> list[Guess]:

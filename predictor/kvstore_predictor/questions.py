@@ -1,0 +1,73 @@
+"""Questions that a predictor asks itself: what it foretold now, held against what came once a horizon is over.
+
+Owns which questions are open, and which blocks concern them. Bounded: `most` questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+HORIZONS_S = (10.0, 60.0, 300.0)  # asked about in turn
+_LEAST_S = 1e-6
+Name = tuple[int, bytes]  # tenant and block
+
+
+class Dated(Protocol):
+    """A question, whose horizon is over after `due_s`."""
+
+    due_s: float
+
+
+Question = TypeVar("Question", bound=Dated)
+
+
+def nearest(horizon_s: float) -> int:
+    """The number of the horizon that is like this one."""
+    return min(range(len(HORIZONS_S)), key=lambda number: abs(math.log(max(horizon_s, _LEAST_S) / HORIZONS_S[number])))
+
+
+class OpenQuestions(Generic[Question]):
+    """Guesses of a question are named by their places in it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: list[tuple[Question, list[Name]]] = []
+        self._by_block: dict[int, dict[bytes, list[tuple[Question, int]]]] = {}
+        self._due_s = math.inf  # when the first is over
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._open) < self._most
+
+    def ask(self, question: Question, concerns: Iterable[tuple[Name, int]]) -> None:
+        """Open it. `concerns`: a block, and the place of a guess that it says something of."""
+        names: list[Name] = []
+        for (tenant, key), at in concerns:
+            self._by_block.setdefault(tenant, {}).setdefault(key, []).append((question, at))
+            names.append((tenant, key))
+        self._open.append((question, names))
+        self._due_s = min(self._due_s, question.due_s)
+
+    def taken(self, tenant: int, keys: Iterable[bytes] | None) -> Iterator[tuple[Question, int]]:
+        """The open guesses that these blocks (None: all) of a tenant concern. They concern none any more."""
+        by_block = self._by_block.get(tenant)
+        if by_block:
+            for key in list(by_block if keys is None else filter(by_block.__contains__, keys)):
+                yield from by_block.pop(key, ())
+
+    def over(self, now_s: float) -> list[Question]:
+        """Close those whose horizon is over."""
+        if now_s <= self._due_s:
+            return []
+        over = [each for each in self._open if each[0].due_s < now_s]
+        self._open = [each for each in self._open if each[0].due_s >= now_s]
+        for _, names in over:
+            for tenant, key in names:
+                by_block = self._by_block.get(tenant, {})
+                if left := [each for each in by_block.pop(key, ()) if each[0].due_s >= now_s]:
+                    by_block[key] = left
+        self._by_block = {tenant: by_block for tenant, by_block in self._by_block.items() if by_block}
+        self._due_s = min((question.due_s for question, _ in self._open), default=math.inf)
+        return [question for question, _ in over]
