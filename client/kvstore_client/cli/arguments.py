@@ -123,6 +123,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def words_for_kvstored(argv: Sequence[str]) -> list[str]:
     """What the program kvstored is called with for a command line that concerns recordings; [] for another one. Of
     what kvctl takes before the action, only --json has a meaning there."""
+    if not any(action in argv for action in OF_RECORDINGS):  # nearly always: no parser is made for nothing
+        return []
     parser = Parser(add_help=False)
     _common_options(parser, first=True)
     parser.add_argument("command", choices=["predictor"])

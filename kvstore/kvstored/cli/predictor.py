@@ -125,29 +125,19 @@ def _no_gain(out: Path) -> str:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from kvstore_console.progress import Progress
-    from kvstored.simulator.judging import HORIZONS_S, Judged, judge
+    from kvstored.simulator.judging import judge_all
     from kvstored.simulator.predictor_card import rows_of, table
 
-    seen: dict[str, dict[float, Judged]] = {}
     try:
         if not 0 <= arguments.learn < 1:
             raise ValueError(f"--learn {arguments.learn:g}: a share of the requests, from 0 to less than 1")
         makers = _makers(arguments)
         with Progress("kvstored predictor") as progress:
             traces = _read(arguments, progress.advance)
-            for name, make in makers.items():
-                seen[name] = {horizon_s: Judged() for horizon_s in HORIZONS_S}
-                for trace in traces:
-                    found = judge(
-                        trace,
-                        make(),
-                        arguments.learn,
-                        arguments.questions,
-                        partial(progress.advance, f"judging {name}"),
-                    )
-                    for horizon_s, judged in found.items():
-                        seen[name][horizon_s].foretold += judged.foretold
-                        seen[name][horizon_s].came += judged.came
+            seen = {
+                name: judge_all(traces, make, arguments.learn, arguments.questions, progress.advance)
+                for name, make in makers.items()
+            }
     except ValueError as error:
         return mistake(str(error))
     rows = rows_of(seen)

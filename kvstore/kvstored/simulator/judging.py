@@ -7,8 +7,9 @@ one: a last block is often partial. Answers are reported 20 ms a token later, re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -158,6 +159,24 @@ def judge(
                 found = predictor.guesses(now_s, horizon_s, ALL)
                 judged.foretold += [guess.probability for guess in found]
                 judged.came += [uses.is_within(guess.key, now_s, horizon_s) for guess in found]
+    return seen
+
+
+def judge_all(
+    traces: Sequence[Trace],
+    make: Callable[[], Predictor],
+    learn: float,
+    questions: int,
+    progress: Callable[[str, int, int], None],
+) -> dict[float, Judged]:
+    """As `judge`, of a predictor of its own on each trace, all together."""
+    seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
+    for trace in traces:
+        predictor = make()
+        found = judge(trace, predictor, learn, questions, partial(progress, f"judging {predictor.name}"))
+        for horizon_s, judged in found.items():
+            seen[horizon_s].foretold += judged.foretold
+            seen[horizon_s].came += judged.came
     return seen
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore_predictor.base import Array
+from kvstore_predictor.base import Array, Predictor
 from kvstore_predictor.learned import Learned
 from kvstore_predictor.return_trees import ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.simulator.fitting import Rows, fitted
-from kvstored.simulator.judging import ALL, HORIZONS_S, Judged, Uses, events, judge, question_times
+from kvstored.simulator.judging import ALL, Judged, Uses, events, judge_all, question_times
 from kvstored.simulator.trace import Trace
 
 FITTED, CHOSEN = 0.6, 0.75  # of the requests: up to here for fitting, up to here for choosing; the rest judges
@@ -60,16 +60,8 @@ def train(traces: Sequence[Trace], progress: Progress) -> Trained:
         )
     arrays = fitted(first, second, lambda done, total: progress("fitting", done, total))
     model = ReturnTrees(arrays)
-    learned, plain = ({horizon_s: Judged() for horizon_s in HORIZONS_S} for _ in range(2))
-    for trace in traces:
-        for seen, predictor in ((learned, Learned(model)), (plain, SessionReturn())):
-            found = judge(
-                trace, predictor, CHOSEN, JUDGING,
-                lambda done, total, name=predictor.name: progress(f"judging {name}", done, total),  # type: ignore[misc]
-            )  # fmt: skip
-            for horizon_s, judged in found.items():
-                seen[horizon_s].foretold += judged.foretold
-                seen[horizon_s].came += judged.came
+    makers: tuple[Callable[[], Predictor], ...] = (lambda: Learned(model), SessionReturn)
+    learned, plain = (judge_all(traces, make, CHOSEN, JUDGING, progress) for make in makers)
     return Trained(arrays, len(first.came), len(second.came), returned, learned, plain)
 
 
