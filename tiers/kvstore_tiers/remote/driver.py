@@ -1,0 +1,74 @@
+"""The contract of a driver: values by name in a store on another machine, or in another process of this one.
+
+A driver runs in a worker process of its tier (`worker.py`), never in the daemon: its library may hold the GIL, hang or
+crash. It knows names and bytes. What a name or a value means, whether a value is whole and whose it is, is judged by
+its caller, who believes nothing that a driver returns.
+
+Obligations
+- Methods are called from several threads at once and wait. A call takes no longer than the `timeout_s` that the driver
+  was opened with; then it raises TimeoutError.
+- A call that fails as a whole raises OSError (ConnectionError where the store cannot be reached). A driver connects
+  again by itself: a later call succeeds once the store is back, without help.
+- The store may forget values at any time. A value is never seen half written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+NAME_CHARACTERS = 48  # lower-case hexadecimal digits
+
+
+class Placed(NamedTuple):
+    """A value's name, and the memory that it is read into or written from."""
+
+    name: str
+    memory: memoryview
+
+
+class Written(Enum):
+    STORED = "stored"
+    EXISTS = "exists"  # a value of this name was there, and still is
+    NO_ROOM = "no room"  # the store is full, and refused this one
+
+
+class Driver(ABC):
+    """`largest_value_bytes`: no longer value is ever written. `evicts`: the store makes room by itself; where it does
+    not, the caller removes what leaves its tier."""
+
+    largest_value_bytes: int
+    evicts: bool
+
+    def lend(self, memory: memoryview) -> None:  # noqa: B027  # optional
+        """Called once before all else: every `Placed.memory` will be a part of this, so that a library may register
+        it."""
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Bytes of each value; 0 where there is none."""
+
+    @abstractmethod
+    def read(self, wanted: Sequence[Placed]) -> list[int]:
+        """Copy each value to the front of its memory. Returns the bytes of each value, 0 where there is none. A value
+        longer than its memory is not copied; its length is returned all the same."""
+
+    @abstractmethod
+    def write(self, values: Sequence[Placed]) -> list[Written]:
+        """Store each value whose name is not taken; `values` are in the order of their chain. Of several writers of
+        one name exactly one has STORED. Keeps no view of the memory."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget these values, where there are any: once this returns, no read of this or another client finds them,
+        and the store keeps no bytes of them that a client could ask for."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Raise OSError unless the store answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent. Values stay."""
