@@ -46,7 +46,7 @@ from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit
+from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard
 from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
@@ -106,6 +106,9 @@ class Store:
         self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
+        self.discard = list(self.retire)  # for blocks that are removed by order
+        for position, tier in self.keyed.items():
+            self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
