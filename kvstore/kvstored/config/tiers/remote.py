@@ -92,9 +92,10 @@ class RemoteSection(TierSection):
         def is_plain(digest: bytes) -> bool:
             return (mode_of(digest) or (ENCRYPTED if self.encrypt else PLAIN)) == PLAIN
 
+        credentials = read_credentials(f"{self.name}.credentials_file", self.credentials_file)
         store = RemoteStore(
             self.name, self.url, secret=start.cluster.secret, is_plain=is_plain, timeout_s=self.timeout_ms / 1000,
-            exchange_bytes=self.exchange_bytes, credentials=read_credentials(f"{self.name}.credentials_file", self.credentials_file),
+            exchange_bytes=self.exchange_bytes, credentials=credentials,
         )  # fmt: skip
         return KeyedTier(store, self.capacity_bytes, refuses=lambda digest: mode_of(digest) == OFF)
 
