@@ -91,7 +91,8 @@ def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Ta
                 f"{source}: tier.name {name!r}: 1 to 16 lower-case letters, digits, '_', '-', a letter first"
             )
         need(names.count(name) == 1, f"{source}: tier {name!r} is listed twice")
-        is_taken = (name in _TAKEN and name != entry.get("kind")) or (name in merged and "kind" not in merged[name])
+        known = merged.get(name, entry)
+        is_taken = (name in _TAKEN and name != known.get("kind")) or (name in merged and "kind" not in known)
         need(not is_taken, f"{source}: tier.name {name!r} is taken")
         yield name, {key: value for key, value in entry.items() if key != "name"}
 

@@ -75,7 +75,7 @@ class _Running:
         call = _Call()
         with self._lock:
             if self.is_dead:
-                raise ConnectionError(errno.ECONNRESET, self.refused or f"the worker of {self._name} has died")
+                raise ConnectionError(errno.ECONNRESET, self.why_dead())
             self._last += 1
             self._calls[self._last] = call
             with contextlib.suppress(OSError):  # its death is noticed by the receiving thread
@@ -116,7 +116,10 @@ class _Running:
             calls, self._calls = self._calls, {}
         self._ready.end({})
         for call in calls.values():
-            call.end({"error": f"the worker of {self._name} has died", "errno": errno.ECONNRESET})
+            call.end({"error": self.why_dead(), "errno": errno.ECONNRESET})
+
+    def why_dead(self) -> str:
+        return self.refused or f"the worker of {self._name} has died"
 
 
 class WorkerProcess:
@@ -166,7 +169,7 @@ class WorkerProcess:
                 self._refused_before = running.refused
                 _LOG.error("tier %s cannot be used: %s", self._name, running.refused)
             if time.monotonic() - running.began_s < PAUSE_S:
-                raise ConnectionError(errno.ECONNRESET, running.refused or f"the worker of {self._name} has died")
+                raise ConnectionError(errno.ECONNRESET, running.why_dead())
             self.restarts += 1
             self._running = _Running(self._name, self._settings, self._memory_fd)
             return self._running
