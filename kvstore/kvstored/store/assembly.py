@@ -20,6 +20,7 @@ from kvstored.config import Config, ConfigError
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
+from kvstored.store.degraded.breaker import LAST_PROBE_S
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
@@ -53,6 +54,7 @@ from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
+KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
@@ -135,7 +137,7 @@ class Store:
 
         return TierBreaker(
             self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
-            self.counters, on_open,
+            self.counters, on_open, KEYED_LAST_PROBE_S if position in self.keyed else LAST_PROBE_S,
         )  # fmt: skip
 
     def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed, PrefetchState]:
