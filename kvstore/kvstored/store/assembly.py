@@ -20,6 +20,7 @@ from kvstored.config import Config, ConfigError
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
+from kvstored.store.degraded.breaker import LAST_PROBE_S
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
@@ -46,13 +47,14 @@ from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit
+from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard
 from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
+KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
@@ -106,6 +108,9 @@ class Store:
         self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
+        self.discard = list(self.retire)  # for blocks that are removed by order
+        for position, tier in self.keyed.items():
+            self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
@@ -132,7 +137,7 @@ class Store:
 
         return TierBreaker(
             self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
-            self.counters, on_open,
+            self.counters, on_open, KEYED_LAST_PROBE_S if position in self.keyed else LAST_PROBE_S,
         )  # fmt: skip
 
     def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed, PrefetchState]:

@@ -38,5 +38,5 @@ class Operations:
             prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self.delete = Delete(
-            residency, store.writeback, [*store.keyed.values()], store.retire, store.completions, clock, deletions
+            residency, store.writeback, [*store.keyed.values()], store.discard, store.completions, clock, deletions
         )
