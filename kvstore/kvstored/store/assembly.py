@@ -29,6 +29,7 @@ from kvstored.store.prefetch.guarded import Guarded, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
+from kvstored.store.remote.absences import Absences
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
@@ -89,6 +90,7 @@ class Store:
         self.host = host = cast(HostTier, tiers[MAPPED])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
         self.keyed = {position: tier for position, tier in enumerate(tiers) if isinstance(tier, KeyedTier)}
+        self.absences = Absences()
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
@@ -155,7 +157,12 @@ class Store:
             settings, guarded, residency, self.promoter, self.policies, self.clock, recent, accounts
         )  # fmt: skip
         feed = Feed(residency, self.policies, guarded, recent, prefetcher)
-        residency.forget_with(feed.forgotten)
+
+        def forget(tenant: int, keys: Sequence[bytes] | None) -> None:
+            feed.forgotten(tenant, keys)
+            self.absences.forget(tenant, keys)
+
+        residency.forget_with(forget)
         return prefetcher, feed, PrefetchState(guarded, recent, accounts)
 
     def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
