@@ -22,6 +22,7 @@ from kvstored.config.schema import Config, PrefetchSection, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
+from kvstored.config.tiers.remote import MODES
 from kvstored.config.written import TENANT, names_in, written
 from kvstored.predictor_names import LEARNED, PREDICTORS
 
@@ -133,6 +134,7 @@ def _check(config: Config) -> None:
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
+        one_of(f"tenant {tenant.name}: remote", tenant.remote, ("", *MODES))
     need(
         limits.max_block_bytes <= MAX_BLOCK_BYTES,
         f"limits.max_block {human_bytes(limits.max_block_bytes)} is over {human_bytes(MAX_BLOCK_BYTES)}",

@@ -113,8 +113,15 @@ class UnarySection:
 
 
 @dataclass(frozen=True)
+class ClusterSection:
+    """`secret_file`: shared by the nodes that may read each other's blocks in remote tiers; None: this node alone."""
+
+    secret_file: Path | None
+
+
+@dataclass(frozen=True)
 class TenantSection:
-    """One listed tenant; maxima of 0 mean no limit of its own."""
+    """One listed tenant; maxima of 0 mean no limit of its own. `remote`: how its blocks are in remote tiers."""
 
     name: str
     uids: tuple[int, ...] = ()
@@ -124,6 +131,7 @@ class TenantSection:
     host_min_bytes: int = 0
     durability: str = ""
     put_in_place: bool | None = None  # None: as [put] says
+    remote: str = ""  # "": as the tier says
 
 
 class Written(NamedTuple):
@@ -157,6 +165,7 @@ class Config:
     index: IndexSection
     unary: UnarySection
     metrics: MetricsSection
+    cluster: ClusterSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

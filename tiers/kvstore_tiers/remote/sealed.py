@@ -37,7 +37,7 @@ from kvstore_tiers.remote.driver import NAME_CHARACTERS
 HEAD_BYTES, TAG_BYTES = 48, 16
 MAGIC, VERSION = b"KVR1", 1
 PLAIN, AES_GCM = 0, 1
-_HEAD = struct.Struct("<4sBBHQ16s12sI")
+_HEAD, _TAIL = struct.Struct("<4sBBHQ16s12sI"), struct.Struct(f"{TAG_BYTES}s")
 _TENANTS_KEPT = 1024
 assert _HEAD.size == HEAD_BYTES
 
@@ -69,7 +69,7 @@ class Sealer:
         already: `image` is that part of it."""
         if plain:
             _HEAD.pack_into(value, 0, MAGIC, VERSION, PLAIN, 0, len(image), bytes(16), bytes(12), 0)
-            value[-TAG_BYTES:] = bytes(TAG_BYTES)
+            _TAIL.pack_into(value, len(value) - TAG_BYTES, bytes(TAG_BYTES))
             return
         salt, nonce = os.urandom(16), os.urandom(12)
         _HEAD.pack_into(value, 0, MAGIC, VERSION, AES_GCM, 0, len(image), salt, nonce, 0)

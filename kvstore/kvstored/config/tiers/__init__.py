@@ -5,12 +5,23 @@ A new kind costs its file, its import and its entry in `KINDS`.
 
 from typing import Final
 
-from kvstored.config.tiers.base import Machine, Start, TierSection
+from kvstored.config.tiers.base import Cluster, Machine, Start, TierSection
 from kvstored.config.tiers.memory import MemorySection
 from kvstored.config.tiers.nvme import NvmeSection
+from kvstored.config.tiers.remote import RemoteSection
 from kvstored.config.tiers.shared import SharedSection
 
-__all__ = ["KINDS", "Machine", "MemorySection", "NvmeSection", "SharedSection", "Start", "TierSection"]
+__all__ = [
+    "KINDS",
+    "Cluster",
+    "Machine",
+    "MemorySection",
+    "NvmeSection",
+    "RemoteSection",
+    "SharedSection",
+    "Start",
+    "TierSection",
+]
 
 KINDS: Final[dict[str, type[TierSection]]] = {
     kind.KIND: kind
@@ -18,5 +29,6 @@ KINDS: Final[dict[str, type[TierSection]]] = {
         SharedSection,
         MemorySection,
         NvmeSection,
+        RemoteSection,
     )
 }
