@@ -177,6 +177,7 @@ class Discovery:
         def heard(_: asyncio.Future[list[int]]) -> None:
             self._owed[position].remove(began_s)
             self.times[position].add(loop.time() - began_s)
+            self._promoter.answered(position, loop.time() - began_s)
             if breaker is not None:
                 breaker.forgo(number)
 

@@ -211,6 +211,10 @@ class Promoter:
     def breaker_of(self, position: int) -> TierBreaker | None:
         return self._links[position].breaker
 
+    def answered(self, position: int, seconds: float) -> None:
+        """The tier at `position` answered a question after so long: no read there can be expected to be faster."""
+        self._links[position].lane.answered(seconds)
+
     def load_us(self, position: int, payload_bytes: int) -> float:
         """What loading a block of that size from there takes, once those before it are loaded."""
         return self._links[position].lane.estimate_us(slot_bytes(payload_bytes), queued=False)
