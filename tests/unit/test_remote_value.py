@@ -84,7 +84,7 @@ def test_a_store_that_loads_slower_than_computing_does_not_pay() -> None:
     value.answered(0, BLOCKS, BLOCKS, BLOCKS * NBYTES)
     assert value.block_bytes(0) == NBYTES
     assert judge(value, times, load_us=1000) is Verdict.WAIT
-    assert judge(value, times, load_us=TOKENS * 50 + 1) is Verdict.NO
+    assert judge(value, times, load_us=BLOCKS * TOKENS * 50) is Verdict.NO
 
 
 def test_no_request_waits_for_answers_that_take_longer_than_any_deadline() -> None:

@@ -181,6 +181,11 @@ class KeyedTier(Tier):
 
     # Blocks that others stored
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a question would not wait for the store to start."""
+        return self._store.is_ready
+
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
         """Payload bytes of each block of the tenant that the store has; -1 where it has none, or cannot say. `done` is
         called from a thread of the tier's own."""

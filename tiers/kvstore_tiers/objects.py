@@ -29,6 +29,11 @@ class ObjectStore(ABC):
     name: str
     largest_bytes: int
 
+    @property
+    def is_ready(self) -> bool:
+        """False while it starts: an operation would wait for that."""
+        return True
+
     @abstractmethod
     def sizes(self, names: Sequence[bytes]) -> list[int]:
         """Bytes of each object; 0 where there is none."""

@@ -68,6 +68,10 @@ class _Running:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.ended.is_set() and not self.is_dead
+
     def call(self, message: Message, wait_s: float) -> Message:
         """The answer. Raises OSError where the worker refuses to serve, hangs or dies."""
         if not self._ready.ended.wait(START_S):
@@ -134,6 +138,12 @@ class WorkerProcess:
         self._refused_before = ""
         self._running: _Running | None = _Running(name, settings, self._memory_fd)
         self.restarts = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker that runs now has opened its driver."""
+        running = self._running
+        return running is not None and running.is_ready
 
     @property
     def pid(self) -> int | None:

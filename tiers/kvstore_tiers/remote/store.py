@@ -36,6 +36,10 @@ class RemoteStore(ObjectStore):
         self._worker = WorkerProcess(name, settings, self._exchange.fd)
 
     @property
+    def is_ready(self) -> bool:
+        return self._worker.is_ready
+
+    @property
     def worker_pid(self) -> int | None:
         return self._worker.pid
 

@@ -103,7 +103,7 @@ class Discovery:
         if self._absences.covers(tenant, first, self._clock.monotonic_ns()):
             self._counters.add("discovery_known_absent")
             return None
-        nbytes = self.value.block_bytes(tenant)
+        nbytes = round(self.value.expected_blocks(tenant, blocks) * self.value.block_bytes(tenant))
         load_us = self._promoter.load_us(positions[0], nbytes) if nbytes else 0.0
         verdict = self.value.judge(tenant, blocks, tokens, load_us, times)
         if verdict is Verdict.NO:
@@ -124,7 +124,8 @@ class Discovery:
     def _may_be_asked(self, position: int, client: Client) -> bool:
         if len(self._owed[position]) >= MOST_OWED or not self._promoter.reads_from(position):
             return False
-        return not self._tiers[position].refuses(client.tenant.digest)
+        tier = self._tiers[position]
+        return tier.is_ready and not tier.refuses(client.tenant.digest)
 
     def _is_behind(self, position: int) -> bool:
         """Whether a tier owes an answer that should have come: no request waits for another one meanwhile."""

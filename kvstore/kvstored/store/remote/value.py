@@ -20,7 +20,8 @@ _PRIOR_ASKED, _PRIOR_FOUND = 16.0, 8.0  # blocks, before anything is known
 _REMEMBERED, _FEW = 64, 8  # answers
 _QUANTILE, _SLACK = 0.9, 2.0  # the deadline is so many times what so many answers took at most
 _PRIOR_S = 0.001
-_WEIGHT = 1 / 8
+_WEIGHT, _QUICK_WEIGHT = 1 / 8, 1 / 2  # of an answer that took longer than expected, and of one that did not: a store
+# that was away is as quick as before when it is back
 
 
 class Verdict(Enum):
@@ -38,7 +39,10 @@ class AnswerTimes:
         self.deadline_s = DEADLINE_MS / 1000
 
     def add(self, seconds: float) -> None:
-        self.expected_s = seconds if not self._recent else self.expected_s + _WEIGHT * (seconds - self.expected_s)
+        if not self._recent:
+            self.expected_s = seconds
+        else:
+            self.expected_s += (_WEIGHT if seconds > self.expected_s else _QUICK_WEIGHT) * (seconds - self.expected_s)
         self._recent.append(seconds)
         if len(self._recent) >= _FEW:
             ordered = sorted(self._recent)
@@ -77,13 +81,18 @@ class RemoteValue:
         known.declined += 1
         return True
 
+    def expected_blocks(self, tenant: int, blocks: int) -> float:
+        """How many of so many missing blocks a question is expected to find."""
+        known = self._tenants.get(tenant)
+        return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
+
     def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> Verdict:
-        """Whether to ask for `blocks` missing blocks; `load_us`: what loading one takes."""
+        """Whether to ask for `blocks` missing blocks; `load_us`: what loading those takes that are expected."""
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant()
-        saved_us = block_tokens * self._saved_us_per_token - load_us
-        if blocks * known.found / known.asked * saved_us > times.expected_s * 1e6:
+        computed_us = self.expected_blocks(tenant, blocks) * block_tokens * self._saved_us_per_token
+        if computed_us - load_us > times.expected_s * 1e6:
             return Verdict.WAIT if times.expected_s <= DEADLINE_MS / 1000 else Verdict.ASIDE
         known.hopeless = blocks * block_tokens
         known.declined += 1
