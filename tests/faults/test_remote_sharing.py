@@ -64,6 +64,40 @@ def test_all_shares_what_is_put_and_another_node_finds_it(tmp_path: Path, mode: 
     run(tmp_path / "second", second, store, EVICTED)
 
 
+def test_an_answer_that_comes_late_is_there_for_the_next_request(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def first(driven: DrivenStore) -> None:
+        await driven.put(keys_of(1, BLOCKS), DurabilityMode.NONE)
+        await shared_all(driven)
+
+    async def second(driven: DrivenStore) -> None:
+        store.hang()
+        assert (await driven.get(keys_of(1, BLOCKS))).blocks == 0
+        store.let_go()
+        await driven.small.until(lambda: driven.small.store.counters["discovered_blocks"] == BLOCKS)
+        questions = driven.small.store.counters["discovery_questions"]
+        assert (await driven.get(keys_of(1, BLOCKS))).blocks == BLOCKS
+        assert driven.small.store.counters["discovery_questions"] == questions
+
+    async def third(driven: DrivenStore) -> None:
+        store.hang()
+        keys = keys_of(1, BLOCKS)
+        assert (await driven.get(keys)).blocks == 0
+        deleting = asyncio.create_task(driven.operations.delete.delete(driven.client, keys))
+        await asyncio.sleep(0.01)
+        driven.small.residency.forget(driven.client.tenant_id, tuple(keys))
+        store.let_go()
+        await deleting
+        await driven.small.settle()
+        assert driven.small.store.counters["discovered_blocks"] == 0, "a deletion overtook the answer"
+        assert (await driven.get(keys)).blocks == 0
+
+    run(tmp_path / "first", first, store, ALL)
+    run(tmp_path / "second", second, store, EVICTED)
+    run(tmp_path / "third", third, store, EVICTED)
+
+
 def test_reused_shares_what_is_used_again_with_the_blocks_before_it(tmp_path: Path) -> None:
     store = LossyStore()
 

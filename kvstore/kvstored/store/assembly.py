@@ -61,7 +61,8 @@ from kvstored.telemetry import Counters, Flows
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
-KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US = 200e6, 2000.0  # before the first read: no engine should wait for a hope
+# Before the first read no engine should wait for a hope; after it, what was seen says more.
+KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
@@ -98,7 +99,9 @@ class Store:
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[MAPPED])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
-        self.keyed = {position: tier for position, tier in enumerate(tiers) if isinstance(tier, KeyedTier)}
+        self.keyed = {
+            position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
+        }
         self.absences = Absences()
         self._remote_writes = remote_writes
         self.counters = Counters()
@@ -303,7 +306,10 @@ class Store:
             quiet_s=movement.prefetch_quiet_ms / 1000,
             prefetch_item_bytes=limits.max_block_bytes + 8192,
         )
-        keyed = replace(settings, prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US)
+        keyed = replace(
+            settings, prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
+            prior_bytes=KEYED_PRIOR_BYTES,
+        )  # fmt: skip
         lanes: list[Lane[Transfer]] = []
         for lower in range(1, len(self.tiers)):
             upper = MAPPED if lower == self.residency.durable else lower - 1

@@ -66,7 +66,9 @@ class Lane(Generic[Work]):
         )
         self._aged_credit_bytes = 0.0
         self._meter = RateMeter()
-        self._service = ServiceModel(self.settings.prior_bytes_per_s, self.settings.prior_latency_us)
+        self._service = ServiceModel(
+            self.settings.prior_bytes_per_s, self.settings.prior_latency_us, self.settings.prior_bytes
+        )
         self._queued_bytes = [0] * len(Priority)
         self._in_flight = [0] * len(Priority)
         self._in_flight_bytes = 0

@@ -73,8 +73,8 @@ class ServiceModel:
     _MEMORY_BYTES = 256 << 20
     _WEIGHT = 1 / 32
 
-    def __init__(self, prior_bytes_per_s: float, prior_latency_us: float) -> None:
-        self._bytes = float(self._MEMORY_BYTES) / 16  # the prior counts as 16 MiB seen
+    def __init__(self, prior_bytes_per_s: float, prior_latency_us: float, prior_bytes: int = 16 << 20) -> None:
+        self._bytes = float(prior_bytes)  # the prior counts as so much seen
         self._busy_ns = self._bytes * NS_PER_S / prior_bytes_per_s
         self._latency_ns = prior_latency_us * 1000
         self._since_ns = 0
