@@ -91,7 +91,9 @@ class Bucket(Objects):
         if "NoSuchBucket" in text or "ContainerNotFound" in text:
             return OSError(errno.ENOENT, f"{self._where}: there is no such bucket ({said}); create it first")
         if any(sign in text for sign in _REFUSED) or "403 Forbidden" in text or "401 Unauthorized" in text:
-            return OSError(errno.EACCES, f"{self._where}: access refused ({said}); check the credentials and the policy")
+            return OSError(
+                errno.EACCES, f"{self._where}: access refused ({said}); check the credentials and the policy"
+            )
         if any(sign in text for sign in _NO_ROOM):
             return OSError(errno.ENOSPC, f"{self._where}: no room ({said})")
         if "operation timed out" in text:
