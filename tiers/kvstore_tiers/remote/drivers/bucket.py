@@ -139,7 +139,7 @@ def _opened(where: str, options: Mapping[str, str], timeout_s: float) -> Any:
     }
     config: Any = {key: value for key, value in options.items() if key not in _OF_CLIENT}
     try:
-        return store.from_url(where, config=config, client_options=client, retry_config=retries)  # type: ignore[arg-type]
+        return store.from_url(where, config=config, client_options=client, retry_config=retries)
     except (exceptions.BaseError, TypeError) as error:
         raise ValueError(f"{where}: {str(error).partition(chr(10))[0]}") from None
 
