@@ -16,6 +16,7 @@ from obstore import exceptions, store
 from kvstore_tiers.remote.drivers.runs.objects import Listed, Objects
 
 PART_BYTES: Final = 8 << 20  # of a multipart write
+_DIRECTORY_SPAN_BYTES: Final = 2 << 20  # what was read is still in the processor's cache when it is copied
 _LONGEST_REQUEST_S: Final = 30.0  # of the index, where calls are shorter
 _OF_CLIENT: Final = {"allow_http", "allow_invalid_certificates", "proxy_url"}
 _DETAIL: Final = re.compile(r"<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)")
@@ -31,6 +32,8 @@ class Bucket(Objects):
         self, url: str, options: Mapping[str, str], credentials: Mapping[str, str], *, timeout_s: float
     ) -> None:
         self._where = url.partition("?")[0]
+        if urlsplit(url).scheme == "file":
+            self.span_bytes = _DIRECTORY_SPAN_BYTES
         self._store = _opened(self._where, {**options, **credentials}, timeout_s)
 
     async def list(self, folder: str, after: str = "") -> list[Listed]:
@@ -82,7 +85,7 @@ class Bucket(Objects):
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (exceptions.BaseError, FileNotFoundError, NotImplementedError, PermissionError) as error:
+        except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
             raise self._as_os_error(str(error)) from None
 
     def _as_os_error(self, text: str) -> OSError:

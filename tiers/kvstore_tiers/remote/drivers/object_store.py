@@ -6,11 +6,11 @@
 `credentials` and further options have obstore's names (`access_key_id`, `secret_access_key`, `session_token`, …); what
 is not given is taken from the environment as obstore does. `index_age_s` (default 2) is this driver's own.
 
-    PREFIX/runs/<id>           values of one write, one behind the other; never changed
+    PREFIX/runs/<id>           values of one write, one behind the other, about 8 MiB; never changed
     PREFIX/log/<number>        where they are, and what was dropped (runs/log.py)
     PREFIX/checkpoints/<n>     all of that up to change n
 
-A write costs two requests (a run over 8 MiB is a multipart write), a read one for each stretch of a run, `sizes` one
+A write costs one request for each 8 MiB and one for the change, a read one for each stretch of a run, `sizes` one
 listing at most in `index_age_s`. A change that another node made less than `index_age_s` ago may be unknown to `sizes`,
 and a new value to `read`; what `remove` removed is not read by anyone from then on, as its bytes are gone. `write` and
 `remove` are exact at any age, as the log is. Where the object of a run is gone (a lifecycle rule), its values are.
@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers.bucket import Bucket, split_options
-from kvstore_tiers.remote.drivers.runs.changes import RUN_ID_BYTES, AddedRun, Change, rows_of
+from kvstore_tiers.remote.drivers.runs.changes import AddedRun, Change
 from kvstore_tiers.remote.drivers.runs.log import Log, run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
-from kvstore_tiers.remote.drivers.runs.reading import Wanted, read_runs
+from kvstore_tiers.remote.drivers.runs.reading import Wanted, read_runs, write_runs
 from kvstore_tiers.remote.drivers.runs.values import Drop
 
 INDEX_AGE_S: Final = 2.0
@@ -93,10 +92,14 @@ class ObjectStoreDriver(Driver):
         with self._closing:
             if self._loop.is_closed():
                 return
-            asyncio.run_coroutine_threadsafe(self._log.stop(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _end(self) -> None:
+        await self._log.stop()
+        await self._loop.shutdown_default_executor()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
@@ -148,7 +151,8 @@ class ObjectStoreDriver(Driver):
         await self._log.refresh(self._index_age_s)
         known = self._log.values
         new: dict[bytes, tuple[int, memoryview]] = {}
-        for at, (name, placed) in enumerate(zip(_keys([value.name for value in values]), values, strict=True)):
+        names = _keys([value.name for value in values])
+        for at, (name, placed) in enumerate(zip(names, values, strict=True)):
             if len(placed.memory) > LARGEST_VALUE_BYTES:
                 raise ValueError(f"a value of {len(placed.memory)} bytes: at most {LARGEST_VALUE_BYTES}")
             if name not in known:
@@ -156,28 +160,30 @@ class ObjectStoreDriver(Driver):
         answers = [Written.EXISTS] * len(values)
         if not new:
             return answers
-        run_id = secrets.token_hex(RUN_ID_BYTES)
-        rows = rows_of(list(new), [len(memory) for _, memory in new.values()])
+        added: list[AddedRun] = []
 
         def change() -> Change | None:
-            taken = [known.find(name) for name in new]
-            if all(taken) or any(_is_at(place, run_id) for place in taken):
-                return None
-            rows["live"] = [place is None for place in taken]
-            return Change((), (AddedRun(run_id, rows),))
+            places = [(name, known.find(name)) for name in new]
+            if any(place is not None and place.run_id in own for _, place in places):
+                return None  # this change is appended, though its answer was lost
+            free = {name for name, place in places if place is None}
+            for run in added:
+                run.rows["live"] = [name in free for name in run.rows["name"].tolist()]
+            return Change((), added) if free else None
 
         try:
-            await self._objects.put(run_key(run_id), b"".join(memory for _, memory in new.values()))
+            added += await write_runs(self._objects, [(name, memory) for name, (_, memory) in new.items()])
+            own = {run.run_id for run in added}
             await self._log.append(change)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                return [Written.NO_ROOM if name in new else Written.EXISTS for name in _keys([v.name for v in values])]
-            raise
+            if error.errno != errno.ENOSPC:
+                raise
+            return [Written.NO_ROOM if name in new else Written.EXISTS for name in names]
         for name, (at, _) in new.items():
-            if _is_at(known.find(name), run_id):
+            place = known.find(name)
+            if place is not None and place.run_id in own:
                 answers[at] = Written.STORED
-        if Written.STORED not in answers:
-            await self._objects.delete([run_key(run_id)])
+        await self._delete(own)
         return answers
 
     async def _drop(self, names: Sequence[bytes], *, is_final: bool) -> None:
@@ -188,37 +194,31 @@ class ObjectStoreDriver(Driver):
 
         old = self._old_runs
         while (planned := plan()) is not None:
-            moved_id = secrets.token_hex(RUN_ID_BYTES)
-            added = await self._moved(planned, moved_id)
-            old.update(planned.rewritten)
+            added = await self._moved(planned)
+            old.update(planned.rewritten, (run.run_id for run in added))
 
-            def change(planned: Drop = planned, added: AddedRun | None = added) -> Change | None:
+            def change(planned: Drop = planned, added: list[AddedRun] = added) -> Change | None:
                 if plan() != planned:
                     return None
-                return Change([*planned.dropped, *(name for name, _ in planned.moved)], (added,) if added else ())
+                return Change([*planned.dropped, *(name for name, _ in planned.moved)], added)
 
-            emptied = await self._log.append(change)
-            if emptied is None and added is not None and not self._log.values.holds_run(moved_id):
-                old.add(moved_id)
-            old.update(emptied or ())
-        gone = {run_id for run_id in old if not self._log.values.holds_run(run_id)}
-        if gone:
-            await self._objects.delete([run_key(run_id) for run_id in gone])
-        old -= gone
+            old.update(await self._log.append(change) or ())
+        await self._delete(old)
+        old.clear()
 
-    async def _moved(self, planned: Drop, run_id: str) -> AddedRun | None:
-        """The values that stay, in a run of their own; without those whose bytes are gone."""
+    async def _delete(self, run_ids: Iterable[str]) -> None:
+        """Those that hold no value."""
+        unused = [run_key(run_id) for run_id in run_ids if not self._log.values.holds_run(run_id)]
+        if unused:
+            await self._objects.delete(unused)
+
+    async def _moved(self, planned: Drop) -> list[AddedRun]:
+        """The values that stay, in runs of their own; without those whose bytes are gone."""
         kept = [(name, Wanted(place, memoryview(bytearray(place.length)))) for name, place in planned.moved]
         lost = await read_runs(self._objects, [wanted for _, wanted in kept])
-        kept = [(name, wanted) for name, wanted in kept if wanted.place.run_id not in lost]
-        if not kept:
-            return None
-        await self._objects.put(run_key(run_id), b"".join(wanted.memory for _, wanted in kept))
-        return AddedRun(run_id, rows_of([name for name, _ in kept], [len(wanted.memory) for _, wanted in kept]))
-
-
-def _is_at(place: Any, run_id: str) -> bool:
-    return place is not None and place.run_id == run_id
+        return await write_runs(
+            self._objects, [(name, wanted.memory) for name, wanted in kept if wanted.place.run_id not in lost]
+        )
 
 
 def _keys(names: Sequence[str]) -> list[bytes]:

@@ -19,6 +19,10 @@ class Listed(NamedTuple):
 
 
 class Objects(ABC):
+    """`span_bytes`: so many bytes are worth a request of their own, which others run beside."""
+
+    span_bytes: int = 8 << 20
+
     @abstractmethod
     async def list(self, folder: str, after: str = "") -> list[Listed]:
         """All of a folder, in the order of their keys; those behind the key `after` alone."""
