@@ -70,6 +70,11 @@ class Driver(ABC):
         """Forget these values, where there are any: once this returns, no read of this or another client finds them,
         and the store keeps no bytes of them that a client could ask for."""
 
+    def evict(self, names: Sequence[str]) -> None:
+        """Forget these values to make room. They are not found any more, by other clients soon; the store may keep
+        their bytes for a while where that is cheaper. An order to remove them later is carried out all the same."""
+        self.remove(names)
+
     @abstractmethod
     def probe(self) -> None:
         """Raise OSError unless the store answers."""
