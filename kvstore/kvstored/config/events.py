@@ -25,10 +25,13 @@ def check_events(events: EventsSection) -> None:
             f'"tcp://127.0.0.1:{5557 if name == "listen" else 5558}"',
         )
     need(not events.replay or bool(events.listen), "events.replay does nothing without events.listen: set both")
-    need(not events.replay or events.replay != events.listen, "events.replay must be another address than events.listen")
+    need(
+        not events.replay or events.replay != events.listen, "events.replay must be another address than events.listen"
+    )
     one_of("events.encoding", events.encoding, ENCODINGS)
     need(
-        1 <= events.buffer <= MAX_BUFFER_BATCHES, f"events.buffer must be 1 to {MAX_BUFFER_BATCHES}, got {events.buffer}"
+        1 <= events.buffer <= MAX_BUFFER_BATCHES,
+        f"events.buffer must be 1 to {MAX_BUFFER_BATCHES}, got {events.buffer}",
     )
     _check_topic(events)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Event = Any
+HASH_MASK = (1 << 63) - 1
 Encode = Callable[[float, Sequence["Stored | Removed | Cleared"]], bytes]
 
 
@@ -48,7 +49,7 @@ class Cleared:
 
 def hash_of(key: bytes) -> int:
     """What names a block in events."""
-    return int.from_bytes(key[:8], "little") >> 1
+    return (int.from_bytes(key[:8], "big") ^ int.from_bytes(key[8:], "big")) & HASH_MASK
 
 
 def encoder(encoding: str) -> Encode:
