@@ -95,6 +95,20 @@ class MetricsSection:
 
 
 @dataclass(frozen=True)
+class EventsSection:
+    """`listen`, `replay`: ZMQ addresses, "" for none. `tenant`: whose blocks alone are published, "" for everyone's."""
+
+    listen: str
+    replay: str
+    topic: str
+    node: str
+    tenant: str
+    encoding: str
+    tokens: bool
+    buffer: int
+
+
+@dataclass(frozen=True)
 class UnarySection:
     """`listen` is host:port of the TCP listener, "" for none; a path is None where none is set."""
 
@@ -165,6 +179,7 @@ class Config:
     index: IndexSection
     unary: UnarySection
     metrics: MetricsSection
+    events: EventsSection
     cluster: ClusterSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]

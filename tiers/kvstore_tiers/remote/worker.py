@@ -161,8 +161,10 @@ class Worker:
                 self._write_values(same)
                 continue
             names = [self._sealer.value_name(bytes.fromhex(name)) for request in same for name in request["names"]]
-            if verb == "remove" or not self._driver.evicts:
+            if verb == "remove":
                 self._driver.remove(names)
+            elif not self._driver.evicts:
+                self._driver.evict(names)
             for request in same:
                 self._answer(request, {})
 
