@@ -12,7 +12,7 @@ is not given is taken from the environment as obstore does. `index_age_s` (defau
 
 A write costs one request for each 8 MiB and one for the change, a read one for each stretch of a run, `sizes` one
 listing at most in `index_age_s`. A change that another node made less than `index_age_s` ago may be unknown to `sizes`,
-and a new value to `read`; what `remove` removed is not read by anyone from then on, as its bytes are gone. `write` and
+and a new value to `read`; what `remove` removed no client reads from then on, as its bytes are gone. `write` and
 `remove` are exact at any age, as the log is. Where the object of a run is gone (a lifecycle rule), its values are.
 One thread of this driver runs an event loop that makes all requests; it ends with `close`.
 """

@@ -8,7 +8,7 @@ node, and of two writers of one name the second sees the first. A node that lose
 missed, decides anew and tries the next.
 
 A node starts from the newest checkpoint it can read and applies what is behind it. One in `CHECKPOINT_EVERY` changes is
-followed by a checkpoint, by the node that appended it. Then what nobody needs is deleted: changes before the checkpoint
+followed by a checkpoint, by the node that appended it. Then what no node needs goes: changes before the checkpoint
 before, changes and checkpoints older than `KEEP_FOR`, runs that no change knows after `GARBAGE_AFTER`. Any number of
 nodes may do so at once: a checkpoint's content follows from its number.
 A damaged change or checkpoint is left out with a warning: its values are forgotten. Runs on one event loop.
