@@ -116,9 +116,7 @@ def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path)
         far.extend(only_remote(driven))
 
     async def second(driven: DrivenStore) -> None:
-        driven.operations.discovery.value = RemoteValue(
-            saved_us_per_token=1e6
-        )  # it always pays
+        driven.operations.discovery.value = RemoteValue(saved_us_per_token=1e6)  # it always pays
         keys = keys_of(far[0], BLOCKS)
         assert driven.operations.look_up.look_up(driven.client, b"".join(keys)).usable == 0
         stranger = driven.new_client(2, "another")
