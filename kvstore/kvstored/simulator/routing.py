@@ -29,7 +29,7 @@ class Router:
 
     def choose(self, visit: Visit) -> Node:
         number = self._choose(visit)
-        for key in visit.keys[-_ENDS:]:
+        for key in visit.keys[1:][-_ENDS:]:  # many conversations share the first block
             self._turns[visit.tenant, key] = number
         return self._nodes[number]
 
