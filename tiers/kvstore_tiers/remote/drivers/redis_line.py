@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from redis.exceptions import ResponseError
 
 BUFFER_BYTES = 16 << 10  # more of it would be copied twice, less costs more calls for small replies
@@ -124,8 +125,9 @@ class Replies:
 
     def _fill(self, memory: memoryview) -> None:
         here = min(len(memory), self._end - self._start)
-        memory[:here] = self._buffer[self._start : self._start + here]
-        self._start += here
+        if here:
+            np.copyto(np.frombuffer(memory[:here], np.uint8), np.frombuffer(self._buffer, np.uint8, here, self._start))
+            self._start += here
         while here < len(memory):
             here += self._receive(memory[here:])
 
