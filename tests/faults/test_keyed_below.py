@@ -125,7 +125,8 @@ def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path)
         late = await driven.get(keys_of(far[1], BLOCKS))
         assert late.blocks == 0 and driven.small.store.counters["discovery_timeouts"] == 1
         store.let_go()
-        assert (await driven.get(keys_of(far[1], BLOCKS))).blocks == BLOCKS
+        await driven.small.settle()
+        assert (await driven.get(keys_of(far[1], BLOCKS))).blocks == BLOCKS, "what came late is in the index"
 
     far: list[int] = []
     run(tmp_path / "first", first, store)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("redis", reason="the extra remote is not installed: redis")
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
-from tests.reference.remote_servers import REDIS_BINARIES, RedisServer, redis_binary, redis_server
+from tests.reference.remote_servers import REDIS_BINARIES, RedisServer, free_port, redis_binary, redis_server
 
 TIMEOUT_S = 5.0
 
@@ -29,6 +37,29 @@ def opened(server: RedisServer, query: str = "", timeout_s: float = TIMEOUT_S, *
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     with redis_server(tmp_path) as running:
         yield running
+
+
+def certificates(folder: Path) -> tuple[str, str, str]:
+    """Paths of an authority's certificate, of one for 127.0.0.1 that it signed (itself), and of the key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(Encoding.PEM))
+    paths[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return str(paths[0]), str(paths[0]), str(paths[1])
 
 
 class TestRedisDriver(DriverContract):
@@ -201,6 +232,32 @@ def test_the_servers_settings_are_never_set(server: RedisServer) -> None:
     commands = set(re.findall(r"cmdstat_([^:]+):", server.ask("INFO commandstats")))
     commands.discard("config|get")  # Valkey asks itself as it starts
     assert commands == {"ping", "client|setinfo", "set", "get", "strlen", "unlink", "info"}
+
+
+def test_tls_needs_a_server_that_its_authority_signed(tmp_path: Path) -> None:
+    binary, port = redis_binary("redis-server"), free_port()
+    ca, certificate, key = certificates(tmp_path)
+    settings = {"tls_port": str(port), "tls_cert_file": certificate, "tls_key_file": key, "tls_auth_clients": "no"}
+    server = RedisServer(tmp_path, binary, bind="127.0.0.1", **settings)
+    try:
+        server.start()
+    except AssertionError:
+        if "tls-port" in server.log:  # a directive that it does not know
+            pytest.skip("redis-server was built without TLS")
+        raise
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        for query, credentials in ((f"?ca={ca}", {}), ("", {"ca": ca})):
+            url = f"rediss://127.0.0.1:{port}{query}"
+            with closing(open_driver(url, timeout_s=TIMEOUT_S, threads=1, credentials=credentials)) as driver:
+                lent, name = Lent(driver), new_name()
+                assert lent.write(name, noise(MIB)) is Written.STORED
+                assert lent.read(name, MIB) == noise(MIB)
+                driver.probe()
+        url = f"rediss://127.0.0.1:{port}"
+        driver = open_driver(url, timeout_s=TIMEOUT_S, threads=1, credentials={})
+        with closing(driver), pytest.raises(ConnectionError, match="certificate"):
+            driver.probe()
 
 
 @pytest.mark.parametrize(

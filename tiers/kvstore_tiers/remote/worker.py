@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore_tiers.objects import DamagedObject
-from kvstore_tiers.remote.driver import Driver, Placed, Written
+from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.remote.sealed import HEAD_BYTES, TAG_BYTES, Sealer, value_bytes
 
@@ -109,6 +109,9 @@ class Worker:
             requests = queue.take(most)
             try:
                 serve(requests)
+            except MemoryHeld as error:  # an answer would let the daemon use that memory again
+                _LOG.error("the worker ends: %s", error)
+                os._exit(1)
             except Exception as error:
                 if not isinstance(error, OSError):
                     _LOG.exception("the driver broke")

@@ -59,15 +59,16 @@ class PresenceListener(Protocol):
 
 class Listeners:
     """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one.
-    `forgets`: who else keeps names of blocks, if there is one."""
+    `forgets`: who else keeps names of blocks, if there is one; `uses`: who else follows their uses."""
 
-    __slots__ = ("_view", "by_tier", "forgets", "presence")
+    __slots__ = ("_view", "by_tier", "forgets", "presence", "uses")
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: PresenceListener | None = None
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
+        self.uses: Callable[[Sequence[int]], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
@@ -80,6 +81,10 @@ class Listeners:
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
         """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
         self.forgets = listener
+
+    def use_with(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Call `listener` with the rows of each use, in chain order, after they were counted; there is one."""
+        self.uses = listener
 
     def presence_changed(self, row: int) -> None:
         """Where `row` can be read has changed."""

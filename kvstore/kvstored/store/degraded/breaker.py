@@ -105,6 +105,10 @@ class TierBreaker:
             self._failed(what, outcome)
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
+    def forgo(self, number: int) -> None:
+        """Something that began has ended, and says nothing of the medium but that it does not hang."""
+        self._in_flight.pop(number, None)
+
     def _failed(self, what: str, outcome: Outcome) -> None:
         self._failed_in_a_row[what] += 1
         limit = 1 if what in self._trial else SYNC_ERRORS_IN_A_ROW if what == "sync" else ERRORS_IN_A_ROW

@@ -198,6 +198,10 @@ class Lane(Generic[Work]):
         ahead = self._queued_bytes[Priority.DEMAND] + self._in_flight_bytes if queued else 0
         return self._service.estimate_us(nbytes + ahead)
 
+    def answered(self, seconds: float) -> None:
+        """The medium answered a question, outside of this lane, after so long."""
+        self._service.answered(seconds)
+
     def demand_here(self) -> bool:
         """Whether demand is queued or in flight."""
         return bool(self._queues[Priority.DEMAND]) or self._in_flight[Priority.DEMAND] > 0

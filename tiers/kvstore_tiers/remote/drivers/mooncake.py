@@ -1,10 +1,6 @@
 """Values in Mooncake Store: memory that many nodes lend to one master, over TCP or RDMA.
 
-    mooncake://MASTER:PORT
-
-`?` adds `protocol=tcp|rdma`, `device=NAME,NAME` (the RDMA devices), `metadata=URL` (of a metadata server; by default
-nodes ask each other), `segment=SIZE` (memory that this node lends to the store; none by default) and `local=HOST`
-(where other nodes reach this one; by default the address from which it reaches the master). No credentials.
+`mooncake_place.py` has the URL. There are no credentials.
 
 Facts of the library that this file is built around (0.3.13):
 - `put` answers success for a name that is taken. A put session says so, hence a write is a session: start, transfer,
@@ -21,15 +17,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from kvstore_console.units import parse_size
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
+from kvstore_tiers.remote.drivers.mooncake_place import Place, place_of
 
 try:
     from mooncake.store import MooncakeDistributedStore
@@ -42,10 +36,8 @@ else:
 
 LARGEST_VALUE_BYTES = 64 << 20
 LOCAL_BUFFER_BYTES = 16 << 20  # of the library, for calls that are not used here
-DEFAULT_PORT = 50051
 LONGEST_TIMEOUT_S = 25.0  # shorter than the library's own, which lets go of memory that it may still write to
 RPC_SHARE = 0.8  # of the time limit: the library gives up first, and says why
-QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
 GIVEN_UP_PER_THREAD = 4
 NO_ROOM = -200
 NOT_FOUND, NOT_READY, TAKEN, LEASE_EXPIRED, GONE = -704, -703, -705, -707, -712
@@ -63,28 +55,11 @@ _LEFT_OPEN: Final[list[Any]] = []
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a store is, and what this node gives to it."""
-
-    host: str
-    port: int
-    protocol: str = "tcp"
-    devices: str = ""
-    metadata: str = "P2PHANDSHAKE"
-    segment_bytes: int = 0
-    local: str = ""
-
-    @property
-    def master(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
     """Connects at the first call. Raises ValueError for a URL that is not understood."""
     if credentials:
         raise ValueError("Mooncake knows no credentials: keep its master on a network of your own")
-    place = _place_of(url)
+    place = place_of(url)
     if _UNUSABLE is not None:
         raise ModuleNotFoundError(
             f"Mooncake's library cannot be loaded ({_UNUSABLE}): apt-get install libibverbs1", name="mooncake"
@@ -307,26 +282,3 @@ def _arguments(placed: Sequence[Placed]) -> tuple[list[str], list[int], list[int
 
 def _address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0]) if len(memory) else 0
-
-
-def _place_of(url: str) -> Place:
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := set(query) - QUERY:
-        raise ValueError(f"mooncake:// takes no {min(unknown)!r}: the names are {', '.join(sorted(QUERY))}")
-    if not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"{url!r} is not mooncake://MASTER:PORT")
-    protocol = query.get("protocol", "tcp")
-    if protocol not in ("tcp", "rdma"):
-        raise ValueError(f"protocol={protocol}: it is tcp or rdma")
-    if protocol == "rdma" and not query.get("device"):
-        raise ValueError("protocol=rdma needs device=NAME, such as device=mlx5_0")
-    return Place(
-        host=parts.hostname,
-        port=parts.port or DEFAULT_PORT,
-        protocol=protocol,
-        devices=query.get("device", ""),
-        metadata=query.get("metadata") or "P2PHANDSHAKE",
-        segment_bytes=parse_size(query.get("segment", "0")),
-        local=query.get("local", ""),
-    )
