@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from redis.connection import PythonRespSerializer
 from redis.exceptions import ResponseError
 
 BUFFER_BYTES = 16 << 10  # more of it would be copied twice, less costs more calls for small replies
+JOINED_BYTES = 6000  # words of a command up to this length are sent as one piece
 
 Reply = str | bytes | int | None | ResponseError | list["Reply"]
 
@@ -150,7 +152,9 @@ class Line:
 
     def __init__(self, kind: Callable[..., Any], settings: dict[str, Any]) -> None:
         self.replies = Replies()
-        self._connection = kind(parser_class=lambda **_: self.replies, protocol=2, **settings)
+        # Where hiredis is installed, redis-py would take its packer, which copies every value twice.
+        packer = PythonRespSerializer(JOINED_BYTES, _encoded)
+        self._connection = kind(parser_class=lambda **_: self.replies, protocol=2, command_packer=packer, **settings)
         self._is_open = False
 
     def use(self, deadline: float) -> bool:
@@ -181,6 +185,10 @@ class Line:
     def close(self) -> None:
         self._is_open = False
         self._connection.disconnect()
+
+
+def _encoded(word: str | int | bytes | memoryview) -> bytes | memoryview:
+    return word if isinstance(word, bytes | memoryview) else str(word).encode()
 
 
 def _number(text: str) -> int:
