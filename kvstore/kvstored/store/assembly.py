@@ -198,8 +198,11 @@ class Store:
         early = {REUSED: Reused, ALL: Always}.get(writes.share)
         return RemoteGate(
             self.residency, admission, early(self.residency, position) if early is not None else None,
-            writes.bytes_per_s, self.clock, self.counters,
+            writes.bytes_per_s, self.clock, self.counters, partial(self._refuses, self.keyed[position]),
         )  # fmt: skip
+
+    def _refuses(self, tier: KeyedTier, tenant: int) -> bool:
+        return tier.refuses(bytes.fromhex(self.residency.tenants[tenant].name))
 
     def _writes_to(self, position: int) -> RemoteWrites:
         section = self.config.tier(self.residency.tiers[position])

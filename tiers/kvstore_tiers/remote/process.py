@@ -16,17 +16,37 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore_tiers.child_variables import variables_of_children
-from kvstore_tiers.remote.worker import Settings
 
 START_S = 20.0  # a worker that is not ready by then hangs
 SPARE_S = 2.0  # beyond the driver's own bound, before a worker counts as hung
 PAUSE_S = 1.0  # from one start to the next, at least
 _LOG = logging.getLogger(__name__)
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver."""
+
+    url: str
+    timeout_s: float
+    credentials: Mapping[str, str]
+    secret: str
+    readers: int
+    writers: int
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Settings:
+        return cls(**json.loads(raw))
 
 
 class _Call:

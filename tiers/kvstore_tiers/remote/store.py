@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, ObjectStore
+from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
 from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
-from kvstore_tiers.remote.process import WorkerProcess
-from kvstore_tiers.remote.sealed import HEAD_BYTES, value_bytes
-from kvstore_tiers.remote.worker import Settings
+from kvstore_tiers.remote.process import Settings, WorkerProcess
 
 READERS, WRITERS = 4, 2  # threads of the worker; each serves what waits in one call
 

@@ -19,38 +19,20 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore_tiers.objects import DamagedObject
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
-from kvstore_tiers.remote.sealed import HEAD_BYTES, TAG_BYTES, Sealer, value_bytes
+from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
+from kvstore_tiers.remote.process import Settings
+from kvstore_tiers.remote.sealed import Sealer
 
 READ_BATCH, WRITE_BATCH = 8, 64
 Message = dict[str, Any]
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver."""
-
-    url: str
-    timeout_s: float
-    credentials: Mapping[str, str]
-    secret: str
-    readers: int
-    writers: int
-
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Settings:
-        return cls(**json.loads(raw))
 
 
 class _Requests:

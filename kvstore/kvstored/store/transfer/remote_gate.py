@@ -6,6 +6,7 @@ above it and for what is shared early, so that both together keep to the rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, Clock
@@ -31,12 +32,14 @@ class RemoteWrites:
 
 
 class RemoteGate:
-    """`admission` judges what is evicted; `early` what may be written before, None: nothing."""
+    """`admission` judges what is evicted; `early` what may be written before, None: nothing. `refuses(tenant)`: whether
+    that tenant's blocks must not be written."""
 
     def __init__(
         self, residency: ResidencyView, admission: Admission, early: Admission | None, bytes_per_s: int, clock: Clock,
-        counters: Counters,
+        counters: Counters, refuses: Callable[[int], bool],
     ) -> None:  # fmt: skip
+        self._refuses = refuses
         self._residency = residency
         self.admission = admission
         self._early = early
@@ -46,6 +49,8 @@ class RemoteGate:
 
     def admits(self, row: int) -> bool:
         """Whether a block that is evicted should get a copy, and may now."""
+        if self._refuses(self._residency.tenant_of(row)):
+            return False
         if not self.admission.admit(row, self._clock.monotonic_ns()):
             self._counters.add("remote_unworthy_blocks")
             return False
@@ -56,7 +61,9 @@ class RemoteGate:
 
     def shares(self, row: int) -> bool:
         """Whether a block should get a copy before it is evicted."""
-        return self._early is not None and self._early.admit(row, self._clock.monotonic_ns())
+        if self._early is None or self._refuses(self._residency.tenant_of(row)):
+            return False
+        return self._early.admit(row, self._clock.monotonic_ns())
 
     @property
     def shares_early(self) -> bool:
