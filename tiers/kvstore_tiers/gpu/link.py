@@ -2,7 +2,8 @@
 
 Owns the process, what it must know after a restart (regions, chunks and their descriptors) and the transfers under way.
 One thread sends, so that no caller waits for the worker; another one receives, starts workers and ends transfers.
-Invariants: each transfer ends once, with a failure when its worker died or did not answer for `patience_s`; a chunk
+Invariants: each transfer ends once, with a failure when its worker died or did not answer for `patience_s`; one that
+no worker has seen yet waits for the next, unless workers keep dying (`is_up`); a chunk
 whose descriptor has come is never made again, only mapped again; after `close` there is no worker.
 """
 
@@ -28,10 +29,17 @@ from kvstore_tiers.passing import receive_packet, send_packet
 START_TIMEOUT_S = 60.0
 PATIENCE_S = 30.0  # a transfer takes milliseconds
 LOOK_S = 0.5
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0  # between workers that copied nothing
+MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class _Transfer:
+    ended: Ended
+    since_s: float
+    is_sent: bool = False
 
 
 @dataclass
@@ -58,7 +66,7 @@ class WorkerLink:
         self._patience_s = patience_s
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
         self._chunks: dict[int, _Chunk] = {}
-        self._pending: dict[int, tuple[Ended, float]] = {}
+        self._pending: dict[int, _Transfer] = {}
         self._lock = threading.Lock()  # of the tables
         self._wire = threading.Lock()  # of the socket, while something is sent
         self._socket: socket.socket | None = None
@@ -66,6 +74,8 @@ class WorkerLink:
         self._queue: SimpleQueue[tuple[bytes, int, int] | None] = SimpleQueue()  # descriptor, transfer
         self._next_transfer = 0
         self._closing = threading.Event()
+        self._has_socket = threading.Event()  # or is closing
+        self._keeps_dying = False
         self._is_ready = threading.Event()
         self._was_useful = False
         self.starts = 0
@@ -87,7 +97,8 @@ class WorkerLink:
 
     @property
     def is_up(self) -> bool:
-        return self._socket is not None and not self._closing.is_set()
+        """Whether there is a worker, or will be in a moment."""
+        return not self._keeps_dying and not self._closing.is_set()
 
     def add_region(self, number: int, descriptor: int, nbytes: int) -> None:
         """Host memory that transfers may name. The descriptor stays the caller's, open until `drop_region`."""
@@ -121,7 +132,7 @@ class WorkerLink:
             if is_up:
                 self._next_transfer += 1
                 number = self._next_transfer
-                self._pending[number] = (ended, time.monotonic())
+                self._pending[number] = _Transfer(ended, time.monotonic())
         if not is_up:
             ended(self.message or DOWN)
             return
@@ -132,6 +143,7 @@ class WorkerLink:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._has_socket.set()
         self._queue.put(None)
         sock = self._socket
         if sock is not None:
@@ -158,6 +170,10 @@ class WorkerLink:
                 self._is_ready.set()
                 return
             backoff_s = 0.0 if self._was_useful else min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+            if backoff_s >= DOWN_BACKOFF_S:
+                self._keeps_dying = True
+                self._fail(only_sent=False)
+        self._fail(only_sent=False)
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -181,6 +197,7 @@ class WorkerLink:
                     else:
                         send_packet(own, wire.pack(wire.CREATE, number, chunk.nbytes))
             self._socket = own
+            self._has_socket.set()
         return own, process
 
     def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -190,7 +207,7 @@ class WorkerLink:
         while not self._closing.is_set():
             if not poll.poll(LOOK_S * 1000):
                 with self._lock:
-                    oldest_s = min((since_s for _, since_s in self._pending.values()), default=None)
+                    oldest_s = min((each.since_s for each in self._pending.values()), default=None)
                 if oldest_s is not None and time.monotonic() - oldest_s > self._patience_s:
                     _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
                     process.kill()
@@ -208,21 +225,29 @@ class WorkerLink:
             sock.shutdown(socket.SHUT_RDWR)  # a send that waits for the worker ends
         with self._wire:
             self._socket = None
+            if not self._closing.is_set():
+                self._has_socket.clear()
             sock.close()
         try:
             process.wait(1.0 if self._closing.is_set() else 0.1)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        with self._lock:
-            pending, self._pending = self._pending, {}
+        failed = self._fail(only_sent=True)
         if not self._closing.is_set():
             _LOG.warning(
                 "the worker of GPU %d ended with status %s; %d transfers failed",
-                self._device, process.returncode, len(pending),
+                self._device, process.returncode, failed,
             )  # fmt: skip
-        for ended, _ in pending.values():
-            ended(DOWN)
+
+    def _fail(self, *, only_sent: bool) -> int:
+        """End transfers as failed; how many."""
+        with self._lock:
+            failed = [number for number, each in self._pending.items() if each.is_sent or not only_sent]
+            transfers = [self._pending.pop(number) for number in failed]
+        for transfer in transfers:
+            transfer.ended(DOWN)
+        return len(transfers)
 
     def _hear(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
@@ -232,7 +257,7 @@ class WorkerLink:
                 found = self._pending.pop(number, None)
             self._was_useful = self._was_useful or not text
             if found is not None:
-                found[0](text)
+                found.ended(text)
         elif letter == wire.MADE:
             with self._lock:
                 chunk = self._chunks.get(number)
@@ -242,6 +267,7 @@ class WorkerLink:
             self._refused(number, text)
         elif letter == wire.READY:
             self.device_name, self.device_bytes = text, nbytes
+            self._keeps_dying = False
             self._is_ready.set()
         elif letter == wire.FATAL and not self._is_ready.is_set():
             self.message = text
@@ -250,10 +276,28 @@ class WorkerLink:
 
     def _send_queued(self) -> None:
         while (item := self._queue.get()) is not None:
-            packet, descriptor, transfer = item
+            self._send(*item)
+
+    def _send(self, packet: bytes, descriptor: int, number: int) -> None:
+        """To the next worker where this one is gone: what it knows already, it ignores."""
+        while not self._closing.is_set():
+            self._has_socket.wait()
             with self._wire:
                 sock = self._socket
-                if sock is None or (transfer >= 0 and transfer not in self._pending):
-                    continue  # what a new worker must know is repeated when it starts
-                with contextlib.suppress(OSError):  # the worker died: its transfers are failed by the other thread
+                if sock is None:
+                    continue
+                transfer = self._pending.get(number)
+                if number >= 0 and transfer is None:
+                    return  # failed meanwhile
+                if transfer is not None:
+                    transfer.is_sent = True
+                try:
                     send_packet(sock, packet, [descriptor] if descriptor >= 0 else [])
+                except OSError:
+                    if transfer is not None:
+                        transfer.is_sent = False
+                    self._has_socket.clear()  # until the other thread has started a worker
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    return

@@ -59,7 +59,7 @@ class GpuTier(Tier):
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
-        self.info = TierInfo(name, "gpu", MemoryKind.FILE, container_bytes=chunk_bytes)
+        self.info = TierInfo(name, "gpu", MemoryKind.DEVICE, container_bytes=chunk_bytes)
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
         self._refused, self._refused_at_s = "", 0.0
