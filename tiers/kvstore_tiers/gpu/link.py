@@ -78,6 +78,7 @@ class WorkerLink:
         self._keeps_dying = False
         self._is_ready = threading.Event()
         self._was_useful = False
+        self._started_s = self._ready_s = 0.0  # of this worker
         self.starts = 0
         self.device_name, self.device_bytes, self.message = "", 0, ""
         self._receiver = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
@@ -186,6 +187,7 @@ class WorkerLink:
                 pass_fds=[others.fileno()], stdin=subprocess.DEVNULL, env=variables_of_children() | self._variables,
             )  # fmt: skip
         self.starts += 1
+        self._started_s, self._ready_s = time.monotonic(), 0.0
         self._process = process
         with self._wire, self._lock:
             with contextlib.suppress(OSError):  # it died already: the end of the socket says so
@@ -201,16 +203,18 @@ class WorkerLink:
         return own, process
 
     def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        """Until the worker is gone, or has been silent for too long about a transfer."""
+        """Until the worker is gone."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
+        look_at_s = 0.0
         while not self._closing.is_set():
-            if not poll.poll(LOOK_S * 1000):
-                with self._lock:
-                    oldest_s = min((each.since_s for each in self._pending.values()), default=None)
-                if oldest_s is not None and time.monotonic() - oldest_s > self._patience_s:
+            has_packet = poll.poll(LOOK_S * 1000)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + LOOK_S
+                if self._waited_s() > (self._patience_s if self._ready_s else START_TIMEOUT_S):
                     _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
                     process.kill()
+            if not has_packet:
                 continue
             try:
                 packet, descriptors = receive_packet(sock, wire.MAX_PACKET_BYTES)
@@ -219,6 +223,14 @@ class WorkerLink:
             if not packet:
                 return
             self._hear(packet, descriptors)
+
+    def _waited_s(self) -> float:
+        """How long the worker has owed an answer: that it is ready, or the end of a transfer."""
+        with self._lock:
+            since_s = min((each.since_s for each in self._pending.values() if each.is_sent), default=None)
+        if not self._ready_s:
+            return time.monotonic() - self._started_s
+        return 0.0 if since_s is None else time.monotonic() - max(since_s, self._ready_s)
 
     def _end(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):
@@ -268,6 +280,7 @@ class WorkerLink:
         elif letter == wire.READY:
             self.device_name, self.device_bytes = text, nbytes
             self._keeps_dying = False
+            self._ready_s = time.monotonic()
             self._is_ready.set()
         elif letter == wire.FATAL and not self._is_ready.is_set():
             self.message = text
@@ -290,7 +303,7 @@ class WorkerLink:
                 if number >= 0 and transfer is None:
                     return  # failed meanwhile
                 if transfer is not None:
-                    transfer.is_sent = True
+                    transfer.is_sent, transfer.since_s = True, time.monotonic()
                 try:
                     send_packet(sock, packet, [descriptor] if descriptor >= 0 else [])
                 except OSError:
