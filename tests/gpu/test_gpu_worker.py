@@ -188,10 +188,9 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 
 def test_a_machine_without_a_driver_is_named() -> None:
+    variables = emulated_node(must_emulate=True) | {"LD_LIBRARY_PATH": ""}
     with pytest.raises(OSError, match=r"libcuda\.so\.1 cannot be loaded"):
-        GpuTier(
-            CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, variables=emulated_node(must_emulate=True) | {"LD_LIBRARY_PATH": ""}
-        )
+        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, variables=variables)
 
 
 def test_no_block_and_no_byte_is_lost_over_many_deaths(control: Path) -> None:
