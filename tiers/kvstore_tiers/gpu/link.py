@@ -246,7 +246,7 @@ class WorkerLink:
             process.kill()
             process.wait()
         failed = self._fail(only_sent=True)
-        if not self._closing.is_set():
+        if not self._closing.is_set() and self._is_ready.is_set():
             _LOG.warning(
                 "the worker of GPU %d ended with status %s; %d transfers failed",
                 self._device, process.returncode, failed,

@@ -199,7 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", type=int, required=True, metavar="FD", help="an inherited SOCK_SEQPACKET socket")
     parser.add_argument("--device", type=int, required=True, metavar="N", help="the CUDA device, counted from 0")
     chosen = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon
+    for meant_for_the_daemon in (signal.SIGINT, signal.SIGTERM):  # of a terminal, of a service manager
+        signal.signal(meant_for_the_daemon, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:

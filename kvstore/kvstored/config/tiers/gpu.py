@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore_console.units import human_bytes
-from kvstored.config.mistakes import need
+from kvstored.config.mistakes import ConfigError, need
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection
 
@@ -53,16 +53,19 @@ class GpuSection(TierSection):
         super().check(machine)
 
     def open(self, start: Start) -> GpuTier:
-        """Empty. Waits for its worker, and raises OSError where there is no such device or no driver."""
+        """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
         from kvstore_tiers.gpu import GpuTier
 
-        return GpuTier(
-            self.capacity_bytes,
-            device=self.device,
-            chunk_bytes=self.chunk_bytes,
-            bounce_bytes=self.bounce_bytes,
-            name=self.name,
-        )
+        try:
+            return GpuTier(
+                self.capacity_bytes,
+                device=self.device,
+                chunk_bytes=self.chunk_bytes,
+                bounce_bytes=self.bounce_bytes,
+                name=self.name,
+            )
+        except OSError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
 
     @property
     def place(self) -> str:
