@@ -49,6 +49,7 @@ from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
+from kvstored.events.opening import open_events
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
 from kvstored.lifetime.instance import (
@@ -258,6 +259,7 @@ class Daemon:
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
         indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
         residency.observe(indexes)
+        open_events(config.events, self._tenants, store, self._stack)
         self._shares = TenantShares(self._tenants, residency, store.policies)
         self._shares.set_all()
         staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
@@ -320,7 +322,7 @@ class Daemon:
         store, tenants = self._store, self._tenants
         reload = self.reload = self._make_reload()
         history = HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock)
-        drop = Drop(store.residency, tenants, store.writeback, store.retire, self._clock)
+        drop = Drop(store.residency, tenants, store.writeback, store.discard, self._clock)
         rename = RenameTenant(tenants, store.residency, drop, self._handshake, self._storage.with_tokens)
         quarantine = Quarantine(
             store.nvme, store.residency, tenants, self.config.nvme.quarantine_slots,

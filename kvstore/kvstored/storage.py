@@ -14,13 +14,14 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.cluster_secret import read_cluster_secret
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import names_in
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.config.tiers import Start
+from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile
 from kvstored.lifetime.warm.node_memory import NodeMemory
@@ -53,7 +54,7 @@ class NodeStorage:
         self.tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
         stack.callback(self.tenants.close)
         stack.callback(lambda: memory.close(has_served=has_served()))
-        tiers = self._open_tiers(memory.open(forget=keyring.dram_is_lost), Start(early_scan=early_scan))
+        tiers = self._open_tiers(memory.open(forget=keyring.dram_is_lost), self._start(keyring, early_scan))
         residency = make_residency(config, tiers)
         durable = tiers[residency.durable] if residency.durable >= 0 else None
         if durable is not None:
@@ -80,7 +81,15 @@ class NodeStorage:
         nvme_dir = nvme.path if nvme.enabled else None
         if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
             TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
-        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret)
+        given = read_cluster_secret(self._config.cluster.secret_file)
+        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret, given=given)
+
+    def _start(self, keyring: Keyring, early_scan: EarlyRecordScan | None) -> Start:
+        def mode_of(digest: bytes) -> str:
+            tenant = self.tenants.by_digest(digest)
+            return tenant.limits.remote if tenant is not None else ""
+
+        return Start(early_scan=early_scan, cluster=Cluster(keyring.secret, mode_of))
 
     def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
         """All tiers, fastest first; `mapped` is open."""

@@ -74,4 +74,4 @@ class TestKeyedTier(TierContract):
 
 class TestSlowKeyedTier(TierContract):
     def make_tier(self, capacity_bytes: int) -> Tier:
-        return KeyedTier(LossyStore(latency_s=0.002), capacity_bytes, threads=3)
+        return KeyedTier(LossyStore(latency_s=0.002), capacity_bytes, readers=2, writers=2)

@@ -83,7 +83,7 @@ class IndexFollowsResidency(ResidencyAgainstModel):
         self.readers = [reader_of(table) for table in self.tables]
         self.residency.observe(self)
 
-    def changed(self, tenant: int, block_key: bytes, mask: int) -> None:
+    def changed(self, tenant: int, block_key: bytes, mask: int, row: int) -> None:
         if mask:
             self.tables[tenant].put(block_key, HOST if mask & 1 else NVME)
         else:

@@ -54,7 +54,7 @@ class NvmeMachine(tier_state_machine(make_nvme, reopen_nvme)):  # type: ignore[m
             assert findings == []
 
 
-TestKeyedTier = tier_state_machine(lambda: KeyedTier(LossyStore(), 200_000, threads=2)).TestCase
+TestKeyedTier = tier_state_machine(lambda: KeyedTier(LossyStore(), 200_000, readers=2, writers=2)).TestCase
 TestMemoryTier = tier_state_machine(lambda: MemoryTier(200_000)).TestCase
 TestHostTier = tier_state_machine(lambda: HostTier(400_000, arena_bytes=96 << 10)).TestCase
 TestFaultyTier = tier_state_machine(lambda: FaultyTier(HostTier(200_000, arena_bytes=64 << 10))).TestCase

@@ -28,6 +28,7 @@ from kvstored.config import load_config
 from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.remote_gate import RemoteWrites
 from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 10_000
@@ -54,6 +55,7 @@ class SmallStore:
         *settings: str,
         keyed: Sequence[KeyedTier] = (),
         predictor: Predictor | None = None,
+        remote_writes: RemoteWrites | None = None,
     ) -> None:
         chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
         self.config = load_config(None, chosen)
@@ -71,7 +73,7 @@ class SmallStore:
         memory = [section.open(Start()) for section in self.config.tiers if section is not nvme]
         tiers = [*memory, self.disk, *keyed]
         residency = make_residency(self.config, tiers)
-        self.store = Store(self.config, clock, self.completions, residency, tiers, predictor)
+        self.store = Store(self.config, clock, self.completions, residency, tiers, predictor, remote_writes)
         self.residency = self.store.residency
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
@@ -198,10 +200,11 @@ class SmallStore:
 
 @asynccontextmanager
 async def small_store(
-    directory: Path, *settings: str, clock: ManualClock | None = None, keyed: Sequence[KeyedTier] = ()
-) -> AsyncIterator[SmallStore]:
+    directory: Path, *settings: str, clock: ManualClock | None = None, keyed: Sequence[KeyedTier] = (),
+    remote_writes: RemoteWrites | None = None,
+) -> AsyncIterator[SmallStore]:  # fmt: skip
     """Closed in the end, also when the test left tasks hanging."""
-    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed)
+    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed, remote_writes=remote_writes)
     try:
         yield made
     finally:

@@ -1,6 +1,7 @@
 """What importing costs: the base packages load without an engine's libraries and without a warning.
 
-Connectors (`kvstore_client.hooks`) are left out: each imports the engine that it is for.
+Connectors (`kvstore_client.hooks`) are left out: each imports the engine that it is for. So are the drivers of the
+remote tier, which import the library of their store.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ names = []
 def load(name):
     names.append(name)
     for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", ()), name + "."):
-        left_out = module.name in ("kvstore_tiers.testing", "kvstore_client.hooks")
+        left_out = module.name in ("kvstore_tiers.testing", "kvstore_client.hooks", "kvstore_tiers.remote.drivers")
         if not left_out and not module.name.endswith("__main__"):
             load(module.name)
 for package in sys.argv[1:]:
@@ -27,7 +28,7 @@ for package in sys.argv[1:]:
 print(json.dumps({"imported": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
 _NOT_OURS_TO_LOAD = {
-    "torch", "cuda", "cupy", "kvikio", "sklearn", "redis",
+    "torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "mooncake",
     "numba", "llvmlite", "xllamacpp", "llama_cpp", "tokenizers", "jinja2",
     "pytest", "hypothesis",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstored.config import Config, ConfigError, load_config, reference_text
-from kvstored.config.tiers import KINDS, GpuSection, MemorySection, NvmeSection, SharedSection
+from kvstored.config.tiers import KINDS, GpuSection, MemorySection, NvmeSection, RemoteSection, SharedSection
 
 FIXED = ("host.capacity=256MiB", "nvme.capacity=1GiB")  # independent of the machine
 
@@ -128,8 +128,15 @@ def test_each_setting_says_where_it_was_written(tmp_path: Path) -> None:
         ('[[tier]]\nname = "Far"', "tier.name 'Far': 1 to 16"),
         ('[[tier]]\nname = "limits"\ncapacity = "1GiB"', "tier.name 'limits' is taken"),
         ('[[tier]]\nname = "remote"', "tier.name 'remote' is taken"),
+        ('[[tier]]\nname = "far"\nkind = "remote"', "far.url is missing: write where the store is"),
+        ('[[tier]]\nname = "far"\nkind = "remote"\nurl = "ftp://a:b@c"', "far.url 'ftp://a:***@c': begin it"),
+        ('[[tier]]\nname = "far"\nkind = "remote"\nurl = "redis:a"', "begin it with one of redis://"),
+        ('[[tier]]\nname = "far"\nkind = "remote"\nurl = "redis://a"\ntimeout_ms = 1', "far.timeout_ms must be 10 to"),
+        ('[[tier]]\nname = "far"\nkind = "remote"\nurl = "redis://a"\nexchange = "1MiB"', "far.exchange must be at"),
+        ('[[tier]]\nname = "far"\nkind = "remote"\nurl = "redis://a"\nshare = "most"', "far.share"),
+        ('[[tenant]]\nname = "a"\nremote = "clear"', "tenant a: remote"),
         ('[gpu]\nkind = "memory"', "tier.name 'gpu' is taken"),
-        ('[far]\ncapacity = "1GiB"', 'unknown section [far]; known: daemon, '),
+        ('[far]\ncapacity = "1GiB"', 'unknown section [far]; known: cluster, daemon, '),
         ('[far]\ncapacity = "1GiB"', '; a new tier says its kind: kind = "memory"'),
         ('[hots]\nkapacity = "1GiB"', "unknown section [hots]; did you mean host?"),
         ('[tier]\nname = "host"', "write each one as [[tier]]"),
@@ -179,11 +186,12 @@ def test_each_kind_is_shown_in_the_reference_with_its_defaults() -> None:
     """Those of a kind that no default tier has stand there as comments."""
     shown = re.sub(r"^# (?=\[\[tier\]\]|[a-z_]+ = )", "", reference_text().partition("[durability]")[0], flags=re.M)
     tiers = {tier["kind"]: tier for tier in tomllib.loads(shown)["tier"]}
-    assert list(KINDS) == ["shared", "gpu", "memory", "nvme"] and tiers.keys() == KINDS.keys()
-    for kind in (GpuSection, MemorySection):
-        keys = {key: value for key, value in tiers[kind.KIND].items() if key not in ("name", "capacity")}
-        assert keys == {key: value for key, value in kind.DEFAULTS.items() if key != "capacity"}
-    for kind, section in ((SharedSection, tiers["shared"]), (NvmeSection, tiers["nvme"])):
-        keys = {field.name.removesuffix("_bytes") for field in fields(kind)} | {"kind"}
+    assert list(KINDS) == ["shared", "gpu", "memory", "nvme", "remote"] and tiers.keys() == KINDS.keys()
+    for kind in (GpuSection, MemorySection, RemoteSection):
+        required = ("capacity", "url")
+        section = {key: value for key, value in tiers[kind.KIND].items() if key not in ("name", *required)}
+        assert section == {key: value for key, value in kind.DEFAULTS.items() if key not in required}
+    for shown_kind, section in ((SharedSection, tiers["shared"]), (NvmeSection, tiers["nvme"])):
+        keys = {field.name.removesuffix("_bytes") for field in fields(shown_kind)} | {"kind"}
         assert section.keys() <= keys
         assert keys - section.keys() <= {"enabled", "keep_worth"}, "those every kind has"

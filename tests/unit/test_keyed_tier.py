@@ -9,7 +9,8 @@ import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.keyed import KeyedTier, object_name
+from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.objects import object_name
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstore_tiers.testing.transfers import block, finish, get, put

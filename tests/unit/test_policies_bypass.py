@@ -120,7 +120,7 @@ def feed_of(shelf: Shelf, policy: ChainHazard) -> Feed:
 
 def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
     unused: Any = None
-    loader, feed = SimpleNamespace(promoter=unused), feed_of(shelf, policy)
+    loader, feed = SimpleNamespace(promoter=unused, discovery=unused), feed_of(shelf, policy)
     return Get(shelf.residency, unused, loader, ManualClock(S), unused, unused, feed, GetLimits(1, 1))
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvstored.clients.tenants import Peer, TenantDirectory
-from kvstored.clients.tenants.tokens import MAX_FILE_BYTES, load_tokens
+from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.config import ConfigError, TenantSection
+from kvstored.config.private_input import MAX_FILE_BYTES
 
 
 @pytest.fixture

@@ -1,23 +1,25 @@
 """A tier over a store that knows objects by name: another machine, an object store, a cache server.
 
 Owns the names of the blocks in its slots, what they take of the capacity, and the order of operations on one name. A
-name is the tenant's digest and the block's key, so that equal keys of two tenants are two objects. An object is a
-block's header page and its payload, and says by itself whether it is whole: the store may forget, delay and damage
-objects, and is never believed. It has no containers: each slot is one by itself.
+name is the tenant's digest and the block's key, so that equal keys of two tenants are two objects. An object says by
+itself whether it is whole: the store may forget, delay and damage objects, and is never believed. The tier has no
+containers: each slot is one by itself.
 
-Beyond the contract of a tier: `find` asks for blocks that this tier has no slot for (another process wrote them), and
-`adopt` gives a slot to one that was found.
+Beyond the contract of a tier: `find` asks for blocks that this tier has no slot for (another process wrote them),
+`adopt` gives a slot to one that was found, and `remove` deletes blocks whether it has slots for them or not.
+Freeing a slot evicts its object, which the store may keep for others; quarantine removes it, so that a damaged object
+is not found again and the block can be stored anew.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import (
@@ -35,60 +37,37 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
+from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, ObjectStore, object_name
 from kvstore_tiers.pending_writes import PendingWrites
-from kvstore_tiers.segments import AlignedBuffer, checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
+from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
-THREADS = 8
-DIGEST_BYTES = 16
-
-
-class ObjectStore(ABC):
-    """Objects by name. Methods wait, are called from several threads at once, and raise OSError when they fail."""
-
-    name: str
-
-    @abstractmethod
-    def sizes(self, names: Sequence[bytes]) -> list[int]:
-        """Bytes of each object; 0 where there is none."""
-
-    @abstractmethod
-    def read(self, name: bytes) -> bytes | None:
-        """The object, or None where there is none."""
-
-    @abstractmethod
-    def write(self, name: bytes, image: memoryview) -> None:
-        """Store an object, replacing any other of that name. Must not keep `image`."""
-
-    @abstractmethod
-    def remove(self, name: bytes) -> None:
-        """Forget an object, if there is one."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-def object_name(tenant: bytes, key: bytes) -> bytes:
-    """`tenant` is the digest in the header of its blocks, 16 bytes."""
-    return tenant + key
+READERS, WRITERS = 8, 16  # operations at once; questions have a thread of their own
 
 
 class KeyedTier(Tier):
-    """`capacity_bytes` bounds the slots; `threads` operations run at once. Objects may outlive this process, or be
-    forgotten: nothing that is only here is durable."""
+    """`capacity_bytes` bounds the slots; so many `readers` and `writers` wait for the store at once. Objects may
+    outlive this process, or be forgotten: nothing that is only here is durable. `refuses(digest)`: whether a tenant's
+    blocks must not be in this store; the caller neither writes them nor asks for them."""
 
-    def __init__(self, store: ObjectStore, capacity_bytes: int, *, threads: int = THREADS) -> None:
+    def __init__(
+        self, store: ObjectStore, capacity_bytes: int, *, readers: int = READERS, writers: int = WRITERS,
+        refuses: Callable[[bytes], bool] = lambda _digest: False,
+    ) -> None:  # fmt: skip
         self.info = TierInfo(store.name, "keyed", MemoryKind.FILE)
+        self.refuses = refuses
         self._store = store
         self._slots = SingleSlots(capacity_bytes)
         self._counters = TransferCounters()
-        self._threads = ResidentThreads(store.name, threads)
+        self._questions = ResidentThreads(f"{store.name}-ask", 1)
+        self._readers = ResidentThreads(f"{store.name}-read", readers)
+        self._writers = ResidentThreads(f"{store.name}-write", writers)
         self._lock = threading.Lock()
         self._names: dict[int, bytes] = {}  # by container
         self._holders: Counter[bytes] = Counter()  # slots of one name
-        self._order: dict[bytes, deque[Callable[[], None]]] = {}  # what waits for the operation under way on its name
+        self._order: dict[bytes, deque[_Operation]] = {}  # by name; the first is under way
         self._pending = PendingWrites()  # removals too
         self._unremoved: set[bytes] = set()  # names that the store refused to remove
         self._quiet = threading.Condition(self._lock)
@@ -99,19 +78,34 @@ class KeyedTier(Tier):
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         require_slot_size(nbytes)
-        return None if self._closed else self._slots.take(nbytes)
+        return None if self._closed or nbytes > self._store.largest_bytes else self._slots.take(nbytes)
 
     def free(self, slot: Slot) -> None:
+        name = self._unname(slot)
+        if name is not None:
+            self._submit(self._writers, [name], partial(self._store.evict, [name]), self._pending.begin(self._evicted))
+
+    def discard(self, slot: Slot) -> None:
+        """Free the slot, and remove its object from the store."""
+        name = self._unname(slot)
+        if name is not None:
+            self._remove([name])
+
+    def quarantine(self, slot: Slot, reason: str) -> None:
+        self.discard(slot)
+
+    def _unname(self, slot: Slot) -> bytes | None:
+        """Free the slot; the name that no slot has any more."""
         self._slots.free(slot)
         with self._lock:
             name = self._names.pop(slot.container, None)
             if name is None:
-                return
+                return None
             self._holders[name] -= 1
             if self._holders[name]:
-                return
+                return None
             del self._holders[name]
-        self._remove(name)
+        return name
 
     def _name(self, slot: Slot, name: bytes) -> None:
         with self._lock:
@@ -129,16 +123,22 @@ class KeyedTier(Tier):
         self._name(slot, name)
 
         def store() -> Outcome:
-            image = AlignedBuffer(HEADER_BYTES + header.payload_bytes)
-            hashed = 0 if header.checksum else header.payload_bytes
-            checksum = gather_and_checksum(image.address + HEADER_BYTES, segments, hashed)
-            stamped = header.stamped(slot.generation, header.checksum or checksum)
-            put_bytes(image.address, stamped.pack())
-            whole = (ctypes.c_char * (HEADER_BYTES + header.payload_bytes)).from_address(image.address)
-            self._store.write(name, memoryview(whole).cast("B"))
+            stamped = header
+
+            def fill(image: memoryview) -> None:
+                nonlocal stamped
+                address = _address_of(image)
+                hashed = 0 if header.checksum else header.payload_bytes
+                checksum = gather_and_checksum(address + HEADER_BYTES, segments, hashed)
+                stamped = header.stamped(slot.generation, header.checksum or checksum)
+                put_bytes(address, stamped.pack())
+
+            self._store.write(name, HEADER_BYTES + header.payload_bytes, fill)
             return Outcome(OutcomeKind.DONE, stamped, header.payload_bytes)
 
-        self._submit(name, store, self._pending.begin(lambda outcome: done(self._counters.wrote(outcome))))
+        self._submit(
+            self._writers, [name], store, self._pending.begin(lambda outcome: done(self._counters.wrote(outcome)))
+        )
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         with self._lock:
@@ -147,20 +147,24 @@ class KeyedTier(Tier):
         def fetch() -> Outcome:
             if name is None or name[DIGEST_BYTES:] != expect_key:
                 return Outcome(OutcomeKind.CORRUPT, message=f"no block {expect_key.hex()} was written to this slot")
-            image = self._store.read(name)
-            if image is None:
-                return Outcome(OutcomeKind.MISSING, message=f"{self.info.name} has forgotten {expect_key.hex()}")
-            return _unpack(image, slot, name, segments)
+            try:
+                with self._store.read(name, slot.nbytes) as image:
+                    if image is None:
+                        message = f"{self.info.name} has forgotten {expect_key.hex()}"
+                        return Outcome(OutcomeKind.MISSING, message=message)
+                    return _unpack(image, slot, name, segments)
+            except DamagedObject as damage:
+                return Outcome(OutcomeKind.CORRUPT, message=str(damage))
 
-        self._submit(name or expect_key, fetch, lambda outcome: done(self._counters.read(outcome)))
+        self._submit(self._readers, [name or expect_key], fetch, lambda outcome: done(self._counters.read(outcome)))
 
     def sync(self, done: Completion) -> None:
-        """The store has what was written before this call, and no longer what was freed; FAILED where it refuses to
+        """The store has what was written before this call, and no longer what was removed; FAILED where it refuses to
         remove something. The next sync tries that again."""
         with self._lock:
             again, self._unremoved = self._unremoved - self._holders.keys(), set()
-        for name in again:
-            self._remove(name)
+        if again:
+            self._remove(list(again))
 
         def ended(all_well: bool) -> None:
             kind = OutcomeKind.DONE if all_well else OutcomeKind.FAILED
@@ -170,12 +174,17 @@ class KeyedTier(Tier):
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         def ask() -> Outcome:
-            self._store.sizes([bytes(2 * DIGEST_BYTES)])
+            self._store.probe()
             return Outcome(OutcomeKind.DONE)
 
-        self._threads.submit(ask, done)
+        self._questions.submit(ask, done)
 
     # Blocks that others stored
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a question would not wait for the store to start."""
+        return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
         """Payload bytes of each block of the tenant that the store has; -1 where it has none, or cannot say. `done` is
@@ -187,11 +196,16 @@ class KeyedTier(Tier):
             return Outcome(OutcomeKind.DONE)
 
         found = [-1] * len(names)
-        self._threads.submit(ask, lambda outcome: done(found if outcome.ok else [-1] * len(names)))
+        self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [-1] * len(names)))
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
         """Let an allocated slot be that of a block that `find` found."""
         self._name(slot, object_name(tenant, key))
+
+    def remove(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        """Delete blocks of the tenant from the store by order, whether this tier has slots for them or not; `sync` says
+        whether that went well."""
+        self._remove(list(dict.fromkeys(object_name(tenant, key) for key in keys)))
 
     # Reports
 
@@ -211,65 +225,95 @@ class KeyedTier(Tier):
         self._closed = True
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running)
-        self._threads.close()
+        for threads in (self._questions, self._readers, self._writers):
+            threads.close()
         self._store.close()
 
     # Order
 
-    def _submit(self, name: bytes, operation: Callable[[], Outcome], done: Completion) -> None:
-        """Run `operation` after those before it on the same name."""
+    def _submit(
+        self, threads: ResidentThreads, names: Sequence[bytes], operation: Callable[[], Outcome | None],
+        done: Completion,
+    ) -> None:  # fmt: skip
+        """Run `operation` after those before it on any of the same names. None stands for DONE."""
+        job = _Operation(threads, operation, done, waits_for=len(names), names=names)
         if self._closed:
             deliver(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"), done)
             return
         with self._lock:
             self._running += 1
-            job = partial(self._run, name, operation, done)
-            waiting = self._order.get(name)
-            if waiting is not None:
-                waiting.append(job)
-                return
-            self._order[name] = deque()
-        self._threads.post(job)
+            for name in names:
+                order = self._order.setdefault(name, deque())
+                order.append(job)
+                job.waits_for -= order[0] is job
+            is_ready = not job.waits_for
+        if is_ready:
+            threads.post(partial(self._run, job))
 
-    def _run(self, name: bytes, operation: Callable[[], Outcome], done: Completion) -> None:
-        deliver(run_transfer(operation), done)
+    def _run(self, job: _Operation) -> None:
+        def operation() -> Outcome:
+            return job.operation() or Outcome(OutcomeKind.DONE)
+
+        deliver(run_transfer(operation), job.done)
+        ready: list[_Operation] = []
         with self._lock:
-            waiting = self._order[name]
-            following = waiting.popleft() if waiting else None
-            if following is None:
-                del self._order[name]
-        if following is not None:
-            self._threads.post(following)
+            for name in job.names:
+                order = self._order[name]
+                order.popleft()
+                if not order:
+                    del self._order[name]
+                    continue
+                order[0].waits_for -= 1
+                if not order[0].waits_for:
+                    ready.append(order[0])
+        for following in ready:
+            following.threads.post(partial(self._run, following))
         with self._quiet:
             self._running -= 1
             self._quiet.notify_all()
 
-    def _remove(self, name: bytes) -> None:
-        def remove() -> Outcome:
-            self._store.remove(name)
-            return Outcome(OutcomeKind.DONE)
-
+    def _remove(self, names: Sequence[bytes]) -> None:
         def removed(outcome: Outcome) -> None:
             if not outcome.ok:
                 self._counters.failed()
                 with self._lock:
-                    self._unremoved.add(name)
+                    self._unremoved.update(names)
 
-        self._submit(name, remove, self._pending.begin(removed, must_succeed=True))
+        self._submit(
+            self._writers, names, partial(self._store.remove, names), self._pending.begin(removed, must_succeed=True)
+        )
+
+    def _evicted(self, outcome: Outcome) -> None:
+        if not outcome.ok:
+            self._counters.failed()
 
 
-def _unpack(image: bytes, slot: Slot, name: bytes, segments: Sequence[Segment]) -> Outcome:
+@dataclass(slots=True)
+class _Operation:
+    """`waits_for`: so many of its names have an operation before this one."""
+
+    threads: ResidentThreads
+    operation: Callable[[], Outcome | None]
+    done: Completion
+    waits_for: int
+    names: Sequence[bytes]
+
+
+def _address_of(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+def _unpack(image: memoryview, slot: Slot, name: bytes, segments: Sequence[Segment]) -> Outcome:
     """Judge an object, and copy its payload to `segments`."""
-    header = judge_header(image[:HEADER_BYTES], name[DIGEST_BYTES:], slot.nbytes - HEADER_BYTES)
+    header = judge_header(bytes(image[:HEADER_BYTES]), name[DIGEST_BYTES:], slot.nbytes - HEADER_BYTES)
     if isinstance(header, str):
         return Outcome(OutcomeKind.CORRUPT, message=header)
     if header.tenant != name[:DIGEST_BYTES] or len(image) != HEADER_BYTES + header.payload_bytes:
         return Outcome(OutcomeKind.CORRUPT, message="the object is of another tenant, or of another length")
     if total_bytes(segments) < header.payload_bytes:
         return Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination")
-    payload = ctypes.c_char_p(image)  # its address: a bytes object does not move
-    address = ctypes.cast(payload, ctypes.c_void_p).value or 0
-    if checksum_at(address + HEADER_BYTES, header.payload_bytes) != header.checksum:
+    payload = _address_of(image) + HEADER_BYTES
+    if checksum_at(payload, header.payload_bytes) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload does not have the header's checksum")
-    scatter(address + HEADER_BYTES, header.payload_bytes, segments)
+    scatter(payload, header.payload_bytes, segments)
     return Outcome(OutcomeKind.DONE, replace(header, generation=slot.generation), header.payload_bytes)

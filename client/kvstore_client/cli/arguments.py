@@ -94,6 +94,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl predictor evaluate day2.jsonl.gz --model return.npz    # so too",
         ],
     ),
+    "events": (
+        "whether KV events are published for routers, and the events as they happen",
+        [
+            "kvctl events                             # where, and how many so far",
+            "kvctl events --follow --tenant uid-1000",
+            "kvctl --json events --follow | jq -c '[.type, .medium]'",
+        ],
+    ),
     "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
     "top": (
         "watch the daemon live: occupancy, hits, lanes, latency",
@@ -168,6 +176,7 @@ def build_parser() -> Parser:
     made["predictor"].add_argument(
         "action", nargs="?", choices=ACTIONS, default="status", help="what to do (default: %(default)s)"
     )
+    _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
     made["report"].add_argument(
@@ -256,6 +265,17 @@ def _check_quarantine(parser: argparse.ArgumentParser, arguments: argparse.Names
         parser.error("quarantine release: give either places, as `kvctl quarantine list` shows them, or --all")
 
 
+def _events_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--follow", action="store_true", help="print each event as it happens, until interrupted")
+    parser.add_argument("--tenant", default="", help="follow: only events of this tenant's topics")
+    parser.add_argument("--count", type=positive_count, metavar="N", help="follow: end after so many events")
+
+
+def _check_events(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if (arguments.tenant or arguments.count) and not arguments.follow:
+        parser.error("events: --tenant and --count belong to --follow")
+
+
 def _top_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="one frame, as plain text, and end")
     parser.add_argument(
@@ -296,5 +316,6 @@ def _epilog() -> str:
 
 
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
-    "blocks": check_block_arguments, "drop": _check_drop, "quarantine": _check_quarantine, "tenants": _check_tenants,
+    "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
+    "tenants": _check_tenants,
 }  # fmt: skip

@@ -19,6 +19,7 @@ from kvstore_client.cli.blocks import blocks
 from kvstore_client.cli.config import config
 from kvstore_client.cli.delete import delete
 from kvstore_client.cli.doctor.command import doctor
+from kvstore_client.cli.events import events
 from kvstore_client.cli.exit_codes import CommandError
 from kvstore_client.cli.explain import explain
 from kvstore_client.cli.get import get
@@ -62,6 +63,7 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "delete": delete,
     "explain": explain,
     "bench": bench,
+    "events": events,
 }
 
 

@@ -1,5 +1,5 @@
 """`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds; with --mode timing, which is
-`simulate_timing`, the latency on a machine.
+`simulate_timing`, the latency on a machine; with --nodes, which is `simulate_fleet`, on several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
-from kvstored.cli import simulate_reading, simulate_timing
+from kvstored.cli import simulate_fleet, simulate_reading, simulate_timing
 from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
 
@@ -37,6 +37,7 @@ examples:
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h200 --tiers dram=128GiB,cxl --speed 0.5
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --speed 0.3 --predictor session-return,oracle
+  kvstored simulate chat.jsonl.gz --format mooncake --nodes 8 --remote latency=2ms,bandwidth=10GB/s --routing all
 
 Every table of a replay begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
 Every table of mode timing begins with the engine alone and the baseline, an engine with a host cache.
@@ -77,6 +78,7 @@ def add_simulate(commands: Commands) -> None:
     )  # fmt: skip
     simulate_reading.add_options(simulate)
     simulate_timing.add_options(simulate)
+    simulate_fleet.add_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument(
         "--reuse-distance", action="store_true", help="also: how far apart uses of a block are (mode replay)"
@@ -93,7 +95,8 @@ def add_simulate(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        mode = one_of("--mode", arguments.mode, ("replay", "timing"))
+        fleet = any(getattr(arguments, option) is not None for option in simulate_fleet.OPTIONS)
+        mode = "timing" if fleet else one_of("--mode", arguments.mode, ("replay", "timing"))
         others = simulate_timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
             if getattr(arguments, option) not in (None, False):
@@ -103,6 +106,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return mistake(str(error))
     except OSError as error:
         return failure(f"cannot write {arguments.plot}: {error.strerror}")
+    if fleet:
+        return simulate_fleet.simulate(
+            arguments, lambda given, progress: simulate_timing.study_of(given, _policies, progress)
+        )
     if mode == "timing":
         return simulate_timing.simulate(arguments, _policies)
     return _replay(arguments)

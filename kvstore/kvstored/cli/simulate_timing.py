@@ -56,7 +56,7 @@ def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
 
     try:
         with Progress("kvstored simulate") as progress:
-            study = _study(arguments, policies, partial(progress.advance, "reading"))
+            study = study_of(arguments, policies, partial(progress.advance, "reading"))
             gc.freeze()  # the trace stays: no collection need walk it
             results = list(study.run(progress.advance))
     except ValueError as error:
@@ -67,7 +67,7 @@ def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
     return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
 
 
-def _study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
+def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
     from kvstored.simulator.machine import load_machine
     from kvstored.simulator.plan import ABLATIONS

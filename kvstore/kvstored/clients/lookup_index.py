@@ -157,7 +157,7 @@ class LookupIndexes:
     def offered(self) -> bool:
         return self._buckets > 0
 
-    def changed(self, tenant: int, key: bytes, mask: int) -> None:
+    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
         """See `PresenceListener`."""
         table = self._tables.get(tenant)
         if table is None:

@@ -21,7 +21,7 @@ from kvstored.config.written import TENANT
 Table = dict[str, Any]
 TIER, NEW_KIND = "tier", "memory"  # [[tier]], and what one is that does not say
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,15}\Z")
-_TAKEN = (TIER, TENANT, "absent", "remote", "gpu")
+_TAKEN = (TIER, TENANT, "absent", "remote", "gpu")  # a kind may be the name of a tier of that kind
 
 
 def reference_text() -> str:
@@ -91,7 +91,8 @@ def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Ta
                 f"{source}: tier.name {name!r}: 1 to 16 lower-case letters, digits, '_', '-', a letter first"
             )
         need(names.count(name) == 1, f"{source}: tier {name!r} is listed twice")
-        is_taken = name in _TAKEN or (name in merged and "kind" not in merged[name])
+        known = merged.get(name, entry)
+        is_taken = (name in _TAKEN and name != known.get("kind")) or (name in merged and "kind" not in known)
         need(not is_taken, f"{source}: tier.name {name!r} is taken")
         yield name, {key: value for key, value in entry.items() if key != "name"}
 
@@ -136,7 +137,8 @@ def _new_tier(name: str, table: Table, merged: Table, source: str) -> Table:
     kind = table["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{source}: {name}.kind {kind!r} is unknown; known: {', '.join(KINDS)}")
-    need(_NAME.match(name) is not None and name not in _TAKEN, f"{source}: tier.name {name!r} is taken")
+    is_taken = name in _TAKEN and name != kind
+    need(_NAME.match(name) is not None and not is_taken, f"{source}: tier.name {name!r} is taken")
     there = [tier for tier, other in tiers_in(merged).items() if other["kind"] == kind]
     if len(there) >= KINDS[kind].MOST:
         raise ConfigError(

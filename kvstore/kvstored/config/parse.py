@@ -17,11 +17,13 @@ from typing import Any, get_type_hints
 
 from kvstore_console.units import human_bytes
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
+from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.schema import Config, PrefetchSection, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
+from kvstored.config.tiers.remote import MODES
 from kvstored.config.written import TENANT, names_in, written
 from kvstored.predictor_names import LEARNED, PREDICTORS
 
@@ -122,6 +124,7 @@ def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
         _check_address("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
+    check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
     need(-20 <= config.daemon.nice <= 19, f"daemon.nice must be from -20 to 19, got {config.daemon.nice}")
@@ -133,6 +136,7 @@ def _check(config: Config) -> None:
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
+        one_of(f"tenant {tenant.name}: remote", tenant.remote, ("", *MODES))
     need(
         limits.max_block_bytes <= MAX_BLOCK_BYTES,
         f"limits.max_block {human_bytes(limits.max_block_bytes)} is over {human_bytes(MAX_BLOCK_BYTES)}",

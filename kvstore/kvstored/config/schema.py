@@ -95,6 +95,20 @@ class MetricsSection:
 
 
 @dataclass(frozen=True)
+class EventsSection:
+    """`listen`, `replay`: ZMQ addresses, "" for none. `tenant`: whose blocks alone are published, "" for everyone's."""
+
+    listen: str
+    replay: str
+    topic: str
+    node: str
+    tenant: str
+    encoding: str
+    tokens: bool
+    buffer: int
+
+
+@dataclass(frozen=True)
 class UnarySection:
     """`listen` is host:port of the TCP listener, "" for none; a path is None where none is set."""
 
@@ -113,8 +127,15 @@ class UnarySection:
 
 
 @dataclass(frozen=True)
+class ClusterSection:
+    """`secret_file`: shared by the nodes that may read each other's blocks in remote tiers; None: this node alone."""
+
+    secret_file: Path | None
+
+
+@dataclass(frozen=True)
 class TenantSection:
-    """One listed tenant; maxima of 0 mean no limit of its own."""
+    """One listed tenant; maxima of 0 mean no limit of its own. `remote`: how its blocks are in remote tiers."""
 
     name: str
     uids: tuple[int, ...] = ()
@@ -124,6 +145,7 @@ class TenantSection:
     host_min_bytes: int = 0
     durability: str = ""
     put_in_place: bool | None = None  # None: as [put] says
+    remote: str = ""  # "": as the tier says
 
 
 class Written(NamedTuple):
@@ -157,6 +179,8 @@ class Config:
     index: IndexSection
     unary: UnarySection
     metrics: MetricsSection
+    events: EventsSection
+    cluster: ClusterSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

@@ -9,7 +9,7 @@ from kvstore_console.units import parse_size
 from kvstored.config.mistakes import ConfigError, did_you_mean
 from kvstored.config.schema import Config, TenantSection
 
-_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place"}
+_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote"}
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
 
@@ -48,6 +48,7 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
                 entry.get("durability", ""),
                 _flag(entry, "put_in_place"),
+                entry.get("remote", ""),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None

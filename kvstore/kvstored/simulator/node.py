@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
@@ -45,6 +45,15 @@ def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Call
     return run_virtual(clock, run)
 
 
+def visit_of(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> Visit:
+    """Request number `at` of the trace, which asks for `blocks`."""
+    tokens = int(trace.input_tokens[at]) or len(blocks) * trace.block_tokens
+    return Visit(
+        at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
+        now_ns, trace.kind_names[trace.kinds[at]], int(trace.output_tokens[at]),
+    )  # fmt: skip
+
+
 class Node:
     """See the module."""
 
@@ -70,13 +79,16 @@ class Node:
         self._tasks: asyncio.TaskGroup
         self._puts: set[asyncio.Task[None]] = set()
 
-    async def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Until the last request has been served and stored."""
+    async def run(
+        self, progress: Callable[[int, int], None] = lambda done, total: None, *, is_alone: bool = True
+    ) -> None:
+        """Until the last request has been served and stored. `is_alone`: the whole trace arrives here; else what is
+        passed to `accept`, until `end`."""
         async with asyncio.TaskGroup() as self._tasks:
             watching = [self._tasks.create_task(self._sample_all()), self._tasks.create_task(self._tick_all())]
-            arriving = self._tasks.create_task(self._arrive_all())
+            if is_alone:
+                self._tasks.create_task(self._arrive_all())
             await self._serve_all(progress)
-            await arriving
             self.served.lasted_s = self._now_ns() / NS_PER_S
             while self._puts:
                 await asyncio.wait(self._puts)
@@ -95,15 +107,18 @@ class Node:
             blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
             if not blocks:
                 continue
-            tokens = int(trace.input_tokens[at]) or len(blocks) * trace.block_tokens
-            visit = Visit(
-                at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
-                self._now_ns(), trace.kind_names[trace.kinds[at]], int(trace.output_tokens[at]),
-            )  # fmt: skip
-            self._queue.append(visit)
-            if visit.op is not Op.PUT:
-                self._expect(visit)
-            self._arrived.set()
+            self.accept(visit_of(trace, at, blocks, self._now_ns()))
+        self.end()
+
+    def accept(self, visit: Visit) -> None:
+        """A request has arrived."""
+        self._queue.append(visit)
+        if visit.op is not Op.PUT:
+            self._expect(visit)
+        self._arrived.set()
+
+    def end(self) -> None:
+        """No further request arrives."""
         self._is_over = True
         self._arrived.set()
 
@@ -325,7 +340,7 @@ class Node:
     def _sample(self) -> None:
         held: list[tuple[str, Policy]] = [(ENGINE, self.pool.policy)]
         if self.store is not None:
-            held += zip((name for name, _ in self.settings.tiers), self.store.store.policies, strict=True)
+            held += zip(self.store.names, self.store.store.policies, strict=True)
         self.served.sample(held, self._now_ns())
 
     async def _tick_all(self) -> None:

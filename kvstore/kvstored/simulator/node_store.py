@@ -24,6 +24,7 @@ from kvstored.simulator.hints import NO_HINTS, Hints
 from kvstored.simulator.machine import Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
+from kvstored.simulator.simulated_remote import SharedObjects, SimulatedRemoteTier
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.virtual_time import VirtualLoop
@@ -36,6 +37,7 @@ from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.telemetry import DeletionLog
 
 MakePredictor = Callable[[Trace, float], Predictor]
@@ -63,6 +65,7 @@ class NodeSettings:
     policy_below: str | None = None  # of the second tier; None: the daemon's default
     hints: Hints = NO_HINTS
     predictor: MakePredictor | None = None  # None: nothing is predicted
+    remote: SharedObjects | None = None  # what this node shares with others
 
 
 def config_of(settings: NodeSettings, block_bytes: int) -> Config:
@@ -120,7 +123,7 @@ class NodeStore:
         self.lanes = [self.to_engine, self.from_engine]
         config = config_of(settings, block_bytes)
         host, *below = config.tiers
-        self.tiers = [
+        self.tiers: list[SimulatedTier] = [
             SimulatedTier(
                 host.name, first, host.capacity_bytes, loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM
             )
@@ -137,13 +140,24 @@ class NodeStore:
             kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
             self.tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))
             above = medium
+        writes = None
+        if settings.remote is not None:
+            tier = SimulatedRemoteTier(settings.remote, loop, first)
+            self.tiers.append(tier)
+            self.lanes += [tier.up, tier.down]
+            writes = RemoteWrites(settings.remote.spec.share)
         predictor = settings.predictor(trace, settings.speed) if settings.predictor is not None else None
         self.store = Store(
-            config, clock, CompletionQueue(loop), make_residency(config, self.tiers), self.tiers, predictor
+            config, clock, CompletionQueue(loop), make_residency(config, self.tiers), self.tiers, predictor, writes
         )
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._operations = Operations(self.store, DeletionLog(clock))
         self._clients = [client_of(self.store.residency, number) for number in range(int(trace.tenants.max()) + 1)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the media of the tiers, fastest first."""
+        return [tier.medium.spec.name for tier in self.tiers]
 
     @property
     def stored_blocks(self) -> int:
@@ -158,6 +172,13 @@ class NodeStore:
     def declined_blocks(self) -> int:
         """Blocks that the policy thought worth less than what was there."""
         return self.store.counters["declined_blocks"]
+
+    def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain this node's own tiers have: what its events say."""
+        residency = self.store.residency
+        own = (1 << len(self.tiers) - len(self.store.keyed)) - 1
+        rows = residency.find_keys(self._clients[tenant].tenant_id, keys)
+        return next((at for at, row in enumerate(rows) if not residency.rows.mask[row] & own), len(rows))
 
     # Getting
 

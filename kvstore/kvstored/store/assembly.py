@@ -7,6 +7,7 @@ tiers, a clock and a completion queue gets exactly the movement and the decision
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -17,23 +18,27 @@ from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
+from kvstored.config.tiers.remote import RemoteSection
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
+from kvstored.store.degraded.breaker import LAST_PROBE_S
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
+from kvstored.store.policies.admission import Always, Reused
 from kvstored.store.prefetch.accounts import Accounts
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded import Guarded, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
+from kvstored.store.remote.absences import Absences
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
-from kvstored.store.transfer.demotion import Demotion
+from kvstored.store.transfer.demotion import Bounds, Demotion
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
@@ -45,14 +50,19 @@ from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
+from kvstored.store.transfer.remote_gate import ALL, REUSED, RemoteGate, RemoteWrites
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit
+from kvstored.store.transfer.sharing import Sharing
+from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard
 from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
+KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
+# Before the first read no engine should wait for a hope; after it, what was seen says more.
+KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
@@ -73,7 +83,7 @@ class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
     clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
     of the slowest of the others are demoted there, and blocks that other processes stored there can be found.
-    `predictor`: instead of the configuration's."""
+    `predictor`, `remote_writes`: instead of the configuration's."""
 
     def __init__(
         self,
@@ -83,12 +93,17 @@ class Store:
         residency: Residency,
         tiers: Sequence[Tier],
         predictor: Predictor | None = None,
+        remote_writes: RemoteWrites | None = None,
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[MAPPED])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
-        self.keyed = {position: tier for position, tier in enumerate(tiers) if isinstance(tier, KeyedTier)}
+        self.keyed = {
+            position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
+        }
+        self.absences = Absences()
+        self._remote_writes = remote_writes
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
@@ -106,11 +121,15 @@ class Store:
         self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
         self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
+        self.discard = list(self.retire)  # for blocks that are removed by order
+        for position, tier in self.keyed.items():
+            self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
         self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
+        self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
         demoter, below = self._make_rooms_of_keyed()
         if nvme is not None and self.breaker is not None:
             below = [self._make_room(residency.durable, demoter, self._relocation_on(nvme, self.breaker)), *below]
@@ -121,6 +140,7 @@ class Store:
             residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
+        self.sharing = self._make_sharing()
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_breaker(self, position: int) -> TierBreaker:
@@ -132,7 +152,7 @@ class Store:
 
         return TierBreaker(
             self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
-            self.counters, on_open,
+            self.counters, on_open, KEYED_LAST_PROBE_S if position in self.keyed else LAST_PROBE_S,
         )  # fmt: skip
 
     def _make_prefetch(self, predictor: Predictor | None) -> tuple[Prefetcher, Feed, PrefetchState]:
@@ -152,7 +172,12 @@ class Store:
             settings, guarded, residency, self.promoter, self.policies, self.clock, recent, accounts
         )  # fmt: skip
         feed = Feed(residency, self.policies, guarded, recent, prefetcher)
-        residency.forget_with(feed.forgotten)
+
+        def forget(tenant: int, keys: Sequence[bytes] | None) -> None:
+            feed.forgotten(tenant, keys)
+            self.absences.forget(tenant, keys)
+
+        residency.forget_with(forget)
         return prefetcher, feed, PrefetchState(guarded, recent, accounts)
 
     def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
@@ -163,9 +188,41 @@ class Store:
             rooms = [self._make_room(position, demoter, MemoryRelocation(tier, self.completions)), *rooms]
             demoter = Demotion(
                 self.residency, self._link(position - 1, position), rooms[0], demoter, self.damage, self.flows,
-                at_once=KEYED_AT_ONCE, wait_s=KEYED_WAIT_S,
+                Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(MAPPED, position)),
             )  # fmt: skip
         return demoter, rooms
+
+    def _make_remote_gate(self, position: int) -> RemoteGate:
+        writes = self._writes_to(position)
+        admission = create_admission(writes.admission, self.residency, position, self.policies[position - 1])
+        early = {REUSED: Reused, ALL: Always}.get(writes.share)
+        return RemoteGate(
+            self.residency, admission, early(self.residency, position) if early is not None else None,
+            writes.bytes_per_s, self.clock, self.counters,
+        )  # fmt: skip
+
+    def _writes_to(self, position: int) -> RemoteWrites:
+        section = self.config.tier(self.residency.tiers[position])
+        if self._remote_writes is not None or not isinstance(section, RemoteSection):
+            return self._remote_writes or RemoteWrites()
+        return RemoteWrites(section.share, section.admission, section.rate_bytes)
+
+    def _make_sharing(self) -> list[Sharing]:
+        """What writes blocks early, to each key-addressed tier that shares them."""
+        residency, made = self.residency, []
+        for position, gate in self.remote_gates.items():
+            if gate.shares_early:
+                link, back = self._link(MAPPED, position), self._link(position, MAPPED)
+                room = self.rooms[position]
+                made.append(Sharing(residency, link, back, room, gate, self.absences, self.counters))
+
+        def used(rows: Sequence[int]) -> None:
+            for sharing in made:
+                sharing.used(rows)
+
+        if made:
+            residency.use_with(used)
+        return made
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
@@ -249,11 +306,17 @@ class Store:
             quiet_s=movement.prefetch_quiet_ms / 1000,
             prefetch_item_bytes=limits.max_block_bytes + 8192,
         )
+        keyed = replace(
+            settings, prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
+            prior_bytes=KEYED_PRIOR_BYTES,
+        )  # fmt: skip
         lanes: list[Lane[Transfer]] = []
         for lower in range(1, len(self.tiers)):
             upper = MAPPED if lower == self.residency.durable else lower - 1
-            names = (self._lane_name(lower, MAPPED), self._lane_name(upper, lower))
-            pair: list[Lane[Transfer]] = [Lane(name, settings) for name in names]
+            names = [self._lane_name(lower, MAPPED), self._lane_name(upper, lower)]
+            if lower in self.keyed and upper != MAPPED:
+                names.append(self._lane_name(MAPPED, lower))
+            pair: list[Lane[Transfer]] = [Lane(name, keyed if lower in self.keyed else settings) for name in names]
             for lane in pair:
                 lane.share_medium(pair)
             lanes += pair
@@ -265,6 +328,8 @@ class Store:
         for breaker in self._breakers.values():
             breaker.tick()
         self.prefetcher.tick()
+        for sharing in self.sharing:
+            sharing.tick()
 
     def _make_writeback(self, room: Room, breaker: TierBreaker) -> WriteBack:
         config, lane = self.config, self.mover.lanes[self._write_lane]

@@ -6,7 +6,7 @@ its caller, who believes nothing that a driver returns.
 
 Obligations
 - Methods are called from several threads at once and wait. A call takes no longer than the `timeout_s` that the driver
-  was opened with; then it raises TimeoutError.
+  was opened with; then it raises TimeoutError, MemoryHeld where a library cannot be stopped.
 - A call that fails as a whole raises OSError (ConnectionError where the store cannot be reached). A driver connects
   again by itself: a later call succeeds once the store is back, without help.
 - The store may forget values at any time. A value is never seen half written.
@@ -20,6 +20,11 @@ from enum import Enum
 from typing import NamedTuple
 
 NAME_CHARACTERS = 48  # lower-case hexadecimal digits
+
+
+class MemoryHeld(TimeoutError):
+    """A read was given up, and its library may still write to the memory: the process has to end before that memory is
+    used again."""
 
 
 class Placed(NamedTuple):
@@ -64,6 +69,11 @@ class Driver(ABC):
     def remove(self, names: Sequence[str]) -> None:
         """Forget these values, where there are any: once this returns, no read of this or another client finds them,
         and the store keeps no bytes of them that a client could ask for."""
+
+    def evict(self, names: Sequence[str]) -> None:
+        """Forget these values to make room. They are not found any more, by other clients soon; the store may keep
+        their bytes for a while where that is cheaper. An order to remove them later is carried out all the same."""
+        self.remove(names)
 
     @abstractmethod
     def probe(self) -> None:

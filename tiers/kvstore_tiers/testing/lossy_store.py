@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from kvstore_tiers.keyed import ObjectStore
+from kvstore_tiers.objects import DamagedObject, ObjectStore
 
 
 class LossyStore(ObjectStore):
@@ -21,6 +22,7 @@ class LossyStore(ObjectStore):
         refused: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
         self.name = name
+        self.largest_bytes = 1 << 40
         self.latency_s, self.lost, self.damaged, self.refused = latency_s, lost, damaged, refused
         self.objects: dict[bytes, bytes] = {}
         self.questions = 0  # names asked for by `sizes`
@@ -43,29 +45,37 @@ class LossyStore(ObjectStore):
             self._maybe_refuse()
             return [len(self.objects.get(name, b"")) for name in names]
 
-    def read(self, name: bytes) -> bytes | None:
+    @contextmanager
+    def read(self, name: bytes, most_bytes: int) -> Iterator[memoryview | None]:
         self._pass_time()
         with self._lock:
             self._maybe_refuse()
-            return self.objects.get(name)
+            stored = self.objects.get(name)
+        if stored is not None and len(stored) > most_bytes:
+            raise DamagedObject(f"the object has {len(stored)} bytes, more than {most_bytes}")
+        yield None if stored is None else memoryview(stored)
 
-    def write(self, name: bytes, image: memoryview) -> None:
+    def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
+        image = bytearray(nbytes)
+        fill(memoryview(image))
         self._pass_time()
         with self._lock:
             self._maybe_refuse()
             if self._random.random() < self.lost:
                 self.objects.pop(name, None)
                 return
-            stored = bytearray(image)
             if self._random.random() < self.damaged:
-                stored[self._random.randrange(len(stored))] ^= 1 << self._random.randrange(8)
-            self.objects[name] = bytes(stored)
+                image[self._random.randrange(nbytes)] ^= 1 << self._random.randrange(8)
+            self.objects.setdefault(name, bytes(image))
 
-    def remove(self, name: bytes) -> None:
+    def remove(self, names: Sequence[bytes]) -> None:
         self._pass_time()
         with self._lock:
             self._maybe_refuse()
-            self.objects.pop(name, None)
+            for name in names:
+                self.objects.pop(name, None)
+
+    evict = remove
 
     def close(self) -> None:
         pass

@@ -19,6 +19,7 @@ from kvstore_proto.state_identity import (
     SECRET_BYTES,
     SECRET_FILE,
     Identity,
+    Ownership,
     read_ownership,
     secret_check,
 )
@@ -35,8 +36,22 @@ class Keyring:
     """`dram_is_lost`, `nvme_is_lost`: nothing reaches what is there, and the caller drops it before `settle`. Raises
     ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError."""
 
-    def __init__(self, state_dir: Path, nvme_dir: Path | None = None, *, new_secret: bool = False) -> None:
+    def __init__(
+        self, state_dir: Path, nvme_dir: Path | None = None, *, new_secret: bool = False, given: bytes | None = None
+    ) -> None:
+        """`given`: the secret to have, of a cluster."""
         found = read_ownership(state_dir, nvme_dir)
+        if given is not None and found.secret != given:
+            has_blocks = found.secret is not None or bool(found.problem)
+            if has_blocks and not new_secret:
+                raise ConfigError(
+                    f"cluster.secret_file is not the secret that the blocks of {state_dir} were stored under: restore "
+                    "the file, take the setting out, or run `kvstored serve --new-secret` once, which drops the blocks"
+                )
+            write_private(state_dir / SECRET_FILE, given)
+            failpoints.hit("keyring.secret-written")
+            found = Ownership(given, {}, "", dram_is_lost=has_blocks, nvme_is_lost=has_blocks)
+            new_secret = False
         if found.problem and not new_secret:
             raise ConfigError(found.problem)
         if new_secret and not found.problem:

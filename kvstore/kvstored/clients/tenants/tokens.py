@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from kvstored.clients.tenants.directory import Tenant
 from kvstored.config import ConfigError
+from kvstored.config.private_input import read_private
 
-MAX_FILE_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
@@ -53,7 +51,7 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
     """Digests of tokens and the tenants' names. Raises ConfigError that names the line: who can read the file, its
     form, a tenant that there is not."""
     try:
-        text = _read_private(path).decode()
+        text = read_private("unary.tokens_file", path).decode()
     except OSError as error:
         raise ConfigError(f"unary.tokens_file: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -90,23 +88,3 @@ def names_in(path: Path | None) -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(words[0] for line in lines if (words := line.partition("#")[0].split()))
-
-
-def _read_private(path: Path) -> bytes:
-    """The file's bytes, if only its owner can read or change it, and that owner is us or root."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"unary.tokens_file: {path} is not a regular file")
-        if status.st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"unary.tokens_file: {path} belongs to uid {status.st_uid}: it must be ours or root's")
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"unary.tokens_file: {path} has mode {stat.S_IMODE(status.st_mode):04o}; others must not reach it: "
-                f"chmod 600 {path}"
-            )
-        raw = file.read(MAX_FILE_BYTES + 1)
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"unary.tokens_file: {path} is larger than {MAX_FILE_BYTES} bytes")
-    return raw

@@ -5,13 +5,25 @@ A new kind costs its file, its import and its entry in `KINDS`.
 
 from typing import Final
 
-from kvstored.config.tiers.base import Machine, Start, TierSection
+from kvstored.config.tiers.base import Cluster, Machine, Start, TierSection
 from kvstored.config.tiers.gpu import GpuSection
 from kvstored.config.tiers.memory import MemorySection
 from kvstored.config.tiers.nvme import NvmeSection
+from kvstored.config.tiers.remote import RemoteSection
 from kvstored.config.tiers.shared import SharedSection
 
-__all__ = ["GpuSection", "KINDS", "Machine", "MemorySection", "NvmeSection", "SharedSection", "Start", "TierSection"]
+__all__ = [
+    "KINDS",
+    "Cluster",
+    "GpuSection",
+    "Machine",
+    "MemorySection",
+    "NvmeSection",
+    "RemoteSection",
+    "SharedSection",
+    "Start",
+    "TierSection",
+]
 
 KINDS: Final[dict[str, type[TierSection]]] = {
     kind.KIND: kind
@@ -20,5 +32,6 @@ KINDS: Final[dict[str, type[TierSection]]] = {
         GpuSection,
         MemorySection,
         NvmeSection,
+        RemoteSection,
     )
 }

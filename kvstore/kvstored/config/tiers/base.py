@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -38,13 +38,23 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """What a tier on another machine needs: the secret of the node or its cluster, and what a tenant's section says of
+    remote tiers, by its digest ("" where it says nothing)."""
+
+    secret: bytes
+    mode_of: Callable[[bytes], str]
+
+
+@dataclass(frozen=True)
 class Start:
     """What a start of the daemon has for a tier to open with: the witness of arenas that a restart keeps, the number
-    of the first new one, and an early scan of the NVMe directory."""
+    of the first new one, an early scan of the NVMe directory, and the cluster."""
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
     early_scan: EarlyRecordScan | None = None
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ class AccessLog:
                 listener.accessed(rows, now_ns)
             elif somewhere & bit:
                 listener.accessed([row for row in rows if mask[row] & bit], now_ns)
+        if self._listeners.uses is not None:
+            self._listeners.uses(rows)
 
     def request_run(self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int) -> None:
         """`touch_run` of what a request found, which asked for the blocks `missing` after it as well."""
@@ -49,6 +51,8 @@ class AccessLog:
             accesses[row] = min(accesses[row] + 1, _ACCESSES_MAX)
         for tier, listener in enumerate(self._listeners.by_tier):
             listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
+        if self._listeners.uses is not None:
+            self._listeners.uses(rows)
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
         """A block that was to be stored is not. One that was DECLINED counts as if it had been stored, used and evicted

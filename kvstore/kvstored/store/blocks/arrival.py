@@ -205,7 +205,7 @@ class Arrival:
         for row in rows:
             listener.inserted(row, now_ns)
             if presence is not None:
-                presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row])
+                presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row], row)
 
     # Inside
 

@@ -53,40 +53,56 @@ class NullListener:
 class PresenceListener(Protocol):
     """Notified of every change of where a block can be read, in any tier."""
 
-    def changed(self, tenant: int, key: bytes, mask: int) -> None:
-        """Bit t of `mask`: there is a readable copy in tier t now; 0: in none."""
+    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
+        """Bit t of `mask`: there is a readable copy in tier t now; 0: in none. `row` is still the block's."""
+
+
+class _Each:
+    """Several presence listeners as one."""
+
+    def __init__(self, *listeners: PresenceListener) -> None:
+        self._listeners = listeners
+
+    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
+        for listener in self._listeners:
+            listener.changed(tenant, key, mask, row)
 
 
 class Listeners:
-    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one.
-    `forgets`: who else keeps names of blocks, if there is one."""
+    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one,
+    or all of them. `forgets`: who else keeps names of blocks, if there is one; `uses`: who else follows their uses."""
 
-    __slots__ = ("_view", "by_tier", "forgets", "presence")
+    __slots__ = ("_view", "by_tier", "forgets", "presence", "uses")
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: PresenceListener | None = None
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
+        self.uses: Callable[[Sequence[int]], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
         self.by_tier[tier] = listener
 
     def observe(self, listener: PresenceListener) -> None:
-        """Notify `listener` where blocks can be read, from now on; there is one."""
-        self.presence = listener
+        """Notify `listener`, too, where blocks can be read, from now on."""
+        self.presence = listener if self.presence is None else _Each(self.presence, listener)
 
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
         """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
         self.forgets = listener
+
+    def use_with(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Call `listener` with the rows of each use, in chain order, after they were counted; there is one."""
+        self.uses = listener
 
     def presence_changed(self, row: int) -> None:
         """Where `row` can be read has changed."""
         if self.presence is not None:
             rows = self._view.rows
             key: bytes = rows.keys[row]  # type: ignore[assignment]  # a live row has a key
-            self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row])
+            self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row], row)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self._view.deletions += 1

@@ -49,6 +49,7 @@ class Residency(ResidencyView):
         self.listen = listeners.listen
         self.observe = listeners.observe
         self.forget_with = listeners.forget_with
+        self.use_with = listeners.use_with
         tree = ChainTree(self, listeners)
         self.forget_empty = tree.forget_empty
         self.parent_or_placeholder = tree.parent_or_placeholder

@@ -3,9 +3,9 @@
 Closed, everything is passed on. It opens for writes when they fail in a row or the medium is read-only, and for
 everything when reads fail in a row or a transfer hangs: then nothing is read there, so no engine waits for it. While it
 is open it asks the tier to `probe` itself (write, sync, read back and compare scratch bytes), each time after twice the
-pause before, up to `LAST_PROBE_S`. A probe that ends well half-opens it: work flows again, but the first failure of a
-kind that was in doubt opens it at once. If it opens again within `LAST_PROBE_S` the pauses go on where they were: a
-medium on which probes go well and writes do not is tried once a minute, not once a second.
+pause before, up to `last_probe_s`. A probe that ends well half-opens it: work flows again, but the first failure of a
+kind that was in doubt opens it at once. If it opens again within that time the pauses go on where they were: a
+medium on which probes go well and writes do not is tried once in that time, not once a second.
 
 Never touches a block and never retries a transfer. Lives on the control thread; completions are reported to it there.
 Invariants: one probe at a time; while it is open for reads nothing is read; a mode changes only here, for its tier.
@@ -36,7 +36,8 @@ _IN_DOUBT = {  # by mode, what has yet to go well when a probe has; a full mediu
 
 
 class TierBreaker:
-    """Of `tier`, called `part` in what it says. `on_open` is called whenever reads are shed."""
+    """Of `tier`, called `part` in what it says. `on_open` is called whenever reads are shed. `last_probe_s`: the
+    longest pause between two probes; short where the medium is another machine, which may be back at any moment."""
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class TierBreaker:
         clock: Clock,
         counters: Counters,
         on_open: Callable[[], None],
+        last_probe_s: float = LAST_PROBE_S,
     ) -> None:
+        self._last_probe_s = last_probe_s
         self._tier = tier
         self._part = part
         self._modes = modes
@@ -102,6 +105,10 @@ class TierBreaker:
             self._failed(what, outcome)
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
+    def forgo(self, number: int) -> None:
+        """Something that began has ended, and says nothing of the medium but that it does not hang."""
+        self._in_flight.pop(number, None)
+
     def _failed(self, what: str, outcome: Outcome) -> None:
         self._failed_in_a_row[what] += 1
         limit = 1 if what in self._trial else SYNC_ERRORS_IN_A_ROW if what == "sync" else ERRORS_IN_A_ROW
@@ -128,8 +135,8 @@ class TierBreaker:
             return
         served, now_ns = self.serves_reads, self._clock.monotonic_ns()
         if self.mode is Mode.OK:
-            was_sound = self._ok_since_ns is None or now_ns - self._ok_since_ns > LAST_PROBE_S * NS_PER_S
-            self._probe_pause_s = FIRST_PROBE_S if was_sound else min(LAST_PROBE_S, 2 * self._probe_pause_s)
+            was_sound = self._ok_since_ns is None or now_ns - self._ok_since_ns > self._last_probe_s * NS_PER_S
+            self._probe_pause_s = FIRST_PROBE_S if was_sound else min(self._last_probe_s, 2 * self._probe_pause_s)
         self._modes.enter(self._part, mode, reason)
         self._trial.clear()
         self._probe_at_ns = now_ns + round(self._probe_pause_s * NS_PER_S)
@@ -177,7 +184,7 @@ class TierBreaker:
             return
         if outcome.kind is OutcomeKind.FAILED:
             self._counters.add("tier_probe_failures")
-        self._probe_pause_s = min(LAST_PROBE_S, 2 * self._probe_pause_s)
+        self._probe_pause_s = min(self._last_probe_s, 2 * self._probe_pause_s)
         self._probe_at_ns = now_ns + round(self._probe_pause_s * NS_PER_S)
 
     def _recover(self) -> None:

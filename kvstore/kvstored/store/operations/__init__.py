@@ -26,7 +26,9 @@ class Operations:
         residency, promoter, clock, counters = store.residency, store.promoter, store.clock, store.counters
         limits, movement = store.config.limits, store.config.movement
         self.put = Put(store)
-        self.discovery = Discovery(residency, store.keyed, store.rooms, store.completions, clock, counters)
+        self.discovery = Discovery(
+            residency, store.keyed, store.rooms, promoter, store.absences, store.completions, clock, counters
+        )
         loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
         self.get = Get(
             residency, store.leases, loader, clock, counters, store.flows, store.feed,
@@ -38,5 +40,5 @@ class Operations:
             prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self.delete = Delete(
-            residency, store.writeback, [*store.keyed.values()], store.retire, store.completions, clock, deletions
+            residency, store.writeback, [*store.keyed.values()], store.discard, store.completions, clock, deletions
         )

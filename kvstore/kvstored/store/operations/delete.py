@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import Cause
@@ -35,6 +36,9 @@ class Fate(Enum):
     CONTINUED = "continued"  # kept: stored blocks continue it
 
 
+_GONE = (Fate.DELETED, Fate.MISSING)
+
+
 @dataclass(frozen=True)
 class Deleted:
     """`fates` in the order of the keys; payload bytes of the blocks that were deleted."""
@@ -51,7 +55,7 @@ class Delete:
         self,
         residency: Residency,
         writeback: WriteBack | None,
-        keyed: Sequence[Tier],
+        keyed: Sequence[KeyedTier],
         retire: list[Callable[[Slot, int], None]],
         completions: CompletionQueue,
         clock: Clock,
@@ -86,6 +90,7 @@ class Delete:
                 residency.forget(tenant, (keys[position],))
             if position % SLICE_BLOCKS == 0:
                 await asyncio.sleep(0)
+        self._remove_from_keyed(client, [key for key, fate in zip(keys, fates, strict=True) if fate in _GONE])
         if Fate.DELETED in fates:
             self._log.note(client, fates.count(Fate.DELETED), nbytes)
         await self._make_final()
@@ -105,6 +110,13 @@ class Delete:
                 "the blocks are deleted, but may come back: a tier refused to remove them for good; delete again",
             )
         self._final_removals = max(self._final_removals, removals)
+
+    def _remove_from_keyed(self, client: Client, keys: Sequence[bytes]) -> None:
+        """Also blocks that are not in the index: another process may have stored them."""
+        for tier in self._keyed:
+            if keys and not tier.refuses(client.tenant.digest):
+                tier.remove(client.tenant.digest, keys)
+                self._removals += 1
 
     def _delete_row(self, row: int, tenant: int) -> Fate:
         residency = self._residency

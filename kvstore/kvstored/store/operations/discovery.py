@@ -1,13 +1,17 @@
 """Discovery: blocks that a key-addressed tier has and the index does not know, since another process stored them.
 
-Owns the questions to those tiers. A question is waited for until its deadline and no longer; what it finds enters the
-index with a copy in that tier, and is believed only when its bytes have been read and verified. Invariant: only names
-of the asking tenant are asked for, so no tenant learns what another one has stored.
+Owns the questions to those tiers: whether one pays, which are under way, and what becomes of the answers. A question is
+waited for until its deadline and no longer; an answer that comes later still enters the index, for the next request.
+What is found is believed only when its bytes have been read and verified. Invariants: only names of the asking tenant
+are asked for, so no tenant learns what another one has stored; a block is asked for once at a time; a tier that owes
+`MOST_OWED` answers, or is shed by its breaker, is not asked, and one that owes an answer for too long is not waited
+for; an answer that a deletion overtook is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,10 +22,36 @@ from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
+from kvstored.store.remote.absences import Absences
+from kvstored.store.remote.value import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
+from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters
 
-DEADLINE_MS = 50  # of a question; a client that computes instead has to know soon
+MOST_OWED = 16  # answers of one tier; their questions wait in its queue
+MOST_ASKED = 4096  # blocks of one question
+LATE_S = 10.0  # an answer that comes later than this is of no use
+
+
+class Question:
+    """The blocks of a chain from `first` on, which were unknown. `entered` is set when the index has what was found in
+    time."""
+
+    def __init__(self, client: Client, chain: Sequence[bytes], first: int, group: int, deletions: int) -> None:
+        self.client, self.chain, self.first, self.group = client, chain, first, group
+        self.missing = chain[first : first + MOST_ASKED]
+        self.deletions = deletions  # before it was asked
+        self.entered = asyncio.Event()
+        self.is_late = False  # some tier had not answered by then
+        self.found = self.found_bytes = 0
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until what could be found in time is in the index; at most so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.entered.wait()
+        except TimeoutError:
+            pass
 
 
 class Discovery:
@@ -32,6 +62,8 @@ class Discovery:
         residency: Residency,
         tiers: Mapping[int, KeyedTier],
         rooms: Sequence[Room],
+        promoter: Promoter,
+        absences: Absences,
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
@@ -39,65 +71,159 @@ class Discovery:
         self._residency = residency
         self._tiers = tiers
         self._rooms = rooms
+        self._promoter = promoter
+        self._absences = absences
         self._completions = completions
         self._clock = clock
         self._counters = counters
+        self.value = RemoteValue()
+        self.times = {position: AnswerTimes() for position in tiers}
+        self._owed: dict[int, deque[float]] = {position: deque() for position in tiers}  # asked when, oldest first
+        self._asked: dict[tuple[int, bytes], Question] = {}  # by tenant and key
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def helps(self, client: Client, keys: bytes) -> bool:
-        """Whether there is a tier to ask, and something to ask for."""
+    def declines(self, client: Client, blocks: int) -> bool:
+        """Whether it is clear that asking for so many missing blocks does not pay; else `ask`."""
         if not self._tiers:
+            return True
+        if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
             return False
-        return len(self._residency.find_run(client.tenant_id, keys)) < len(keys) // KEY_BYTES
+        self._counters.add("discovery_declined")
+        return True
 
-    async def find(self, client: Client, keys: bytes, group: int = 0, deadline_ms: int = DEADLINE_MS) -> int:
-        """Enter the blocks into the index that continue the leading run of a chain, which begins at its root; how many
-        there were. `keys` are packed."""
-        if not self._tiers:
-            return 0
-        residency, tenant = self._residency, client.tenant_id
-        chain = split_keys(keys)
-        first = len(residency.find_run(tenant, keys))
-        missing = chain[first:]
-        if not missing:
-            return 0
-        asked: dict[int, asyncio.Future[list[int]]] = {
-            position: self._completions.outcome_of(partial(tier.find, client.tenant.digest, missing))
-            for position, tier in self._tiers.items()
-        }
-        self._counters.add("discovery_questions", len(missing))
-        _, late = await asyncio.wait(asked.values(), timeout=min(deadline_ms, DEADLINE_MS) / 1000)
-        if late:
+    def ask(self, client: Client, keys: bytes, known: int, group: int, limit_ms: int) -> Question | None:
+        """Ask for the blocks of a chain after its first `known`, if that pays; the question, if waiting for it does
+        too. `keys` are packed, from the root on."""
+        blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
+        positions = [position for position in self._tiers if self._may_be_asked(position, client)]
+        if not positions:
+            return None
+        tenant, times = client.tenant_id, self.times[positions[0]]
+        first = keys[known * KEY_BYTES : (known + 1) * KEY_BYTES]
+        if self._absences.covers(tenant, first, self._clock.monotonic_ns()):
+            self._counters.add("discovery_known_absent")
+            return None
+        nbytes = round(self.value.expected_blocks(tenant, blocks) * self.value.block_bytes(tenant))
+        load_us = self._promoter.load_us(positions[0], nbytes) if nbytes else 0.0
+        verdict = self.value.judge(tenant, blocks, tokens, load_us, times)
+        if verdict is Verdict.NO:
+            self._counters.add("discovery_declined")
+            return None
+        question = self._asked.get((tenant, first))
+        if question is None and self._residency.find(tenant, first) < 0:
+            question = self._begin(client, split_keys(keys), known, group, positions)
+        is_quick = limit_ms >= times.expected_s * 1000 and not self._is_behind(positions[0])
+        return question if verdict is Verdict.WAIT and is_quick else None
+
+    async def wait(self, question: Question, limit_ms: int) -> None:
+        """For the answer, until the deadline; what was found in time is in the index then."""
+        await question.wait(min(limit_ms, DEADLINE_MS) / 1000)
+        if question.is_late or not question.entered.is_set():
             self._counters.add("discovery_timeouts")
-        found = 0
-        for at, key in enumerate(missing, first):
-            if residency.find(tenant, key) >= 0:
-                continue  # another request found or stored it meanwhile
-            parent = chain[at - 1] if at else NO_PARENT
-            if at and residency.find(tenant, parent) < 0:
-                break
-            answers = ((position, answer.result()[at - first]) for position, answer in asked.items() if answer.done())
-            position, payload_bytes = next((each for each in answers if each[1] >= 0), (-1, -1))
-            if position < 0 or not await self._enter(client, key, parent, group, position, payload_bytes):
-                break
-            found += 1
-        self._counters.add("discovered_blocks", found)
-        return found
 
-    async def _enter(
-        self, client: Client, key: bytes, parent: bytes, group: int, position: int, payload_bytes: int
-    ) -> bool:
+    def _may_be_asked(self, position: int, client: Client) -> bool:
+        if len(self._owed[position]) >= MOST_OWED or not self._promoter.reads_from(position):
+            return False
+        tier = self._tiers[position]
+        return tier.is_ready and not tier.refuses(client.tenant.digest)
+
+    def _is_behind(self, position: int) -> bool:
+        """Whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
+        owed = self._owed[position]
+        return bool(owed) and asyncio.get_running_loop().time() - owed[0] >= self.times[position].deadline_s
+
+    # Asking
+
+    def _begin(
+        self, client: Client, chain: Sequence[bytes], known: int, group: int, positions: Sequence[int]
+    ) -> Question:
+        question = Question(client, chain, known, group, self._residency.deletions)
+        for key in question.missing:
+            self._asked[client.tenant_id, key] = question
+        self._counters.add("discovery_questions", len(question.missing))
+        answers = {position: self._ask_tier(position, question) for position in positions}
+        task = asyncio.get_running_loop().create_task(self._answer(question, answers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return question
+
+    async def _answer(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
+        """Enter what is found: at the deadline what has come by then, later the rest."""
+        tenant = question.client.tenant_id
+        try:
+            deadline_s = max(self.times[position].deadline_s for position in answers)
+            _, late = await asyncio.wait(answers.values(), timeout=deadline_s)
+            await self._enter_found(question, answers)
+            question.is_late = bool(late)
+            question.entered.set()
+            if late:
+                _, late = await asyncio.wait(late, timeout=LATE_S)
+                await self._enter_found(question, answers)
+            self.value.answered(tenant, len(question.missing), question.found, question.found_bytes)
+            self._counters.add("discovered_blocks", question.found)
+            if not late and question.found < len(question.missing):
+                absent = question.missing[question.found]
+                if self._residency.find_any(tenant, absent) < 0:
+                    self._absences.note(tenant, absent, self._clock.monotonic_ns())
+        finally:
+            question.entered.set()
+            for key in question.missing:
+                self._asked.pop((tenant, key), None)
+
+    def _ask_tier(self, position: int, question: Question) -> asyncio.Future[list[int]]:
+        loop, breaker = asyncio.get_running_loop(), self._promoter.breaker_of(position)
+        began_s, number = loop.time(), breaker.began() if breaker is not None else 0
+        self._owed[position].append(began_s)
+
+        def heard(_: asyncio.Future[list[int]]) -> None:
+            self._owed[position].remove(began_s)
+            self.times[position].add(loop.time() - began_s)
+            self._promoter.answered(position, loop.time() - began_s)
+            if breaker is not None:
+                breaker.forgo(number)
+
+        digest = question.client.tenant.digest
+        answer: asyncio.Future[list[int]] = self._completions.outcome_of(
+            partial(self._tiers[position].find, digest, question.missing)
+        )
+        answer.add_done_callback(heard)
+        return answer
+
+    # What was found
+
+    async def _enter_found(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
+        """Enter the blocks that continue the chain, with the answers that have come."""
+        residency, tenant, chain = self._residency, question.client.tenant_id, question.chain
+        for at in range(question.found, len(question.missing)):
+            if residency.deletions != question.deletions:
+                return
+            key = question.missing[at]
+            parent = chain[question.first + at - 1] if question.first + at else NO_PARENT
+            if residency.find(tenant, key) < 0:  # else another request found or stored it meanwhile
+                if parent != NO_PARENT and residency.find(tenant, parent) < 0:
+                    return
+                come = ((position, answer.result()[at]) for position, answer in answers.items() if answer.done())
+                position, payload_bytes = next((each for each in come if each[1] >= 0), (-1, -1))
+                if position < 0 or not await self._enter(question, key, parent, position, payload_bytes):
+                    return
+                question.found_bytes += payload_bytes
+            question.found += 1
+
+    async def _enter(self, question: Question, key: bytes, parent: bytes, position: int, payload_bytes: int) -> bool:
+        client = question.client
         residency, tenant, tier = self._residency, client.tenant_id, self._tiers[position]
         slot = await self._rooms[position].allocate(slot_bytes(payload_bytes), tenant, is_patient=False)
         if slot is None:
             return False
         above = residency.find_any(tenant, parent) if parent != NO_PARENT else -1
-        if residency.find_any(tenant, key) >= 0 or (parent != NO_PARENT and above < 0):
+        is_stale = residency.deletions != question.deletions or (parent != NO_PARENT and above < 0)
+        if is_stale or residency.find_any(tenant, key) >= 0:
             tier.free(slot)  # while room was made: it is stored now, or what it continues has gone
             return residency.find(tenant, key) >= 0
         tier.adopt(slot, client.tenant.digest, key)
         now_ns = self._clock.monotonic_ns()
         row = residency.insert(
-            tenant, key, parent, fingerprint_id=client.fingerprint_id, group=group,
+            tenant, key, parent, fingerprint_id=client.fingerprint_id, group=question.group,
             depth=residency.depth(above) + 1 if above >= 0 else 0, payload_bytes=payload_bytes, now_ns=now_ns,
         )  # fmt: skip
         residency.attach(row, position, slot, now_ns)

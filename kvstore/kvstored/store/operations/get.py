@@ -19,10 +19,11 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.discovery import DEADLINE_MS
-from kvstored.store.operations.loader import Loader
+from kvstored.store.operations.discovery import Question
+from kvstored.store.operations.loader import Loader, Loading
 from kvstored.store.policies import RequestContext
 from kvstored.store.prefetch.feed import Feed
+from kvstored.store.remote.value import DEADLINE_MS
 from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
@@ -83,6 +84,11 @@ class Expected:
     tiers: Sequence[int]
     ready_us: Sequence[int]
 
+    def followed_by(self, more: Expected) -> Expected:
+        """Of these blocks and of `more` after them, which is loaded beside them."""
+        last_us = max(self.ready_us, default=0)
+        return Expected([*self.tiers, *more.tiers], [*self.ready_us, *(max(last_us, each) for each in more.ready_us)])
+
 
 @dataclass(frozen=True, slots=True)
 class GetLimits:
@@ -109,7 +115,7 @@ class Get:
         self._residency = residency
         self._leases = leases
         self._loader = loader
-        self._promoter = loader.promoter
+        self._promoter, self._discovery = loader.promoter, loader.discovery
         self._clock = clock
         self._counters = counters
         self._flows = flows
@@ -119,8 +125,6 @@ class Get:
     def acquire_mapped(self, client: Client, wanted: Wanted) -> Acquired | None:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
         be promoted or verified first."""
-        if not wanted.mapped_only and self._loader.discovery.helps(client, wanted.keys):
-            return None
         resident = rows = self._run(client, wanted)
         mask = self._residency.rows.mask
         mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
@@ -130,19 +134,27 @@ class Get:
             rows = rows[:mapped]
         if self._loader.dram_check.wanted(rows):
             return None
+        if self._ask(client, wanted, len(resident)) is not None:
+            return None
         self._residency.pin_run(rows)
         return self._end(client, wanted, rows, {}, resident)
 
     async def acquire(self, client: Client, wanted: Wanted) -> Acquired:
         """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
-        rows = await self._discovered_run(client, wanted)
+        rows = self._run(client, wanted)
+        question = self._ask(client, wanted, len(rows))
         loading = self._loader.load(rows)
         leased: list[int] = []
         try:
             intact = await self._loader.verify(rows, loading.tokens)
+            until_ns = self._until_ns(wanted)
+            patience_ms = 0 if wanted.mapped_only else loading.begin(range(intact), until_ns)
+            if question is not None and intact == len(rows):
+                rows += await self._found(client, wanted, loading, question)
+                if not wanted.mapped_only:
+                    patience_ms += loading.begin(range(intact, len(rows)), until_ns)
+                intact = len(rows)
             if not wanted.mapped_only:
-                until_ns = self._until_ns(wanted)
-                patience_ms = loading.begin(range(intact), until_ns)
                 await loading.wait(min(until_ns, self._clock.monotonic_ns() + patience_ms * NS_PER_MS), for_all=True)
                 if not loading.is_over:
                     self._counters.add("acquire_timeouts")
@@ -161,16 +173,22 @@ class Get:
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
         """
         began_ns = self._clock.monotonic_ns()
-        rows = await self._discovered_run(client, wanted)
+        rows = self._run(client, wanted)
+        question = self._ask(client, wanted, len(rows))
         loading = self._loader.load(rows)
-        leased = set(range(min(held, len(rows))))
         try:
             intact = await self._loader.verify(rows, loading.tokens)
-            self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
             expected = self._expected(rows[:intact])
-            order = range(held, intact)
             until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
-            loading.begin(reversed(order) if wanted.from_back else order, until_ns)
+            self._begin(loading, wanted, range(held, intact), until_ns)
+            if question is not None and intact == len(rows):
+                more = await self._found(client, wanted, loading, question)
+                expected = expected.followed_by(self._expected(more))
+                rows += more
+                self._begin(loading, wanted, range(max(held, intact), len(rows)), until_ns)
+                intact = len(rows)
+            leased = set(range(min(held, len(rows))))
+            self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
             yield expected
             while not loading.is_over and not client.closed:
                 arrived = await loading.wait(until_ns)
@@ -202,12 +220,26 @@ class Get:
         """The leading blocks of the chain that are stored and can be reached."""
         return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, wanted.keys))
 
-    async def _discovered_run(self, client: Client, wanted: Wanted) -> list[int]:
-        """`_run`, with what other processes stored where this one can find it."""
-        if not wanted.mapped_only:
-            limit_ms = min(wanted.max_wait_ms or DEADLINE_MS, wanted.deadline_ms or DEADLINE_MS)
-            await self._loader.discovery.find(client, wanted.keys, wanted.group, limit_ms)
-        return self._run(client, wanted)
+    def _ask(self, client: Client, wanted: Wanted, known: int) -> Question | None:
+        """The question for what other processes may have stored after the first `known` blocks, if waiting pays."""
+        missing = wanted.blocks - known
+        if not missing or self._discovery.declines(client, missing):
+            return None
+        return self._discovery.ask(client, wanted.keys, known, wanted.group, _question_ms(wanted))
+
+    async def _found(self, client: Client, wanted: Wanted, loading: Loading, question: Question) -> list[int]:
+        """The rows of blocks that continue those of `loading`, which has them from now on."""
+        await self._discovery.wait(question, _question_ms(wanted))
+        rows, known = self._run(client, wanted), len(loading.tokens)
+        if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
+            return []  # damage took one of them meanwhile
+        more = rows[known:]
+        positions = loading.extend(more)
+        intact = await self._loader.verify(more, [loading.tokens[at] for at in positions])
+        return more[:intact]
+
+    def _begin(self, loading: Loading, wanted: Wanted, order: range, until_ns: int) -> None:
+        loading.begin(reversed(order) if wanted.from_back else order, until_ns)
 
     def _expected(self, rows: Sequence[int]) -> Expected:
         fastest = self._residency.fastest
@@ -282,6 +314,10 @@ class Get:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
         keys = split_keys(wanted.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
         return keys if keys and self._residency.find(client.tenant_id, keys[0]) < 0 else []
+
+
+def _question_ms(wanted: Wanted) -> int:
+    return min(wanted.max_wait_ms or DEADLINE_MS, wanted.deadline_ms or DEADLINE_MS)
 
 
 def _runs(positions: Sequence[int]) -> list[list[int]]:

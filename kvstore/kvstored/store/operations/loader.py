@@ -73,6 +73,15 @@ class Loading:
         """Whether no promotion is under way any more whose end `wait` has not reported."""
         return not self._coming and not self._arrived
 
+    def extend(self, rows: Sequence[int]) -> range:
+        """More blocks of the chain, after those that are known; their positions."""
+        first = len(self.tokens)
+        self.tokens += [self._residency.token(row) for row in rows]
+        positions = range(first, len(self.tokens))
+        self._pinned.update(positions)
+        self._residency.pin_run(rows)
+        return positions
+
     def begin(self, positions: Iterable[int], due_ns: int) -> int:
         """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
         until `due_ns` at most. Returns how many milliseconds they are worth waiting for."""

@@ -54,6 +54,17 @@ class SecondTouch(Admission):
         return self.residency.accesses(row) >= self._ACCESSES
 
 
+class Reused(Admission):
+    """Admits what is likely to be used elsewhere too: a block that was used again, or with which several chains go
+    on."""
+
+    _ACCESSES, _CHILDREN = 2, 2
+
+    def _worth(self, row: int, now_ns: int) -> bool:
+        residency = self.residency
+        return residency.accesses(row) >= self._ACCESSES or residency.children(row) >= self._CHILDREN
+
+
 class ByWorth(SecondTouch):
     """Admits a block that is worth its place in the tier above: warm or hot, or worth what it takes to be kept there
     (`keep_worth`) where that is set. Where no worth is known (the policy above has none, or decides as LRU for now) it

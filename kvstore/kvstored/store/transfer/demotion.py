@@ -1,7 +1,7 @@
 """Demotion into a slower tier that costs no endurance: a block that is evicted from a tier gets a copy in the next one
 below.
 
-Owns demotions under way. Every block is worth one, as long as there are not too many at once; where the tier below has
+Owns demotions under way. Every block is worth one, within `Bounds`; where the tier below has
 no room, the block is passed to the demoter after it (write-back) as if that tier were not there.
 Invariants: a block is demoted once however many callers ask; its row is pinned until the copy is there.
 """
@@ -9,6 +9,7 @@ Invariants: a block is demoted once however many callers ask; its row is pinned 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
@@ -16,17 +17,28 @@ from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import Demoter
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.remote_gate import RemoteGate
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """At most `at_once` blocks are under way, and a caller waits `wait_s` at most: a tier that is slow must not hold up
+    what fills the one above. `gate` says what is worth it. `direct`: the link from DRAM, for blocks that DRAM has."""
+
+    at_once: int = 1 << 30
+    wait_s: float | None = None
+    gate: RemoteGate | None = None
+    direct: Link | None = None
+
+
 class Demotion:
-    """Along `link`; `room` is that of its destination, `beyond` the demoter below that. At most `at_once` blocks are
-    under way, and a caller waits `wait_s` at most: a tier that is slow must not hold up what fills the one above."""
+    """Along `link`; `room` is that of its destination, `beyond` the demoter below that."""
 
     def __init__(
         self, residency: Residency, link: Link, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
-        *, at_once: int = 1 << 30, wait_s: float | None = None,
+        bounds: Bounds | None = None,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
@@ -34,16 +46,18 @@ class Demotion:
         self._beyond = beyond
         self._damage = damage
         self._flow = flows.tiers[link.source]
-        self._at_once = at_once
-        self._wait_s = wait_s
+        self._bounds = bounds or Bounds()
         self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token
 
     def wants(self, row: int) -> bool:
-        """Whether a copy that is evicted should be kept below: always, unless it is there, or too many are under
-        way."""
+        """Whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the gate
+        does not want it."""
         if self._residency.state(row, self._link.destination) or not self._link.is_open:
             return False
-        return len(self._under_way) < self._at_once or self._residency.token(row) in self._under_way
+        if self._residency.token(row) in self._under_way:
+            return True
+        bounds = self._bounds
+        return len(self._under_way) < bounds.at_once and (bounds.gate is None or bounds.gate.admits(row))
 
     async def write_back(self, row: int) -> bool:
         """Resolves to whether the block has a copy below now. A demotion goes on if its caller does not wait for it."""
@@ -52,7 +66,7 @@ class Demotion:
         if demotion is None:
             self._residency.pin(row)
             demotion = self._under_way[token] = asyncio.create_task(self._demote(token))
-        ended, _ = await asyncio.wait([demotion], timeout=self._wait_s)
+        ended, _ = await asyncio.wait([demotion], timeout=self._bounds.wait_s)
         return bool(ended) and demotion.result()
 
     async def _demote(self, token: int) -> bool:
@@ -71,14 +85,19 @@ class Demotion:
         """Wait until a demotion under way has ended; False when there is none here nor beyond."""
         if self._under_way:
             ended, _ = await asyncio.wait(
-                self._under_way.values(), timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED
+                self._under_way.values(), timeout=self._bounds.wait_s, return_when=asyncio.FIRST_COMPLETED
             )
             return bool(ended)
         return await self._beyond.progress()
 
+    def _link_of(self, row: int) -> Link:
+        direct = self._bounds.direct
+        return direct if direct is not None and self._residency.has(row, direct.source) else self._link
+
     async def _move(self, token: int) -> bool:
-        residency, link = self._residency, self._link
+        residency = self._residency
         row = residency.current(token)
+        link = self._link_of(row)
         nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
         slot = await self._room.allocate(nbytes, tenant, is_patient=False)  # a put waits, and there is a way beyond
         if slot is None:
@@ -88,6 +107,8 @@ class Demotion:
             link.free(slot)
             return False
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if self._bounds.gate is not None:
+            self._bounds.gate.spend(row)
         if link.begin(row, slot, Priority.DEMAND, ended.set_result) is None:
             return False
         outcome = await ended

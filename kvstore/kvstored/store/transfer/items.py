@@ -49,6 +49,7 @@ class LaneSettings:
     aged_share: float = 0.05
     prior_bytes_per_s: float = 1e9
     prior_latency_us: float = 200.0
+    prior_bytes: int = 16 << 20  # how much the prior counts for
 
 
 class Refused(Enum):

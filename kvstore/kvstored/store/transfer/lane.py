@@ -66,7 +66,9 @@ class Lane(Generic[Work]):
         )
         self._aged_credit_bytes = 0.0
         self._meter = RateMeter()
-        self._service = ServiceModel(self.settings.prior_bytes_per_s, self.settings.prior_latency_us)
+        self._service = ServiceModel(
+            self.settings.prior_bytes_per_s, self.settings.prior_latency_us, self.settings.prior_bytes
+        )
         self._queued_bytes = [0] * len(Priority)
         self._in_flight = [0] * len(Priority)
         self._in_flight_bytes = 0
@@ -197,6 +199,10 @@ class Lane(Generic[Work]):
         """
         ahead = self._queued_bytes[Priority.DEMAND] + self._in_flight_bytes if queued else 0
         return self._service.estimate_us(nbytes + ahead)
+
+    def answered(self, seconds: float) -> None:
+        """The medium answered a question, outside of this lane, after so long."""
+        self._service.answered(seconds)
 
     def demand_here(self) -> bool:
         """Whether demand is queued or in flight."""

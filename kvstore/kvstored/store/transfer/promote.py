@@ -15,9 +15,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
+from kvstored.store.degraded import TierBreaker
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
@@ -201,6 +203,21 @@ class Promoter:
         if link is None:
             return -1, 0.0
         return link.source, link.lane.estimate_us(self._residency.slot_bytes(row), queued=False) / 1e6
+
+    def reads_from(self, position: int) -> bool:
+        """Whether blocks may be read from the tier at `position` now."""
+        return self._links[position].is_open
+
+    def breaker_of(self, position: int) -> TierBreaker | None:
+        return self._links[position].breaker
+
+    def answered(self, position: int, seconds: float) -> None:
+        """The tier at `position` answered a question after so long: no read there can be expected to be faster."""
+        self._links[position].lane.answered(seconds)
+
+    def load_us(self, position: int, payload_bytes: int) -> float:
+        """What loading a block of that size from there takes, once those before it are loaded."""
+        return self._links[position].lane.estimate_us(slot_bytes(payload_bytes), queued=False)
 
     def demanded_blocks(self, tenant: int | None) -> int:
         """Blocks of the tenant (None: of all) that were promoted because a request waited for them."""

@@ -68,16 +68,22 @@ class ServiceModel:
     overlap is seen as it is. The latency is an average of item times less their share at that rate.
     """
 
-    __slots__ = ("_busy_ns", "_bytes", "_latency_ns", "_since_ns")
+    __slots__ = ("_busy_ns", "_bytes", "_has_moved", "_latency_ns", "_since_ns")
 
     _MEMORY_BYTES = 256 << 20
     _WEIGHT = 1 / 32
 
-    def __init__(self, prior_bytes_per_s: float, prior_latency_us: float) -> None:
-        self._bytes = float(self._MEMORY_BYTES) / 16  # the prior counts as 16 MiB seen
+    def __init__(self, prior_bytes_per_s: float, prior_latency_us: float, prior_bytes: int = 16 << 20) -> None:
+        self._bytes = float(prior_bytes)  # the prior counts as so much seen
         self._busy_ns = self._bytes * NS_PER_S / prior_bytes_per_s
         self._latency_ns = prior_latency_us * 1000
         self._since_ns = 0
+        self._has_moved = False
+
+    def answered(self, seconds: float) -> None:
+        """A question without bytes took so long: until something was moved, nothing better is known of the latency."""
+        if not self._has_moved:
+            self._latency_ns = max(self._latency_ns, seconds * NS_PER_S)
 
     @property
     def bytes_per_s(self) -> float:
@@ -89,6 +95,7 @@ class ServiceModel:
 
     def completed(self, nbytes: int, started_ns: int, shared_bytes: int, now_ns: int) -> None:
         """An item is done; `shared_bytes` were in flight when it started, itself included."""
+        self._has_moved = True
         self._busy_ns += max(1, now_ns - self._since_ns)
         self._since_ns = now_ns
         self._bytes += nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.keyed import KeyedTier
 
 
 class SlotExit(Protocol):
@@ -37,3 +38,8 @@ class UnmappedExit:
 
     def retire(self, slot: Slot, tenant: int) -> None:
         self._tier.free(slot)
+
+
+def discard(tier: KeyedTier, slot: Slot, _tenant: int) -> None:
+    """As `retire`, for a block that is removed by order: the store must not keep it for others."""
+    tier.discard(slot)

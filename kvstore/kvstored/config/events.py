@@ -1,0 +1,57 @@
+"""What the section `[events]` may say."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from kvstored.config.mistakes import need, one_of
+from kvstored.config.schema import EventsSection
+
+ENCODINGS = ("map", "array")
+TOPIC_FIELDS = ("node", "tenant", "model")
+MAX_BUFFER_BATCHES = 1_000_000
+_TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
+_IPC = re.compile(r"ipc:///[^\0]{1,100}\Z")
+
+
+def check_events(events: EventsSection) -> None:
+    """Raises ConfigError."""
+    for name in ("listen", "replay"):
+        address = getattr(events, name)
+        need(
+            not address or _is_address(address),
+            f'events.{name} {address!r} is no address: write "tcp://HOST:PORT" or "ipc:///PATH", for instance '
+            f'"tcp://127.0.0.1:{5557 if name == "listen" else 5558}"',
+        )
+    need(not events.replay or bool(events.listen), "events.replay does nothing without events.listen: set both")
+    need(
+        not events.replay or events.replay != events.listen, "events.replay must be another address than events.listen"
+    )
+    one_of("events.encoding", events.encoding, ENCODINGS)
+    need(
+        1 <= events.buffer <= MAX_BUFFER_BATCHES,
+        f"events.buffer must be 1 to {MAX_BUFFER_BATCHES}, got {events.buffer}",
+    )
+    _check_topic(events)
+
+
+def _is_address(address: str) -> bool:
+    tcp = _TCP.match(address)
+    return 0 < int(tcp[2]) < 65536 if tcp else bool(_IPC.match(address))
+
+
+def _check_topic(events: EventsSection) -> None:
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(events.topic) if field is not None}
+    except ValueError:
+        fields = {""}
+    need(
+        fields <= set(TOPIC_FIELDS),
+        f"events.topic {events.topic!r}: in braces there may be {', '.join(f'{{{name}}}' for name in TOPIC_FIELDS)}",
+    )
+    need(
+        "tenant" in fields or bool(events.tenant),
+        "events.topic has no {tenant}: events of all tenants would be mixed in one topic; "
+        "add it, or set events.tenant to the one whose blocks are published",
+    )

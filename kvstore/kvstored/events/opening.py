@@ -1,0 +1,91 @@
+"""KV events as the configuration wants them: the process that publishes, and the feed that residency notifies."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from kvstore_tiers.base import TierInfo
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.config.schema import EventsSection
+from kvstored.events.encoding import Place
+from kvstored.events.feed import EventFeed
+from kvstored.events.publisher import EXTRA, Publisher, PublisherError
+from kvstored.store.assembly import Store
+
+log = logging.getLogger(__name__)
+LOCAL = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
+_NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
+
+
+def place_of(info: TierInfo) -> Place:
+    """How events name a tier."""
+    if info.kind == "keyed":
+        return Place("STORAGE", "REMOTE")
+    if info.kind == "gpu":
+        return Place("GPU")
+    return Place("CPU" if info.is_in_memory else "STORAGE")
+
+
+@dataclass(frozen=True)
+class TopicNames:
+    """`section.topic` filled in. What would look like its separator is written as "_"."""
+
+    section: EventsSection
+    node: str
+
+    def topic(self, tenant: str, model: str) -> bytes:
+        words = {"node": self.node, "tenant": tenant, "model": model}
+        return self.section.topic.format_map(
+            {name: _NOT_IN_TOPICS.sub("_", word) for name, word in words.items()}
+        ).encode()
+
+
+def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, stack: AsyncExitStack) -> None:
+    """Publish from now on, where the configuration says so; `stack` ends it. Raises PublisherError."""
+    if not section.listen:
+        return
+    missing = [name for name, module in (("pyzmq", "zmq"), ("msgspec", "msgspec")) if not _is_there(module)]
+    if missing:
+        raise PublisherError(
+            f"events.listen is set, but {' and '.join(missing)} cannot be loaded: pip install 'kvstored[{EXTRA}]'"
+        )
+    if section.tokens and not section.listen.startswith(LOCAL):
+        log.warning("KV events with token ids are published on %s: who connects there reads prompts", section.listen)
+    residency, names = store.residency, TopicNames(section, section.node or socket.gethostname())
+    places = [place_of(tier.info) for tier in store.tiers]
+    publisher = Publisher(
+        {
+            "listen": section.listen, "replay": section.replay, "encoding": section.encoding,
+            "buffer": section.buffer, "places": places,
+        },
+        store.counters,
+    )  # fmt: skip
+    stack.callback(publisher.close)
+
+    def kind_text(number: int) -> tuple[bytes, int] | None:
+        kind = residency.kinds[number]
+        tenant = tenants.name_of_index(residency.tenants[kind.tenant].name)
+        if section.tenant and tenant != section.tenant:
+            return None
+        digest = tenants.fingerprint_digest(kind.fingerprint_id)
+        fingerprint = tenants.fingerprint(digest)
+        if fingerprint is None:
+            return names.topic(tenant, digest.hex()[:12]), 0
+        return names.topic(tenant, fingerprint.model_name), fingerprint.block_tokens
+
+    feed = EventFeed(
+        residency, store.tiers if section.tokens else (), kind_text, publisher.append, publisher.schedule
+    )  # fmt: skip
+    publisher.announce_all = feed.announce_all
+    residency.observe(feed)
+    feed.announce_all()
+    log.info("KV events are published on %s", section.listen)
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

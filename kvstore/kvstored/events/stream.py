@@ -1,0 +1,197 @@
+"""From records to batches of events: what each topic's subscribers have been sent, and what they are sent again.
+
+Owns a plain model of what is stored where, by topic, the sequence numbers and the batches kept for replay. Never sends.
+Invariants: numbers of a topic begin at 0 and have no gap; its first event says that nothing is stored; a subscriber that
+applies a topic's batches in order, from the first or from a snapshot on, has what the model has. Applying batches again
+that a snapshot contains already changes nothing in the end: each of them sets what is so, or a later one does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstored.events.encoding import Cleared, Encode, Place, Removed, Stored, hash_of
+from kvstored.events.records import ChangedRecord, KindRecord, Record, ResetRecord, StoredRecord
+
+NO_PARENT = bytes(16)
+MAX_RUN = 1024  # blocks in one event
+
+
+class Block(NamedTuple):
+    """`places`: bit p is set when there is a copy in place p."""
+
+    places: int
+    parent: bytes
+    tokens: bytes
+    kind: int
+
+
+class Batch(NamedTuple):
+    topic: bytes
+    number: int
+    payload: bytes
+
+
+@dataclass
+class _Topic:
+    name: bytes
+    kept: deque[tuple[int, bytes]]
+    next_number: int = 0
+    blocks: dict[bytes, Block] = field(default_factory=dict)
+    events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
+    last_key: bytes = b""  # of the last block in the last event
+
+
+class EventStream:
+    """`places`: by tier position. `buffer`: batches kept for each topic. `now_s`: wall time."""
+
+    def __init__(self, places: Sequence[Place], encode: Encode, buffer: int, now_s: Callable[[], float]) -> None:
+        self._places = list(dict.fromkeys(places))
+        self._places_of_mask = [
+            sum({1 << self._places.index(place) for tier, place in enumerate(places) if mask >> tier & 1})
+            for mask in range(1 << len(places))
+        ]
+        self._encode = encode
+        self._buffer = buffer
+        self._now_s = now_s
+        self._kinds: dict[int, KindRecord] = {}
+        self._topics: dict[bytes, _Topic] = {}
+        self._topic_of_kind: dict[int, _Topic] = {}
+        self.published_events = self.replayed_batches = self.snapshots = 0
+
+    @property
+    def topics(self) -> list[bytes]:
+        return list(self._topics)
+
+    def apply(self, records: Iterable[Record]) -> None:
+        """Take in changes; `batches` has what follows from them."""
+        for record in records:
+            if isinstance(record, ChangedRecord):
+                self._changed(record)
+            elif isinstance(record, StoredRecord):
+                self._stored(record)
+            elif isinstance(record, KindRecord):
+                topic = self._topics.get(record.topic)
+                if topic is None:
+                    topic = self._topics[record.topic] = _Topic(record.topic, deque(maxlen=self._buffer))
+                self._kinds[record.number], self._topic_of_kind[record.number] = record, topic
+            elif isinstance(record, ResetRecord):
+                for topic in self._topics.values():
+                    topic.blocks.clear()
+                    topic.events = [Cleared()]  # what has not been sent yet is void
+                    topic.last_key = b""
+
+    def batches(self) -> Iterator[Batch]:
+        """What is to be published now, in order; one batch a topic."""
+        for topic in self._topics.values():
+            if topic.events:
+                events, topic.events, topic.last_key = topic.events, [], b""
+                payload, number = self._encode(self._now_s(), events), topic.next_number
+                topic.kept.append((number, payload))
+                topic.next_number += 1
+                self.published_events += len(events)
+                yield Batch(topic.name, number, payload)
+
+    def replay(self, first: int, name: bytes | None = None) -> list[Batch]:
+        """A topic's batches from number `first` on; where some of them are gone, one batch under the last number that
+        clears and then has all that is stored. Without a name: of the only topic, nothing where there are several."""
+        if name is None:
+            name = next(iter(self._topics)) if len(self._topics) == 1 else None
+        topic = self._topics.get(name) if name is not None else None
+        if topic is None or not topic.kept:
+            return []
+        if first < topic.kept[0][0] or first > topic.next_number:  # numbers of a process before this one
+            self.snapshots += 1
+            self.replayed_batches += 1
+            return [Batch(topic.name, topic.next_number - 1, self._encode(self._now_s(), self._snapshot(topic)))]
+        found = [Batch(topic.name, number, payload) for number, payload in topic.kept if number >= first]
+        self.replayed_batches += len(found)
+        return found
+
+    # One block
+
+    def _stored(self, record: StoredRecord) -> None:
+        topic = self._topic_of_kind[record.kind]
+        before = topic.blocks.get(record.key)
+        block = Block(self._places_of_mask[record.mask], record.parent, record.tokens, record.kind)
+        topic.blocks[record.key] = block
+        known = before.places if before is not None else 0
+        if before is not None and record.tokens and not before.tokens:
+            known &= ~block.places  # announced without its tokens so far
+        self._announce(topic, record.key, block, known)
+
+    def _changed(self, record: ChangedRecord) -> None:
+        topic = self._topic_of_kind[record.kind]
+        before = topic.blocks.get(record.key)
+        if before is None:
+            return
+        block = before._replace(places=self._places_of_mask[record.mask])
+        if block.places:
+            topic.blocks[record.key] = block
+        else:
+            del topic.blocks[record.key]
+        self._announce(topic, record.key, block, before.places)
+
+    def _announce(self, topic: _Topic, key: bytes, block: Block, known: int) -> None:
+        for number, place in enumerate(self._places):
+            bit = 1 << number
+            if block.places & bit and not known & bit:
+                self._add_stored(topic, key, block, place)
+            elif known & bit and not block.places & bit:
+                self._add_removed(topic, key, block, place)
+
+    def _add_stored(self, topic: _Topic, key: bytes, block: Block, place: Place) -> None:
+        kind, last = self._kinds[block.kind], topic.events[-1] if topic.events else None
+        size = kind.block_tokens or len(block.tokens) // 4
+        continues = (
+            isinstance(last, Stored)
+            and block.parent == topic.last_key
+            and last.place == place
+            and last.group == kind.group
+            and last.block_tokens == size
+            and bool(last.tokens) == bool(block.tokens)
+            and len(last.hashes) < MAX_RUN
+        )
+        if not continues:
+            parent = None if block.parent == NO_PARENT else hash_of(block.parent)
+            last = Stored(place, parent, size, kind.group)
+            topic.events.append(last)
+        assert isinstance(last, Stored)
+        last.hashes.append(hash_of(key))
+        last.tokens += block.tokens
+        topic.last_key = key
+
+    def _add_removed(self, topic: _Topic, key: bytes, block: Block, place: Place) -> None:
+        group, last = self._kinds[block.kind].group, topic.events[-1] if topic.events else None
+        if not (isinstance(last, Removed) and last.place == place and last.group == group):
+            last = Removed(place, group)
+            topic.events.append(last)
+        last.hashes.append(hash_of(key))
+        topic.last_key = b""
+
+    # All blocks
+
+    def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
+        whole = _Topic(topic.name, deque())
+        order = list(_parents_first(topic.blocks))
+        for number, place in enumerate(self._places):
+            for key in order:
+                block = topic.blocks[key]
+                if block.places >> number & 1:
+                    self._add_stored(whole, key, block, place)
+            whole.last_key = b""
+        return whole.events
+
+
+def _parents_first(blocks: dict[bytes, Block]) -> Iterator[bytes]:
+    seen: set[bytes] = set()
+    for key in blocks:
+        line: list[bytes] = []
+        while key in blocks and key not in seen:
+            seen.add(key)
+            line.append(key)
+            key = blocks[key].parent
+        yield from reversed(line)

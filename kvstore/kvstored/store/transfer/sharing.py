@@ -1,0 +1,138 @@
+"""Sharing: blocks that other nodes may want get a copy in a key-addressed tier before they are evicted here.
+
+Owns which chains were used lately, and the copies under way. After a use the chain is walked from the end of what was
+used to its root; what the gate wants is copied from DRAM, head first, so that a prefix can be found whole. Invariants:
+nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are; it begins nothing while a request
+waits for a read from that tier; queues are bounded and forget what is oldest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from kvstore_tiers.base import Outcome
+from kvstored.store.blocks import Residency
+from kvstored.store.remote.absences import Absences
+from kvstored.store.tiering import MAPPED
+from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.remote_gate import RemoteGate
+from kvstored.store.transfer.room import Room
+from kvstored.telemetry import Counters
+
+AT_ONCE = 8
+MOST_CHAINS = 4096  # that wait
+MOST_WALKED = 1024  # blocks of a chain, from its end
+DELAY_S = 0.05  # after a use: puts come in runs
+
+
+class Sharing:
+    """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's."""
+
+    def __init__(
+        self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences,
+        counters: Counters,
+    ) -> None:  # fmt: skip
+        self._residency = residency
+        self._link = link
+        self._back = back
+        self._room = room
+        self._gate = gate
+        self._absences = absences
+        self._counters = counters
+        self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
+        self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def used(self, rows: Sequence[int]) -> None:
+        """`rows`, a piece of a chain, were used or have just been stored."""
+        if not rows or self._residency.rows.mask[rows[-1]] >> self._link.destination & 1:
+            return
+        self._chains[self._residency.token(rows[-1])] = None
+        if len(self._chains) > MOST_CHAINS:
+            self._chains.popitem(last=False)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.tick)
+
+    @property
+    def waiting(self) -> int:
+        """Chains and blocks that wait, and copies under way."""
+        return len(self._chains) + len(self._path) + len(self._under_way)
+
+    def tick(self) -> None:
+        """Begin what may begin now. At most one chain is walked; another one a little later."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        walks = 1
+        while len(self._under_way) < AT_ONCE and self._may_begin():
+            if self._path:
+                self._begin(self._path.popleft())
+            elif self._chains and walks:
+                walks -= 1
+                self._walk(self._chains.popitem(last=False)[0])
+            else:
+                break
+        if (self._path or self._chains) and len(self._under_way) < AT_ONCE and self._link.is_open:
+            delay_s = max(0.001 if not walks else DELAY_S, self._gate.wait_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
+
+    def _may_begin(self) -> bool:
+        return self._link.is_open and not self._back.lane.demand_here() and self._gate.has_budget()
+
+    def _walk(self, token: int) -> None:
+        """Find what of a chain is wanted, and the blocks before it, without which it could not be found."""
+        residency, row = self._residency, self._residency.current(token)
+        is_wanted = False
+        for _ in range(MOST_WALKED):
+            if row < 0 or residency.state(row, self._link.destination):
+                break  # the blocks before it are there too: a tier is left from the end of a chain
+            is_wanted = is_wanted or self._gate.shares(row)
+            if is_wanted and self._is_lacking(row):
+                self._path.appendleft(residency.token(row))
+            row = residency.parent(row)
+
+    def _is_lacking(self, row: int) -> bool:
+        return self._residency.has(row, MAPPED) and not self._residency.state(row, self._link.destination)
+
+    def _begin(self, token: int) -> None:
+        row = self._residency.current(token)
+        if row < 0 or not self._is_lacking(row):
+            return
+        self._residency.pin(row)
+        self._gate.spend(row)
+        task = asyncio.get_running_loop().create_task(self._share(token))
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _share(self, token: int) -> None:
+        residency, link = self._residency, self._link
+        row = residency.current(token)
+        try:
+            slot = await self._room.allocate(residency.slot_bytes(row), residency.tenant_of(row), is_patient=False)
+            if slot is None:
+                self._path.clear()
+                return
+            row = residency.current(token)
+            if row < 0 or not self._is_lacking(row):
+                link.free(slot)
+                return
+            tenant, key = residency.tenant_of(row), residency.key(row)
+            ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            if link.begin(row, slot, Priority.DEMOTION, ended.set_result) is None:
+                return
+            if (await ended).ok:
+                self._counters.add("shared_blocks")
+                self._absences.forget(tenant, [key])
+            else:
+                self._path.clear()  # the blocks after it could not be found without it
+        finally:
+            residency.unpin_run([token])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (self._path or self._chains):
+            self.tick()

@@ -1,0 +1,181 @@
+"""What is written to a key-addressed tier before it is evicted, and what is not: by use, by rate, beside requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstored.store.blocks.check import check
+from kvstored.store.operations.get import Wanted
+from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.transfer.remote_gate import ALL, EVICTED, REUSED, RemoteWrites
+from kvstored.store.transfer.sharing import AT_ONCE
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import FAR_S, SLOT_BYTES, small_store
+
+REMOTE, BLOCKS = 2, 4
+Scenario = Callable[[DrivenStore], Coroutine[None, None, None]]
+
+
+def run(directory: Path, scenario: Scenario, store: LossyStore, share: str, bytes_per_s: int = 0) -> None:
+    async def main() -> None:
+        writes = RemoteWrites(share, bytes_per_s=bytes_per_s)
+        async with small_store(directory, keyed=[KeyedTier(store, 64 << 20)], remote_writes=writes) as small:
+            try:
+                await scenario(DrivenStore(small))
+            finally:
+                store.let_go()
+            await small.settle()
+            assert check(small.residency) == []
+
+    asyncio.run(main())
+
+
+def shared(store: LossyStore) -> set[bytes]:
+    return {name[16:] for name in store.objects}
+
+
+async def shared_all(driven: DrivenStore) -> None:
+    """Let the pass end that follows uses."""
+    (sharing,) = driven.small.store.sharing
+    await driven.small.until(lambda: not sharing.waiting)
+
+
+@pytest.mark.parametrize("mode", [DurabilityMode.NONE, DurabilityMode.ALWAYS])
+def test_all_shares_what_is_put_and_another_node_finds_it(tmp_path: Path, mode: DurabilityMode) -> None:
+    store = LossyStore()
+
+    async def first(driven: DrivenStore) -> None:
+        await driven.put(keys_of(1, BLOCKS), mode)
+        await shared_all(driven)
+        assert shared(store) == set(keys_of(1, BLOCKS))
+        assert driven.small.store.counters["shared_blocks"] == BLOCKS
+        assert all(driven.tiers_of(key) >> REMOTE & 1 for key in keys_of(1, BLOCKS))
+
+    async def second(driven: DrivenStore) -> None:
+        assert (await driven.get(keys_of(1, BLOCKS))).blocks == BLOCKS
+
+    run(tmp_path / "first", first, store, ALL)
+    run(tmp_path / "second", second, store, EVICTED)
+
+
+def test_an_answer_that_comes_late_is_there_for_the_next_request(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def first(driven: DrivenStore) -> None:
+        await driven.put(keys_of(1, BLOCKS), DurabilityMode.NONE)
+        await shared_all(driven)
+
+    async def second(driven: DrivenStore) -> None:
+        store.hang()
+        assert (await driven.get(keys_of(1, BLOCKS))).blocks == 0
+        store.let_go()
+        await driven.small.until(lambda: driven.small.store.counters["discovered_blocks"] == BLOCKS)
+        questions = driven.small.store.counters["discovery_questions"]
+        assert (await driven.get(keys_of(1, BLOCKS))).blocks == BLOCKS
+        assert driven.small.store.counters["discovery_questions"] == questions
+
+    async def third(driven: DrivenStore) -> None:
+        store.hang()
+        keys = keys_of(1, BLOCKS)
+        assert (await driven.get(keys)).blocks == 0
+        deleting = asyncio.create_task(driven.operations.delete.delete(driven.client, keys))
+        await asyncio.sleep(0.01)
+        driven.small.residency.forget(driven.client.tenant_id, tuple(keys))
+        store.let_go()
+        await deleting
+        await driven.small.settle()
+        assert driven.small.store.counters["discovered_blocks"] == 0, "a deletion overtook the answer"
+        assert (await driven.get(keys)).blocks == 0
+
+    run(tmp_path / "first", first, store, ALL)
+    run(tmp_path / "second", second, store, EVICTED)
+    run(tmp_path / "third", third, store, EVICTED)
+
+
+def test_reused_shares_what_is_used_again_with_the_blocks_before_it(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        once, twice = keys_of(1, BLOCKS), keys_of(2, BLOCKS)
+        for keys in (once, twice):
+            await driven.put(keys, DurabilityMode.NONE)
+        await shared_all(driven)
+        assert not store.objects
+        await driven.get(twice[:3])
+        await asyncio.sleep(0)
+        await shared_all(driven)
+        assert shared(store) == set(twice[:3])
+
+    run(tmp_path, scenario, store, REUSED)
+
+
+def test_reused_shares_a_prefix_with_which_two_chains_go_on(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        prefix = keys_of(1, 2)
+        for branch in (2, 3):
+            await driven.put([*prefix, *keys_of(branch, 1)], DurabilityMode.NONE)
+        await shared_all(driven)
+        assert shared(store) == set(prefix)
+
+    run(tmp_path, scenario, store, REUSED)
+
+
+def test_the_byte_rate_holds(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        small = driven.small
+        await driven.put(keys_of(1, 16), DurabilityMode.NONE)
+        (sharing,) = small.store.sharing
+        for second in range(1, 4):
+            sharing.tick()
+            sharing.tick()
+            await small.settle()
+            assert len(store.objects) <= 2 * (second + 1) + 1
+            small.clock.advance(s=1)
+        assert 2 <= len(store.objects) < 12
+
+    run(tmp_path, scenario, store, ALL, bytes_per_s=2 * SLOT_BYTES)
+
+
+def test_a_store_that_hangs_holds_few_blocks_and_no_request(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        small = driven.small
+        store.hang()
+        async with asyncio.timeout(FAR_S):
+            for chain in range(200):  # more than DRAM has
+                await driven.put(keys_of(chain, BLOCKS), DurabilityMode.BATCH)
+                assert (await driven.get(keys_of(chain, BLOCKS))).blocks == BLOCKS
+            small.store.tick()
+            assert len(small.residency.pins) <= AT_ONCE + small.writeback.pending()
+            expected, _, end = await driven.stream(Wanted(b"".join(keys_of(199, BLOCKS))))
+            assert end.blocks == BLOCKS and len(expected.tiers) == BLOCKS
+
+    run(tmp_path, scenario, store, ALL)
+
+
+def test_blocks_that_are_lost_are_shared_again_and_never_wrong(tmp_path: Path) -> None:
+    store = LossyStore(lost=0.3, damaged=0.3)
+
+    async def first(driven: DrivenStore) -> None:
+        for chain in range(20):
+            await driven.put(keys_of(chain, BLOCKS), DurabilityMode.NONE)
+        await shared_all(driven)
+        assert len(store.objects) > BLOCKS
+
+    async def second(driven: DrivenStore) -> None:
+        lengths = [(await driven.get(keys_of(chain, BLOCKS))).blocks for chain in range(20)]  # compares the bytes
+        assert 0 < sum(lengths) < 20 * BLOCKS
+
+    run(tmp_path / "first", first, store, ALL)
+    run(tmp_path / "second", second, store, EVICTED)

@@ -1,0 +1,94 @@
+"""Subscribers of KV events against residency: one that had everything, one that came late, one that lost batches."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from kvstored.events.encoding import Place, encoder, hash_of
+from kvstored.events.feed import EventFeed
+from kvstored.events.records import unpack
+from kvstored.events.stream import EventStream
+from tests.property.test_residency_model import ResidencyAgainstModel
+from tests.reference.vllm_kv_events import Key, Subscriber
+
+KEPT = 3  # batches, so that snapshots happen
+PLACES = (Place("CPU"), Place("STORAGE"))
+
+
+class EventsFollowResidency(ResidencyAgainstModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = bytearray()
+        self.stream = EventStream(PLACES, encoder("map"), KEPT, lambda: 0.0)
+        self.feed = EventFeed(
+            self.residency, (), lambda kind: (self.topic(self.residency.kinds[kind].tenant), 0),
+            self.records.extend, lambda action: action(),
+        )  # fmt: skip
+        self.residency.observe(self.feed)
+        self.live: dict[bytes, Subscriber] = {}
+        self.lossy: dict[bytes, Subscriber] = {}
+        self.loses = False
+
+    @staticmethod
+    def topic(tenant: int) -> bytes:
+        return b"tenant-%d" % tenant
+
+    @rule(loses=st.booleans())
+    def lose(self, loses: bool) -> None:
+        """Whether the lossy subscriber gets what is sent from now on."""
+        self.loses = loses
+
+    @rule()
+    def the_publisher_starts_again(self) -> None:
+        self.feed.announce_all()
+
+    @rule()
+    def publish(self) -> None:
+        self.stream.apply(unpack(self.records))
+        for topic, number, payload in self.stream.batches():
+            live = self.live.setdefault(topic, Subscriber())
+            assert not live.misses(number) and number == live.last + 1
+            live.apply(number, payload)
+            lossy = self.lossy.setdefault(topic, Subscriber())
+            if self.loses:
+                continue
+            if lossy.misses(number):
+                for each in self.stream.replay(lossy.last + 1, topic):
+                    lossy.apply(each.number, each.payload)
+            lossy.apply(number, payload)  # again, where the replay had it: nothing changes
+
+    def _stored(self, tenant: int) -> dict[Key, set[int]]:
+        found: dict[Key, set[int]] = {}
+        rows = self.residency.rows
+        for row in range(rows.capacity):
+            key = rows.key(row)
+            if key is not None and rows.mask[row] and self.residency.tenant_of(row) == tenant:
+                for tier, place in enumerate(PLACES):
+                    if rows.mask[row] >> tier & 1:
+                        found.setdefault((place.medium, ""), set()).add(hash_of(key))
+        return found
+
+    @invariant()
+    def subscribers_have_what_residency_has(self) -> None:
+        self.publish()
+        for topic in self.stream.topics:
+            expected = self._stored(int(topic.removeprefix(b"tenant-")))
+            late = Subscriber()
+            for each in self.stream.replay(0, topic):
+                late.apply(each.number, each.payload)
+            watched = [self.live[topic], late]
+            lossy = self.lossy[topic]
+            if not self.loses and not lossy.misses(self.live[topic].last):
+                for each in self.stream.replay(lossy.last + 1, topic):
+                    lossy.apply(each.number, each.payload)
+                watched.append(lossy) if lossy.last == self.live[topic].last else None
+            for subscriber in watched:
+                assert {place: set(blocks) for place, blocks in subscriber.held().items()} == expected
+
+
+TestEventsFollowResidency = EventsFollowResidency.TestCase

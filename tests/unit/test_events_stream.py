@@ -1,0 +1,194 @@
+"""Records become events: for every change of a block, in both encodings, for who came late and who lost some."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
+
+import msgspec
+
+from kvstored.events.encoding import Place, encoder, hash_of
+from kvstored.events.records import (
+    CHANGED,
+    CHANGED_HEAD,
+    RESET,
+    STORED,
+    STORED_HEAD,
+    ChangedRecord,
+    KindRecord,
+    Record,
+    ResetRecord,
+    StoredRecord,
+    pack_kind,
+    unpack,
+)
+from kvstored.events.stream import NO_PARENT, EventStream
+from tests.reference.vllm_kv_events import Subscriber
+
+CPU, STORAGE, REMOTE = Place("CPU"), Place("STORAGE"), Place("STORAGE", "REMOTE")
+PLACES = (CPU, CPU, STORAGE, REMOTE)  # DRAM, slow memory, NVMe, a remote tier
+TOPIC = b"kv@n.t@m"
+KIND = KindRecord(0, 2, 0, TOPIC)
+
+
+def key(number: int) -> bytes:
+    return struct.pack("<QQ", 2 * number + 2, 7)
+
+
+def tokens(number: int) -> bytes:
+    return struct.pack("<ii", number, -number)
+
+
+def stored(number: int, mask: int = 1, parent: int | None = None, *, with_tokens: bool = True) -> StoredRecord:
+    above = NO_PARENT if parent is None else key(parent)
+    return StoredRecord(mask, 0, key(number), above, tokens(number) if with_tokens else b"")
+
+
+def changed(number: int, mask: int) -> ChangedRecord:
+    return ChangedRecord(mask, 0, key(number))
+
+
+def stream(encoding: str = "map", buffer: int = 100) -> EventStream:
+    made = EventStream(PLACES, encoder(encoding), buffer, lambda: 1.5)
+    made.apply([KIND])
+    list(made.batches())
+    return made
+
+
+def events_of(made: EventStream, *records: Record) -> list[object]:
+    made.apply(records)
+    return [event for batch in made.batches() for event in msgspec.msgpack.decode(batch.payload)[1]]
+
+
+def block_stored(*numbers: int, parent: int | None = None, medium: str = "CPU") -> dict[str, object]:
+    return {
+        "type": "BlockStored", "block_hashes": [hash_of(key(number)) for number in numbers],
+        "parent_block_hash": None if parent is None else hash_of(key(parent)),
+        "token_ids": [each for number in numbers for each in (number, -number)], "block_size": 2, "lora_id": None,
+        "medium": medium, "lora_name": None,
+    }  # fmt: skip
+
+
+def block_removed(*numbers: int, medium: str = "CPU") -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [hash_of(key(number)) for number in numbers], "medium": medium}
+
+
+def test_a_chain_is_one_event_and_a_branch_another() -> None:
+    assert events_of(stream(), stored(1), stored(2, parent=1), stored(3, parent=2), stored(4, parent=1)) == [
+        block_stored(1, 2, 3), block_stored(4, parent=1),
+    ]  # fmt: skip
+
+
+def test_a_medium_is_left_with_its_last_copy() -> None:
+    made = stream()
+    assert events_of(made, stored(1)) == [block_stored(1)]
+    assert events_of(made, changed(1, 0b11)) == [], "slow memory is CPU as well"
+    assert events_of(made, changed(1, 0b110)) == [block_stored(1, medium="STORAGE")]
+    assert events_of(made, changed(1, 0b100)) == [block_removed(1)]
+    assert events_of(made, changed(1, 0b1100)) == [{**block_stored(1, medium="STORAGE"), "locality": "REMOTE"}]
+    assert events_of(made, changed(1, 0)) == [
+        block_removed(1, medium="STORAGE"), {**block_removed(1, medium="STORAGE"), "locality": "REMOTE"},
+    ]  # fmt: skip
+    assert events_of(made, changed(1, 0)) == [], "a block that is gone goes once"
+
+
+def test_tokens_that_become_known_are_published_for_every_medium() -> None:
+    made = stream()
+    assert events_of(made, stored(1, 0b100, with_tokens=False)) == [
+        {**block_stored(1, medium="STORAGE"), "token_ids": []}
+    ]
+    assert events_of(made, stored(1, 0b101)) == [block_stored(1), block_stored(1, medium="STORAGE")]
+
+
+def test_a_batch_of_either_encoding_byte_for_byte() -> None:
+    made = {name: stream(name) for name in ("map", "array")}
+    for each in made.values():
+        each.apply([stored(1), stored(2, 0b1000, parent=1), changed(1, 0)])
+    (as_map,), (as_array,) = ([batch.payload for batch in each.batches()] for each in made.values())
+    one, two = hash_of(key(1)), hash_of(key(2))
+    assert msgspec.msgpack.decode(as_array) == [
+        1.5,
+        [
+            ["BlockStored", [one], None, [1, -1], 2, None, "CPU", None],
+            ["BlockStored", [two], one, [2, -2], 2, None, "STORAGE", None, None, None, None, None, "REMOTE"],
+            ["BlockRemoved", [one], "CPU"],
+        ],
+        0,
+    ]
+    assert msgspec.msgpack.decode(as_map)[1][1]["locality"] == "REMOTE"
+    subscriber = Subscriber("array")
+    subscriber.apply(0, as_array)
+    assert subscriber.held() == {("STORAGE", ""): {two: (one, (2, -2))}}, "what old decoders do not know they skip"
+
+
+def test_groups_of_layers_are_apart() -> None:
+    made = stream()
+    made.apply([KindRecord(1, 2, 3, TOPIC)])
+    events = events_of(made, stored(1), StoredRecord(1, 1, key(2), key(1), tokens(2)))
+    assert events == [block_stored(1), {**block_stored(2, parent=1), "group_idx": 3}]
+
+
+def test_records_survive_any_cut() -> None:
+    raw = (
+        pack_kind(0, 2, 0, TOPIC) + STORED_HEAD.pack(STORED, 1, 0, key(1), NO_PARENT, 2) + tokens(1)
+        + CHANGED_HEAD.pack(CHANGED, 0, 0, key(1)) + bytes([RESET])
+    )  # fmt: skip
+    expected = [KIND, stored(1), changed(1, 0), ResetRecord()]
+    for cut in range(len(raw) + 1):
+        data = bytearray(raw[:cut])
+        found = list(unpack(data))
+        data += raw[cut:]
+        assert found + list(unpack(data)) == expected and not data
+
+
+def test_replay_has_the_batches_or_the_whole_state() -> None:
+    made = stream(buffer=3)
+    for number in range(1, 6):
+        events_of(made, stored(number))
+    assert [batch.number for batch in made.replay(4)] == [4, 5]
+    assert made.replay(6) == [], "nothing is missed"
+    (whole,) = made.replay(0)
+    assert whole.number == 5 and made.snapshots == 1
+    late = Subscriber()
+    late.apply(whole.number, whole.payload)
+    assert late.held() == {("CPU", ""): {hash_of(key(n)): (None, (n, -n)) for n in range(1, 6)}}
+    (restarted,) = made.replay(4000)
+    assert msgspec.msgpack.decode(restarted.payload)[1][0] == {"type": "AllBlocksCleared"}
+
+
+def test_a_replay_without_a_topic_is_of_the_only_one() -> None:
+    made = stream()
+    assert [batch.topic for batch in made.replay(0)] == [TOPIC]
+    made.apply([KindRecord(1, 2, 0, b"kv@n.other@m")])
+    list(made.batches())
+    assert made.replay(0) == [], "another tenant's events would be taken for this one's"
+    assert [batch.topic for batch in made.replay(0, b"kv@n.other@m")] == [b"kv@n.other@m"]
+    assert made.replay(0, b"kv@n") == []
+
+
+def test_after_a_reset_everything_is_cleared_first() -> None:
+    made = stream()
+    events_of(made, stored(1))
+    assert events_of(made, stored(2), ResetRecord(), KIND, stored(3)) == [
+        {"type": "AllBlocksCleared"}, block_stored(3),
+    ]  # fmt: skip
+
+
+def test_the_real_decoder_of_vllm() -> None:
+    """vLLM's own classes, where it is installed."""
+    kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="vllm is not installed")
+    decoded = []
+    for encoding in ("map", "array"):
+        made = stream(encoding)
+        made.apply([stored(1), stored(2, 0b100, parent=1), changed(1, 0)])
+        (batch,) = made.batches()
+        try:
+            decoded.append(msgspec.msgpack.decode(batch.payload, type=kv_events.KVEventBatch))
+        except msgspec.ValidationError:  # of the other encoding's time
+            continue
+    (batch_of_one,) = decoded
+    assert [type(event).__name__ for event in batch_of_one.events] == ["BlockStored", "BlockStored", "BlockRemoved"]
+    assert batch_of_one.events[0].token_ids == [1, -1]

@@ -1,0 +1,54 @@
+"""Shared memory of a remote tier: parts never overlap, what is given back is had again, a waiting caller is served."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
+
+PATIENCE_S = 30.0
+
+
+@given(st.lists(st.one_of(st.integers(1, 5 * PART_ALIGNMENT), st.none()), max_size=60))
+def test_parts_do_not_overlap_and_none_is_lost(steps: list[int | None]) -> None:
+    end = 16 * PART_ALIGNMENT
+    parts, out = Parts(PART_ALIGNMENT, end), list[tuple[int, int]]()
+    for step in steps:
+        used = sum(nbytes for _, nbytes in out)
+        if step is None and out:
+            parts.give_back(out.pop(len(out) // 2))
+        elif step is not None and used + step <= (end - PART_ALIGNMENT) // 3:  # fits however it is split
+            out.append(parts.take(step))
+        places = sorted(out)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(places))
+        assert all(a >= PART_ALIGNMENT and a + n <= end for a, n in places)
+    for part in out:
+        parts.give_back(part)
+    assert parts.take(parts.largest_bytes) == (PART_ALIGNMENT, end - PART_ALIGNMENT)
+
+
+def test_a_caller_waits_for_room_and_ends_with_the_tier() -> None:
+    parts = Parts(0, 4 * PART_ALIGNMENT)
+    whole = parts.take(4 * PART_ALIGNMENT)
+    taken: list[tuple[int, int]] = []
+    waiting = threading.Thread(target=lambda: taken.append(parts.take(PART_ALIGNMENT)))
+    waiting.start()
+    parts.give_back(whole)
+    waiting.join(PATIENCE_S)
+    assert taken == [(0, PART_ALIGNMENT)]
+    parts.close()
+    with pytest.raises(OSError, match="closed"):
+        parts.take(1)
+
+
+def test_the_memory_is_that_of_the_descriptor() -> None:
+    exchange = Exchange(2 * PART_ALIGNMENT)
+    exchange.memory[5:8] = b"abc"
+    with open(exchange.fd, "rb", closefd=False) as file:
+        assert file.read(8)[5:] == b"abc"
+    exchange.close()

@@ -1,0 +1,65 @@
+"""The contract of a store that knows objects by name, as a key-addressed tier (`keyed.py`) uses it.
+
+A name is the tenant's digest and the block's key, 32 bytes. An object is a block's image: its header page, then its
+payload. A store may forget objects, and is not believed: the tier verifies what it returns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+DIGEST_BYTES = 16
+
+
+class DamagedObject(Exception):
+    """What the store has under a name is not the object of that name; says how that shows."""
+
+
+def object_name(tenant: bytes, key: bytes) -> bytes:
+    """`tenant` is the digest in the header of its blocks, 16 bytes."""
+    return tenant + key
+
+
+class ObjectStore(ABC):
+    """Methods wait, are called from several threads at once, and raise OSError when they fail. `largest_bytes`: no
+    larger object can be stored."""
+
+    name: str
+    largest_bytes: int
+
+    @property
+    def is_ready(self) -> bool:
+        """False while it starts: an operation would wait for that."""
+        return True
+
+    @abstractmethod
+    def sizes(self, names: Sequence[bytes]) -> list[int]:
+        """Bytes of each object; 0 where there is none."""
+
+    @abstractmethod
+    def read(self, name: bytes, most_bytes: int) -> AbstractContextManager[memoryview | None]:
+        """The object, as long as the context lasts; None where there is none. Raises DamagedObject, also for an object
+        of more than `most_bytes`."""
+
+    @abstractmethod
+    def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
+        """Store an object of `nbytes`, unless there is one of that name. `fill` writes it into the memory that it is
+        given."""
+
+    @abstractmethod
+    def evict(self, names: Sequence[bytes]) -> None:
+        """This tier keeps these objects no longer. A store that makes room by itself, and that others use too, may
+        keep them."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Forget these objects for good: once this returns, `read` finds none of them."""
+
+    def probe(self) -> None:
+        """Raises OSError unless the store can be used."""
+        self.sizes([bytes(2 * DIGEST_BYTES)])
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,83 @@
+"""Calls of a library that knows no deadline: each runs in a thread, and is given up when its time has passed.
+
+A call that was given up runs on, as a library cannot be stopped; it sees `Call.is_given_up` and does no more than end.
+While `most_given_up` of them are still running, further calls fail at once: a store that hangs fills no process with
+threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class GivenUp(TimeoutError):
+    """The call is still running."""
+
+
+class Call:
+    """`deadline`: of time.monotonic."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.is_given_up = False
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+
+class _Running(Generic[_Result]):
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.results: list[_Result] = []
+        self.error: BaseException | None = None
+
+
+class BoundedCalls:
+    """`name`: of its threads."""
+
+    def __init__(self, name: str, most_given_up: int) -> None:
+        self._name = name
+        self._most_given_up = most_given_up
+        self._lock = threading.Condition()
+        self._running = 0
+        self._given_up = 0
+
+    def run(self, function: Callable[[Call], _Result], timeout_s: float) -> _Result:
+        """What `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
+        with self._lock:
+            if self._given_up >= self._most_given_up:
+                raise TimeoutError(f"{self._given_up} calls that were given up are still running")
+            self._running += 1
+        call, running = Call(time.monotonic() + timeout_s), _Running[_Result]()
+        threading.Thread(target=self._run, args=(function, call, running), name=self._name, daemon=True).start()
+        running.ended.wait(timeout_s)
+        with self._lock:
+            if not running.ended.is_set():
+                call.is_given_up = True
+                self._given_up += 1
+                raise GivenUp(f"no answer within {timeout_s:g} s")
+        if running.error is not None:
+            raise running.error
+        return running.results[0]
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether no call is running any more, one that was given up included."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._running, timeout_s)
+
+    def _run(self, function: Callable[[Call], _Result], call: Call, running: _Running[_Result]) -> None:
+        try:
+            running.results.append(function(call))
+        except BaseException as error:  # raised again in the thread that waits for it
+            running.error = error
+        with self._lock:
+            running.ended.set()
+            self._running -= 1
+            self._given_up -= call.is_given_up
+            self._lock.notify_all()

@@ -1,0 +1,190 @@
+"""One connection to a redis server, with a deadline for each call, whose values go straight into memory.
+
+redis-py connects, logs in, and packs commands. Replies are read here: its own parser hands out a value as bytes, which
+costs two copies more and holds the GIL for them. Here the socket fills the memory that the value is meant for.
+Protocol 2 alone. After any error other than a reply of the server the connection is closed, and `use` opens it anew.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from redis.exceptions import ResponseError
+
+BUFFER_BYTES = 16 << 10  # more of it would be copied twice, less costs more calls for small replies
+
+Reply = str | bytes | int | None | ResponseError | list["Reply"]
+
+
+class Replies:
+    """The parser of one connection, in redis-py's terms: it reads what the server answers. Raises TimeoutError at the
+    deadline, ConnectionError at the end of the stream and for what is no reply."""
+
+    def __init__(self) -> None:
+        self.deadline = 0.0  # of time.monotonic
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._start = self._end = 0  # of what was received and not read
+
+    # What redis-py asks of a parser
+
+    def on_connect(self, connection: Any) -> None:
+        self._socket = connection._sock
+        self._start = self._end = 0
+
+    def on_disconnect(self) -> None:
+        self._socket = None
+
+    def can_read(self, timeout: float) -> bool:
+        """Whether something waits to be read; on a connection at rest that is its end."""
+        poll = select.poll()
+        poll.register(self._live_socket(), select.POLLIN)
+        return self._start < self._end or bool(poll.poll(timeout * 1000))
+
+    def read_response(self, **_: object) -> Reply:
+        """The next reply. An error of the server is returned, not raised."""
+        kind, rest = self._line()
+        match kind:
+            case "+":
+                return rest
+            case "-":
+                return ResponseError(rest)
+            case ":":
+                return _number(rest)
+            case "$":
+                size = _number(rest)
+                if size < 0:
+                    return None
+                value = bytearray(size)
+                self._fill(memoryview(value))
+                self._end_of_value()
+                return bytes(value)
+            case "*":
+                return [self.read_response() for _ in range(_number(rest))]
+        raise ConnectionError(f"the server does not speak redis: it answered {kind + rest!r:.60}")
+
+    # What the driver asks
+
+    def read_into(self, memory: memoryview) -> int | ResponseError:
+        """The reply to a GET: the bytes of the value, which are copied into `memory` where it is long enough; 0 where
+        there is none."""
+        kind, rest = self._line()
+        if kind == "-":
+            return ResponseError(rest)
+        if kind != "$":
+            raise ConnectionError(f"the server does not speak redis: it answered {kind + rest!r:.60} to GET")
+        size = _number(rest)
+        if size < 0:
+            return 0
+        if size <= len(memory):
+            self._fill(memory[:size])
+        else:
+            self._skip(size)
+        self._end_of_value()
+        return size
+
+    def set_timeout(self) -> None:
+        """Let the socket wait until the deadline, and no longer."""
+        remaining_s = self.deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the store did not answer in time")
+        self._live_socket().settimeout(remaining_s)
+
+    # Bytes
+
+    def _live_socket(self) -> socket.socket:
+        if self._socket is None:
+            raise ConnectionError("the connection is closed")
+        return self._socket
+
+    def _receive(self, memory: memoryview | bytearray) -> int:
+        self.set_timeout()
+        received = self._live_socket().recv_into(memory)
+        if not received:
+            raise ConnectionError("the server closed the connection")
+        return received
+
+    def _line(self) -> tuple[str, str]:
+        """A reply's first line: its kind, and the rest."""
+        while (found := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            if self._start:
+                kept = self._end - self._start
+                self._buffer[:kept] = self._buffer[self._start : self._end]
+                self._start, self._end = 0, kept
+            if self._end == BUFFER_BYTES:
+                raise ConnectionError("the server does not speak redis: its line has no end")
+            self._end += self._receive(memoryview(self._buffer)[self._end :])
+        line = self._buffer[self._start : found].decode(errors="replace")
+        self._start = found + 2
+        return line[:1], line[1:]
+
+    def _fill(self, memory: memoryview) -> None:
+        here = min(len(memory), self._end - self._start)
+        if here:
+            np.copyto(np.frombuffer(memory[:here], np.uint8), np.frombuffer(self._buffer, np.uint8, here, self._start))
+            self._start += here
+        while here < len(memory):
+            here += self._receive(memory[here:])
+
+    def _skip(self, size: int) -> None:
+        scratch = memoryview(bytearray(min(size, 1 << 20)))
+        while size:
+            part = scratch[: min(size, len(scratch))]
+            self._fill(part)
+            size -= len(part)
+
+    def _end_of_value(self) -> None:
+        end = bytearray(2)
+        self._fill(memoryview(end))
+        if end != b"\r\n":
+            raise ConnectionError("the server does not speak redis: a value is longer than its length")
+
+
+class Line:
+    """A connection of redis-py's `kind` with these `settings`. One thread at a time uses it."""
+
+    def __init__(self, kind: Callable[..., Any], settings: dict[str, Any]) -> None:
+        self.replies = Replies()
+        self._connection = kind(parser_class=lambda **_: self.replies, protocol=2, **settings)
+        self._is_open = False
+
+    def use(self, deadline: float) -> bool:
+        """Before each call. Whether it had to connect. Raises as redis-py does."""
+        self.replies.deadline = deadline
+        if self._is_open and not self.replies.can_read(0):
+            return False
+        self.close()
+        self._connection.connect()
+        self._is_open = True
+        self.send("PING")  # a server that wants a password says so to any command, but breaks off a long one
+        self.answer()
+        return True
+
+    def send(self, *words: str | memoryview) -> None:
+        """One command. Memory is not copied before the socket takes it."""
+        for piece in self._connection.pack_command(*words):
+            self.replies.set_timeout()
+            self._connection.send_packed_command([piece], check_health=False)
+
+    def answer(self) -> Reply:
+        """Raises the server's error, where it is one."""
+        reply = self.replies.read_response()
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        self._is_open = False
+        self._connection.disconnect()
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConnectionError(f"the server does not speak redis: {text!r:.60} is no number") from None

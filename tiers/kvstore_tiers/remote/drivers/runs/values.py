@@ -1,0 +1,164 @@
+"""Where each value is: the index in memory, as the changes of the log make it.
+
+The same changes in the same order make the same index on every node. A name that is added again has its newest value,
+so nodes that lost different changes agree again. Never knows a store; not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvstore_tiers.remote.drivers.runs.changes import MOST_ROWS, AddedRun, Change, Rows
+
+REWRITE_BELOW: Final = 0.25  # live part of a run's bytes under which an eviction moves what is left
+_SHIFT: Final = MOST_ROWS.bit_length()
+
+
+class Place(NamedTuple):
+    """Where a value's bytes are."""
+
+    run_id: str
+    offset: int
+    length: int
+
+
+@dataclass
+class _Run:
+    run_id: str
+    rows: Rows
+    live_rows: int
+    live_bytes: int
+
+    def place(self, row: int) -> Place:
+        return Place(self.run_id, int(self.rows["offset"][row]), int(self.rows["length"][row]))
+
+    def dead_names(self) -> set[bytes]:
+        return set(self.rows["name"][self.rows["live"] == 0].tolist())
+
+
+class Drop(NamedTuple):
+    """How names lose their values: `moved` values are written to a run of their own, the runs `rewritten` go."""
+
+    dropped: list[bytes]
+    moved: list[tuple[bytes, Place]]
+    rewritten: list[str]
+
+
+class Values:
+    def __init__(self) -> None:
+        self._rows: dict[bytes, int] = {}  # name -> number of its run and of its row there
+        self._runs: dict[int, _Run] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._rows
+
+    def find(self, name: bytes) -> Place | None:
+        at = self._rows.get(name)
+        return None if at is None else self._runs[at >> _SHIFT].place(at & (1 << _SHIFT) - 1)
+
+    def holds_run(self, run_id: str) -> bool:
+        return run_id in self._numbers
+
+    def apply(self, change: Change) -> list[str]:
+        """Returns the runs that have no value any more."""
+        emptied = self._unbind(change.dropped)
+        for added in change.added:
+            if added.run_id in self._numbers or not added.rows["live"].any():
+                continue
+            emptied += self._unbind(self._live_names(added))
+            self._add(added)
+        return emptied
+
+    def replace(self, change: Change) -> None:
+        """Forget everything before."""
+        self._rows, self._runs, self._numbers = {}, {}, {}
+        self.apply(change)
+
+    def snapshot(self) -> Change:
+        """A change that makes this index out of nothing."""
+        return Change((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
+
+    def forget_run(self, run_id: str) -> None:
+        """Its object is gone."""
+        if run_id in self._numbers:
+            run = self._runs[self._numbers[run_id]]
+            self._unbind(run.rows["name"][run.rows["live"] == 1].tolist())
+
+    def plan_drop(self, names: Iterable[bytes], *, is_final: bool, most_bytes: int) -> Drop | None:
+        """How to drop the values of these names; None where there are none. With `is_final` no run keeps bytes of
+        them; else only runs of little use are rewritten. Moves about `most_bytes` at most: more is left for the next
+        plan."""
+        wanted: dict[int, list[bytes]] = {}
+        for name in names:
+            if name in self._rows:
+                wanted.setdefault(self._rows[name] >> _SHIFT, []).append(name)
+        if is_final:
+            asked = set(names)
+            for number, run in self._runs.items():
+                if run.live_rows < len(run.rows) and run.dead_names() & asked:
+                    wanted.setdefault(number, [])
+        plan, moved_bytes = Drop([], [], []), 0
+        for number, leaving in wanted.items():
+            run = self._runs[number]
+            left_bytes = run.live_bytes - sum(place.length for place in map(self.find, leaving) if place)
+            is_rewritten = is_final or 0 < left_bytes < REWRITE_BELOW * int(run.rows["length"].sum())
+            if is_rewritten and moved_bytes and moved_bytes + left_bytes > most_bytes:
+                break
+            plan.dropped.extend(leaving)
+            if is_rewritten:
+                moved_bytes += left_bytes
+                plan.moved.extend(self._left_in(number, set(leaving)))
+                plan.rewritten.append(run.run_id)
+        return plan if plan.dropped or plan.rewritten else None
+
+    def _left_in(self, number: int, leaving: Collection[bytes]) -> list[tuple[bytes, Place]]:
+        run = self._runs[number]
+        names: Sequence[bytes] = run.rows["name"].tolist()
+        return [
+            (name, run.place(row))
+            for row, (name, live) in enumerate(zip(names, run.rows["live"].tolist(), strict=True))
+            if live and name not in leaving
+        ]
+
+    @staticmethod
+    def _live_names(added: AddedRun) -> list[bytes]:
+        names: list[bytes] = added.rows["name"][added.rows["live"] == 1].tolist()
+        return names
+
+    def _add(self, added: AddedRun) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        rows = added.rows.copy()
+        live = rows["live"] == 1
+        run = _Run(added.run_id, rows, int(live.sum()), int(rows["length"][live].sum()))
+        self._runs[number], self._numbers[run.run_id] = run, number
+        first = number << _SHIFT
+        for row, (name, is_live) in enumerate(zip(rows["name"].tolist(), live.tolist(), strict=True)):
+            if is_live and name in self._rows:  # twice in one run, which no writer makes
+                run.rows["live"][row] = 0
+                run.live_rows -= 1
+                run.live_bytes -= int(run.rows["length"][row])
+            elif is_live:
+                self._rows[name] = first | row
+
+    def _unbind(self, names: Iterable[bytes]) -> list[str]:
+        emptied: list[str] = []
+        for name in names:
+            at = self._rows.pop(name, None)
+            if at is None:
+                continue
+            number, row = at >> _SHIFT, at & (1 << _SHIFT) - 1
+            run = self._runs[number]
+            run.rows["live"][row] = 0
+            run.live_rows -= 1
+            run.live_bytes -= int(run.rows["length"][row])
+            if not run.live_rows:
+                del self._runs[number], self._numbers[run.run_id]
+                emptied.append(run.run_id)
+        return emptied

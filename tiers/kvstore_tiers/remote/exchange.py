@@ -1,0 +1,68 @@
+"""Memory that a daemon and the worker of a remote tier share: a file descriptor, and who has which part of it.
+
+Only the daemon gives out parts. Invariant: two parts that are out never overlap; a part is given back only when the
+worker has answered for it, or is dead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+PART_ALIGNMENT = 4096
+
+
+class Exchange:
+    """`nbytes` of memory, as `memory` in this process and as `fd` for another."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("kvstored-remote", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self._mapping = mmap.mmap(self.fd, nbytes)
+        self.memory = memoryview(self._mapping)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.memory.release()
+        self._mapping.close()
+
+
+class Parts:
+    """Gives out parts of the bytes `begin` to `end`, the first that fits; a caller waits for one."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.largest_bytes = end - begin
+        self._free = [(begin, end)]  # sorted, no two adjacent
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """Offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once closed."""
+        nbytes = -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise OSError("the tier is closed")
+                for at, (begin, end) in enumerate(self._free):
+                    if end - begin >= nbytes:
+                        self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                        return begin, nbytes
+                self._changed.wait()
+
+    def give_back(self, part: tuple[int, int]) -> None:
+        with self._changed:
+            merged: list[tuple[int, int]] = []
+            for begin, end in sorted([*self._free, (part[0], part[0] + part[1])]):
+                if merged and merged[-1][1] == begin:
+                    merged[-1] = (merged[-1][0], end)
+                else:
+                    merged.append((begin, end))
+            self._free = merged
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,230 @@
+"""The worker process of a remote tier: it runs the tier's driver, seals what is written and opens what was read.
+
+    python -m kvstore_tiers.remote.worker SOCKET_FD MEMORY_FD
+
+One side of a socket pair carries JSON messages; values travel in the shared memory. The first message has the settings
+(`Settings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and one
+answer with that number. The process ends when its daemon does.
+Requests of one kind that wait together go to the driver in one call. Never decides what is stored or asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvstore_tiers.objects import DamagedObject
+from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
+from kvstore_tiers.remote.drivers import open_driver
+from kvstore_tiers.remote.sealed import HEAD_BYTES, TAG_BYTES, Sealer, value_bytes
+
+READ_BATCH, WRITE_BATCH = 8, 64
+Message = dict[str, Any]
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver."""
+
+    url: str
+    timeout_s: float
+    credentials: Mapping[str, str]
+    secret: str
+    readers: int
+    writers: int
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Settings:
+        return cls(**json.loads(raw))
+
+
+class _Requests:
+    """Requests that wait for a thread, all of one kind."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Message] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, request: Message) -> None:
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def take(self, most: int) -> list[Message]:
+        """What waits, at least one and at most so many, in order."""
+        with self._changed:
+            while not self._waiting:
+                self._changed.wait()
+            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+
+class Worker:
+    """`memory` is shared with the daemon."""
+
+    def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._driver = driver
+        self._sealer = sealer
+        self._sending = threading.Lock()
+        self._queues = {kind: _Requests() for kind in ("read", "write", "ask")}
+
+    def run(self, readers: int, writers: int) -> None:
+        """Serve until the daemon is gone."""
+        for kind, count, most, serve in (
+            ("read", readers, READ_BATCH, self._read),
+            ("write", writers, WRITE_BATCH, self._write),
+            ("ask", 1, 1, self._ask),
+        ):
+            for number in range(count):
+                serving = threading.Thread(
+                    target=self._serve, args=(self._queues[kind], most, serve), name=f"{kind}-{number}", daemon=True
+                )
+                serving.start()
+        kinds = {"read": "read", "write": "write", "remove": "write", "evict": "write"}
+        while True:
+            try:
+                request = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            self._queues[kinds.get(request["verb"], "ask")].put(request)
+
+    def _serve(self, queue: _Requests, most: int, serve: Callable[[Sequence[Message]], None]) -> None:
+        while True:
+            requests = queue.take(most)
+            try:
+                serve(requests)
+            except MemoryHeld as error:  # an answer would let the daemon use that memory again
+                _LOG.error("the worker ends: %s", error)
+                os._exit(1)
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    _LOG.exception("the driver broke")
+                failure = {"error": str(error) or type(error).__name__, "errno": _errno_of(error)}
+                for request in requests:
+                    self._answer(request, failure)
+
+    def _answer(self, request: Message, answer: Message) -> None:
+        """Once for each request: later answers mean nothing to the daemon."""
+        with self._sending:
+            self._connection.send_bytes(json.dumps({"id": request["id"], **answer}).encode())
+
+    # Kinds of requests
+
+    def _read(self, requests: Sequence[Message]) -> None:
+        """A request has the place of the value, and of the image that is to be opened."""
+        names = [bytes.fromhex(request["name"]) for request in requests]
+        values = [self._part(request["value"]) for request in requests]
+        sizes = self._driver.read(
+            [Placed(self._sealer.value_name(name), value) for name, value in zip(names, values, strict=True)]
+        )
+        for request, name, value, size in zip(requests, names, values, sizes, strict=True):
+            self._answer(request, self._opened(request, name, value, size))
+
+    def _opened(self, request: Message, name: bytes, value: memoryview, size: int) -> Message:
+        if not size:
+            return {"image": None}
+        if size > len(value):
+            return {"damaged": f"the value has {size} bytes, more than {len(value)}"}
+        offset, nbytes = request["image"]
+        try:
+            image = self._sealer.open(name, value[:size], self._part((offset, nbytes)), plain=request["plain"])
+        except DamagedObject as damage:
+            return {"damaged": str(damage)}
+        is_in_value = len(image) > 0 and size == value_bytes(len(image)) and value[5] == 0
+        return {"image": [request["value"][0] + HEAD_BYTES if is_in_value else offset, len(image)]}
+
+    def _write(self, requests: Sequence[Message]) -> None:
+        """Values, evictions and removals, in order: neighbours of one kind in one call."""
+        at = 0
+        while at < len(requests):
+            verb, end = requests[at]["verb"], at
+            while end < len(requests) and requests[end]["verb"] == verb:
+                end += 1
+            same, at = requests[at:end], end
+            if verb == "write":
+                self._write_values(same)
+                continue
+            names = [self._sealer.value_name(bytes.fromhex(name)) for request in same for name in request["names"]]
+            if verb == "remove":
+                self._driver.remove(names)
+            elif not self._driver.evicts:
+                self._driver.evict(names)
+            for request in same:
+                self._answer(request, {})
+
+    def _write_values(self, requests: Sequence[Message]) -> None:
+        placed: list[Placed] = []
+        for request in requests:
+            name, value = bytes.fromhex(request["name"]), self._part(request["value"])
+            image = self._part(request["image"])
+            self._sealer.seal(name, image, value, plain=request["plain"])
+            placed.append(Placed(self._sealer.value_name(name), value))
+        for request, written in zip(requests, self._driver.write(placed), strict=True):
+            if written is Written.NO_ROOM:
+                self._answer(request, {"error": "the store has no room", "errno": errno.ENOSPC})
+            else:
+                self._answer(request, {})
+
+    def _ask(self, requests: Sequence[Message]) -> None:
+        (request,) = requests
+        if request["verb"] == "probe":
+            self._driver.probe()
+            self._answer(request, {})
+            return
+        sizes = self._driver.sizes([self._sealer.value_name(bytes.fromhex(name)) for name in request["names"]])
+        overhead = HEAD_BYTES + TAG_BYTES
+        self._answer(request, {"sizes": [max(0, size - overhead) for size in sizes]})
+
+    def _part(self, place: Sequence[int]) -> memoryview:
+        offset, nbytes = place
+        return self._memory[offset : offset + nbytes]
+
+
+def _errno_of(error: Exception) -> int:
+    if isinstance(error, TimeoutError):
+        return errno.ETIMEDOUT
+    return (error.errno if isinstance(error, OSError) else 0) or errno.EIO
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the daemon ends this process
+    logging.basicConfig(format="kvstored remote worker: %(message)s", level=logging.WARNING)
+    connection = Connection(int(sys.argv[1]))
+    mapping = mmap.mmap(int(sys.argv[2]), 0)
+    settings = Settings.unpack(connection.recv_bytes())
+    try:
+        driver = open_driver(
+            settings.url, timeout_s=settings.timeout_s, threads=settings.readers + settings.writers + 1,
+            credentials=settings.credentials,
+        )  # fmt: skip
+        driver.lend(memoryview(mapping))
+    except Exception as error:
+        connection.send_bytes(json.dumps({"refused": str(error) or type(error).__name__}).encode())
+        return 1
+    connection.send_bytes(json.dumps({"largest_bytes": driver.largest_value_bytes}).encode())
+    worker = Worker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
+    worker.run(settings.readers, settings.writers)
+    driver.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # threads of the driver's library may still run
