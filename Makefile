@@ -48,7 +48,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 $(INSTALLED_ALL): $(INSTALLED)
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,learned,remote,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,learned,remote,gpu,dev]' >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
 	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \
 	  { $$pip '$(TORCH)' || $$pip $(FURTHER) '$(TORCH)'; } >&2 && \
@@ -111,10 +111,11 @@ $(PROTO_TOOLS): | $(INSTALLED)
 	@echo "installing the pinned protobuf generator into .venv-proto" >&2
 	-@scratch=$$(mktemp -d) && PATH="$(CURDIR)/$(BIN):$$PATH" proto/generate.sh "$$scratch" >&2; rm -rf "$$scratch"
 
-gpu-check: ## checks that need a GPU: there are none in this version, so this fails
-	@echo "gpu-check: this version has no GPU tier and no GPU kernels, so there is nothing to check on a GPU." >&2
-	@echo "gpu-check: it fails rather than passes, because nothing was checked. See docs/status.md." >&2
-	@exit 1
+gpu-check: $(INSTALLED) ## on a machine with a GPU: the questions that only one answers, and the GPU tier's tests on it
+	@$(PYTHON) -c 'import cuda.bindings' 2>/dev/null || \
+	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[gpu]' >&2
+	@$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	@KVSTORED_TEST_GPU=hardware $(PYTHON) -m pytest tests/gpu -rs
 
 clean: ## remove caches and build results; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

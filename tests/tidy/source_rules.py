@@ -13,7 +13,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 FORBIDDEN_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"})
 HEAVY_IMPORTS = frozenset(
-    {"torch", "cupy", "kvikio", "sklearn", "redis", "numba", "llvmlite", "xllamacpp", "tokenizers"}
+    {"torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "numba", "llvmlite", "xllamacpp", "tokenizers"}
 )
 _LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
 VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})

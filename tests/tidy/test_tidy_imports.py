@@ -32,7 +32,7 @@ for package in sys.argv[1:]:
 print(json.dumps({"imported": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
 _NOT_OURS_TO_LOAD = {
-    "torch", "cupy", "kvikio", "sklearn", "redis", "mooncake", "cryptography", "obstore", "zmq", "msgspec",
+    "torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "mooncake", "cryptography", "obstore", "zmq", "msgspec",
     "numba", "llvmlite", "xllamacpp", "llama_cpp", "tokenizers", "jinja2",
     "pytest", "hypothesis",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstored.config import Config, ConfigError, load_config, reference_text
-from kvstored.config.tiers import KINDS, MemorySection, NvmeSection, RemoteSection, SharedSection
+from kvstored.config.tiers import KINDS, GpuSection, MemorySection, NvmeSection, RemoteSection, SharedSection
 
 FIXED = ("host.capacity=256MiB", "nvme.capacity=1GiB")  # independent of the machine
 
@@ -119,7 +119,7 @@ def test_each_setting_says_where_it_was_written(tmp_path: Path) -> None:
         ('[[tier]]\nname = "far"\ncolour = "red"', "unknown key far.colour; known: "),
         ('[[tier]]\nname = "far"\nadmission = "always"', "unknown key far.admission"),
         ('[[tier]]\nname = "host"\nkind = "nvme"', "host.kind is 'shared' and stays that"),
-        ('[[tier]]\nname = "far"\nkind = "memry"', "far.kind 'memry' is unknown; known: shared, memory, nvme"),
+        ('[[tier]]\nname = "far"\nkind = "memry"', "far.kind 'memry' is unknown; known: shared, gpu, memory, nvme"),
         ('[[tier]]\nname = "far"\nkind = 3', "far.kind 3 is unknown"),
         ('[[tier]]\nname = "disk"\nkind = "nvme"', "of kind nvme there may be 1, and there is: nvme"),
         ('[[tier]]\nname = "dram"\nkind = "shared"', "of kind shared there may be 1, and there is: host"),
@@ -153,6 +153,10 @@ def test_each_setting_says_where_it_was_written(tmp_path: Path) -> None:
         ('[[tier]]\nname = "far"\ncapacity = "2MiB"\ncopy_threads = 65', "far.copy_threads must be 1..64"),
         ('[[tier]]\nname = "far"\ncapacity = "2MiB"\ncopy_threads = true', "far.copy_threads must be int"),
         ('[[tier]]\nname = "far"\ncapacity = "2MiB"\nnuma_node = 999', "this machine has no NUMA node 999"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"', "vram.capacity is missing"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\nchunk = "3MiB"', "vram.chunk must be a multiple"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9MiB"', "vram.capacity 9.0 MiB does not hold one chunk"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\ndevice = -1', "vram.device must be the number"),
         ('[[tier]]\nname = "far"\ncapacity = "2MiB"\nnuma_node = -2', "far.numa_node must be the number of a node"),
     ],
 )  # fmt: skip
@@ -182,8 +186,8 @@ def test_each_kind_is_shown_in_the_reference_with_its_defaults() -> None:
     """Those of a kind that no default tier has stand there as comments."""
     shown = re.sub(r"^# (?=\[\[tier\]\]|[a-z_]+ = )", "", reference_text().partition("[durability]")[0], flags=re.M)
     tiers = {tier["kind"]: tier for tier in tomllib.loads(shown)["tier"]}
-    assert list(KINDS) == ["shared", "memory", "nvme", "remote"] and tiers.keys() == KINDS.keys()
-    for kind in (MemorySection, RemoteSection):
+    assert list(KINDS) == ["shared", "gpu", "memory", "nvme", "remote"] and tiers.keys() == KINDS.keys()
+    for kind in (GpuSection, MemorySection, RemoteSection):
         required = ("capacity", "url")
         section = {key: value for key, value in tiers[kind.KIND].items() if key not in ("name", *required)}
         assert section == {key: value for key, value in kind.DEFAULTS.items() if key not in required}

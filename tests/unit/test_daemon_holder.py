@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_tiers.passing import receive_packet, send_packet
 from kvstored.lifetime.warm import holder_keeper
 from kvstored.lifetime.warm.holder_keeper import HolderKeeper
 from kvstored.lifetime.warm.keeper import KeeperError
 from kvstored.lifetime.warm.keepers import choose_keeper
-from kvstored.passing import receive_packet, send_packet
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import eventually
 

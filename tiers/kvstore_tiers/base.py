@@ -81,7 +81,7 @@ class TierInfo:
     """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten."""
 
     name: str
-    kind: str  # shared | memory | nvme | keyed
+    kind: str  # shared | gpu | memory | nvme | keyed
     memory: MemoryKind
     is_durable: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
@@ -89,6 +89,11 @@ class TierInfo:
     @property
     def is_in_memory(self) -> bool:
         """Whether another tier may read and fill its slots in place, by `slot_segment`."""
+        return self.memory is MemoryKind.SYSTEM
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is memory of this machine, by which a block is faster than from any medium."""
         return self.memory is not MemoryKind.FILE
 
 

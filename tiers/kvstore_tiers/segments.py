@@ -35,6 +35,7 @@ class MemoryKind(Enum):
     """What a segment's address means."""
 
     SYSTEM = "system"  # an address in this process
+    DEVICE = "device"  # memory, but no address in this process: reached by reads and writes alone
     FILE = "file"  # no address: reached by reads and writes alone
 
 

@@ -26,6 +26,8 @@ def place_of(info: TierInfo) -> Place:
     """How events name a tier."""
     if info.kind == "keyed":
         return Place("STORAGE", "REMOTE")
+    if info.kind == "gpu":
+        return Place("GPU")
     return Place("CPU" if info.is_in_memory else "STORAGE")
 
 

@@ -31,8 +31,8 @@ import socket
 import sys
 import time
 
+from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.notify import notify
-from kvstored.passing import is_of_our_user, receive_packet, send_packet
 
 LOOK_S = 1.0  # between two looks at whether there is still reason to live
 DEFAULT_LINGER_S = 600.0

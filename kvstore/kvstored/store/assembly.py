@@ -75,7 +75,7 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
         [info.name for info in infos],
         ghost_keys=config.limits.ghosts_per_tenant,
         durable=durable,
-        in_memory=sum(info.is_in_memory for info in infos),
+        in_memory=sum(info.is_memory for info in infos),
     )
 
 

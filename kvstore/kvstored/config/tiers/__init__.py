@@ -6,6 +6,7 @@ A new kind costs its file, its import and its entry in `KINDS`.
 from typing import Final
 
 from kvstored.config.tiers.base import Cluster, Machine, Start, TierSection
+from kvstored.config.tiers.gpu import GpuSection
 from kvstored.config.tiers.memory import MemorySection
 from kvstored.config.tiers.nvme import NvmeSection
 from kvstored.config.tiers.remote import RemoteSection
@@ -14,6 +15,7 @@ from kvstored.config.tiers.shared import SharedSection
 __all__ = [
     "KINDS",
     "Cluster",
+    "GpuSection",
     "Machine",
     "MemorySection",
     "NvmeSection",
@@ -27,6 +29,7 @@ KINDS: Final[dict[str, type[TierSection]]] = {
     kind.KIND: kind
     for kind in (
         SharedSection,
+        GpuSection,
         MemorySection,
         NvmeSection,
         RemoteSection,

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.holder import MAX_DESCRIPTORS
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError
-from kvstored.passing import is_of_our_user, receive_packet, send_packet
 
 log = logging.getLogger(__name__)
 HOLDER_SOCKET = "holder.sock"

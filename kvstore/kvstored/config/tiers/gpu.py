@@ -1,0 +1,72 @@
+"""Kind "gpu": the memory of a CUDA device, below the tier that clients map. A process of its own does the copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from kvstore_console.units import human_bytes
+from kvstored.config.mistakes import ConfigError, need
+from kvstored.config.section_fields import Table, section_of, size
+from kvstored.config.tiers.base import Machine, Start, TierSection
+
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
+
+GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSection(TierSection):
+    """Volatile, and not mapped by clients. `device`: counted from 0, as the CUDA driver counts."""
+
+    KIND: ClassVar[str] = "gpu"
+    MOST: ClassVar[int] = 8
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
+        "policy": "lfu-ttl", "ttl_s": 0,
+    }  # fmt: skip
+
+    device: int
+    chunk_bytes: int
+    bounce_bytes: int
+
+    @classmethod
+    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+        sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce")}
+        return section_of(cls, name, table, {"name": name, **sizes})
+
+    def check(self, machine: Machine) -> None:
+        name, granularity = self.name, human_bytes(GRANULARITY_BYTES)
+        need(self.capacity_bytes > 0, f'{name}.capacity is missing: write a size, for instance capacity = "8GiB"')
+        need(self.device >= 0, f"{name}.device must be the number of a CUDA device, got {self.device}")
+        need(
+            self.chunk_bytes > 0 and self.chunk_bytes % GRANULARITY_BYTES == 0,
+            f"{name}.chunk must be a multiple of {granularity}, got {human_bytes(self.chunk_bytes)}",
+        )
+        need(
+            0 < self.bounce_bytes <= machine.memory_bytes // 4,
+            f"{name}.bounce must be more than nothing, and at most a quarter of this machine's memory",
+        )
+        self._need_one("chunk", self.chunk_bytes)
+        super().check(machine)
+
+    def open(self, start: Start) -> GpuTier:
+        """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
+        from kvstore_tiers.gpu import GpuTier
+
+        try:
+            return GpuTier(
+                self.capacity_bytes,
+                device=self.device,
+                chunk_bytes=self.chunk_bytes,
+                bounce_bytes=self.bounce_bytes,
+                name=self.name,
+            )
+        except OSError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+
+    @property
+    def place(self) -> str:
+        return f"memory of CUDA device {self.device}"

@@ -1,0 +1,101 @@
+/* Registered host memory. Memory that the CPU may only read needs CU_MEMHOSTREGISTER_READ_ONLY, and no copy writes it. */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "emulated.h"
+
+struct registered { uint64_t address; size_t nbytes; bool read_only; };
+
+enum { MOST = 4096, FLAG_PORTABLE = 1, FLAG_MAP = 2, FLAG_READ_ONLY = 8 };
+static struct registered table[MOST];
+
+/* The rights that the CPU has on all of a range; -1 where a part is not mapped. */
+static int rights_of(uint64_t address, size_t nbytes) {
+    FILE *maps = fopen("/proc/self/maps", "re");
+    uint64_t upto = address, end = address + nbytes;
+    int rights = RIGHT_READ | RIGHT_WRITE;
+    char line[512];
+    while (maps && upto < end && fgets(line, sizeof line, maps)) {
+        unsigned long long from, to;
+        char flags[5];
+        if (sscanf(line, "%llx-%llx %4s", &from, &to, flags) != 3 || to <= upto)
+            continue;
+        if (from > upto)
+            break;
+        rights &= (flags[0] == 'r' ? RIGHT_READ : 0) | (flags[1] == 'w' ? RIGHT_WRITE : 0);
+        upto = to;
+    }
+    if (maps)
+        fclose(maps);
+    return upto >= end ? rights : -1;
+}
+
+static CUresult put(uint64_t address, size_t nbytes, bool read_only) {
+    struct registered *vacant = NULL;
+    for (int i = 0; i < MOST; i++) {
+        if (!table[i].nbytes)
+            vacant = vacant ? vacant : &table[i];
+        else if (table[i].address < address + nbytes && address < table[i].address + table[i].nbytes)
+            return ALREADY_REGISTERED;
+    }
+    if (!vacant)
+        return OUT_OF_MEMORY;
+    *vacant = (struct registered){address, nbytes, read_only};
+    return SUCCESS;
+}
+
+EXPORTED CUresult cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned int flags) {
+    CUresult result = enter_context("cuMemHostRegister");
+    if (result)
+        return result;
+    if (!nbytes || flags & ~(unsigned)(FLAG_PORTABLE | FLAG_MAP | FLAG_READ_ONLY))
+        return INVALID_VALUE;
+    bool read_only = flags & FLAG_READ_ONLY;
+    if (read_only && !setting("EMULATED_CUDA_READ_ONLY_REGISTER", 1))
+        return NOT_SUPPORTED;
+    int rights = rights_of((uint64_t)memory, nbytes);
+    if (rights < 0 || !(rights & RIGHT_READ) || (!read_only && !(rights & RIGHT_WRITE)))
+        return INVALID_VALUE;
+    pthread_mutex_lock(&emulated_lock);
+    result = put((uint64_t)memory, nbytes, read_only);
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuMemHostUnregister(void *memory) {
+    CUresult result = enter_context("cuMemHostUnregister");
+    if (result)
+        return result;
+    result = NOT_REGISTERED;
+    pthread_mutex_lock(&emulated_lock);
+    for (int i = 0; i < MOST; i++)
+        if (table[i].nbytes && table[i].address == (uint64_t)memory) {
+            if (is_pending(table[i].address, table[i].nbytes))
+                complain("cuMemHostUnregister of memory that a copy under way touches");
+            table[i].nbytes = 0;
+            result = SUCCESS;
+        }
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+CUresult host_range(uint64_t address, size_t nbytes, int right) {
+    uint64_t page = address & ~(uint64_t)4095;
+    if (msync((void *)page, address + nbytes - page, MS_ASYNC)) {
+        complain("a copy touches host memory that is not mapped (use after free?)");
+        return ILLEGAL_ADDRESS;
+    }
+    for (int i = 0; i < MOST; i++)
+        if (table[i].nbytes && address >= table[i].address && address + nbytes <= table[i].address + table[i].nbytes) {
+            if (!(right & RIGHT_WRITE) || !table[i].read_only)
+                return SUCCESS;
+            complain("a copy writes host memory that was registered read-only");
+            return ILLEGAL_ADDRESS;
+        }
+    if (!setting("EMULATED_CUDA_STRICT", 1))
+        return SUCCESS;
+    complain("a copy touches host memory that is not registered");
+    return INVALID_VALUE;
+}

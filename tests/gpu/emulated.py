@@ -1,0 +1,31 @@
+"""A machine with two emulated GPUs of its own for a test: the environment of its workers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.build import driver_directory
+
+_NODES = itertools.count()
+
+
+def emulated_node(
+    memory_bytes: int = 64 << 20, control: Path | None = None, *, must_emulate: bool = False
+) -> dict[str, str]:
+    """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
+    (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[gpu]'")
+    if os.environ.get("KVSTORED_TEST_GPU") == "hardware":
+        if must_emulate or control is not None:
+            pytest.skip("needs the emulated driver: failures on demand, or devices that are as it says")
+        return {}
+    variables = {
+        "LD_LIBRARY_PATH": str(driver_directory()),
+        "EMULATED_CUDA_NODE": f"tier{os.getpid()}-{next(_NODES)}",
+        "EMULATED_CUDA_MEMORY": str(memory_bytes),
+    }
+    return variables | ({"EMULATED_CUDA_CONTROL": str(control)} if control is not None else {})

@@ -1,0 +1,251 @@
+"""The emulated CUDA driver is as strict as it says, called by ctypes as a program would call the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.build import driver_directory
+
+CHUNK = 2 << 20
+INVALID, OUT_OF_MEMORY, NOT_READY, ILLEGAL = 1, 2, 600, 700
+READ, READ_WRITE = 1, 3
+_NODES = itertools.count()
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", Location), ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_uint8 * 8),
+    )  # fmt: skip
+
+
+class Access(ctypes.Structure):
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class Driver:
+    """The calls of one loaded copy of the library; `call` answers the code."""
+
+    def __init__(self, path: Path, device: int = 0) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.device = device
+        self.must("cuInit", 0)
+        context = ctypes.c_void_p()
+        self.must("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.must("cuCtxSetCurrent", context)
+        self.stream = ctypes.c_void_p()
+        self.must("cuStreamCreate", ctypes.byref(self.stream), 1)
+
+    def call(self, name: str, *arguments: object) -> int:
+        return int(getattr(self.library, name)(*arguments))
+
+    def must(self, name: str, *arguments: object) -> None:
+        assert self.call(name, *arguments) == 0, name
+
+    def create(self, nbytes: int = CHUNK) -> tuple[int, ctypes.c_uint64]:
+        handle = ctypes.c_uint64()
+        wanted = Properties(1, 1, Location(1, self.device))
+        code = self.call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(wanted), u64(0))
+        return code, handle
+
+    def map(self, handle: ctypes.c_uint64, rights: int = READ_WRITE) -> ctypes.c_uint64:
+        address = ctypes.c_uint64()
+        self.must(
+            "cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), u64(0), u64(0)
+        )
+        self.must("cuMemMap", address, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, u64(0))
+        access = Access(Location(1, self.device), rights)
+        self.must("cuMemSetAccess", address, ctypes.c_size_t(CHUNK), ctypes.byref(access), ctypes.c_size_t(1))
+        return address
+
+    def to_device(self, to: ctypes.c_uint64, memory: Memory, nbytes: int = 4096) -> int:
+        return self.call("cuMemcpyHtoDAsync_v2", to, memory.pointer, ctypes.c_size_t(nbytes), self.stream)
+
+    def to_host(self, memory: Memory, source: ctypes.c_uint64, nbytes: int = 4096) -> int:
+        return self.call("cuMemcpyDtoHAsync_v2", memory.pointer, source, ctypes.c_size_t(nbytes), self.stream)
+
+    def wait(self) -> int:
+        return self.call("cuStreamSynchronize", self.stream)
+
+    def free_bytes(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.must("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+
+class Memory:
+    """A page of host memory."""
+
+    def __init__(self, content: bytes = b"\0") -> None:
+        self.mapping = mmap.mmap(-1, 4096)
+        self.mapping[:] = (content * 4096)[:4096]
+        self.pointer = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self.mapping)))
+
+    def register(self, driver: Driver, flags: int = 0) -> Memory:
+        driver.must("cuMemHostRegister_v2", self.pointer, ctypes.c_size_t(4096), flags)
+        return self
+
+
+def u64(value: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(value)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of its own: a broken context breaks no other test."""
+    monkeypatch.setenv("EMULATED_CUDA_NODE", f"test{os.getpid()}-{next(_NODES)}")
+    return Path(shutil.copy(driver_directory() / "libcuda.so.1", tmp_path / "libcuda.so.1"))
+
+
+def test_bytes_go_to_the_device_and_back_when_the_stream_has_run(path: Path) -> None:
+    driver = Driver(path)
+    code, handle = driver.create()
+    assert code == 0
+    device, source, target = driver.map(handle), Memory(b"ab").register(driver), Memory().register(driver)
+    assert driver.to_device(device, source) == 0 and driver.to_host(target, device) == 0
+    assert driver.wait() == 0
+    assert target.mapping[:] == b"ab" * 2048
+
+
+def test_a_destination_is_poisoned_until_its_event_has_passed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run:1=hang")
+    driver = Driver(path)
+    device, target, event = driver.map(driver.create()[1]), Memory(b"z").register(driver), ctypes.c_void_p()
+    driver.must("cuEventCreate", ctypes.byref(event), 2)
+    assert driver.to_host(target, device) == 0
+    driver.must("cuEventRecord", event, driver.stream)
+    assert driver.call("cuEventQuery", event) == NOT_READY
+    assert target.mapping[:] == b"\xa5" * 4096
+
+
+def test_streams_overtake_each_other_and_wait_for_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run:1=hang")
+    driver = Driver(path)
+    device, source = driver.map(driver.create()[1]), Memory(b"s").register(driver)
+    event, stuck = ctypes.c_void_p(), driver.stream
+    driver.must("cuEventCreate", ctypes.byref(event), 2)
+    assert driver.to_device(device, source) == 0
+    driver.must("cuEventRecord", event, stuck)
+    driver.stream = ctypes.c_void_p()
+    driver.must("cuStreamCreate", ctypes.byref(driver.stream), 1)
+    assert driver.to_device(device, source) == 0 and driver.wait() == 0
+    driver.must("cuStreamWaitEvent", driver.stream, event, 0)
+    assert driver.call("cuStreamQuery", driver.stream) == NOT_READY
+
+
+def test_a_copy_from_unregistered_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(path)
+    device = driver.map(driver.create()[1])
+    assert driver.to_device(device, Memory()) == INVALID
+    monkeypatch.setenv("EMULATED_CUDA_STRICT", "0")
+    assert driver.to_device(device, Memory()) == 0 and driver.wait() == 0
+
+
+def test_read_only_device_memory_cannot_be_written(path: Path) -> None:
+    driver = Driver(path)
+    device, memory = driver.map(driver.create()[1], READ), Memory().register(driver)
+    assert driver.to_host(memory, device) == 0 and driver.wait() == 0
+    assert driver.to_device(device, memory) == 0
+    assert driver.wait() == ILLEGAL
+    assert driver.create()[0] == ILLEGAL, "the context is broken for good"
+
+
+def test_memory_that_was_unmapped_is_an_illegal_address(path: Path) -> None:
+    driver = Driver(path)
+    device, memory = driver.map(driver.create()[1]), Memory().register(driver)
+    driver.must("cuMemUnmap", device, ctypes.c_size_t(CHUNK))
+    assert driver.to_device(device, memory) == 0 and driver.wait() == ILLEGAL
+
+
+def test_host_memory_registered_read_only_cannot_be_written(path: Path) -> None:
+    driver = Driver(path)
+    device, memory = driver.map(driver.create()[1]), Memory().register(driver, 8)
+    assert driver.to_device(device, memory) == 0 and driver.wait() == 0
+    assert driver.to_host(memory, device) == ILLEGAL
+
+
+def test_memory_that_the_cpu_only_reads_needs_read_only_registration(path: Path) -> None:
+    driver = Driver(path)
+    descriptor = os.memfd_create("readable")
+    os.ftruncate(descriptor, 4096)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(4096), mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0))
+    assert driver.call("cuMemHostRegister_v2", address, ctypes.c_size_t(4096), 0) == INVALID
+    assert driver.call("cuMemHostRegister_v2", address, ctypes.c_size_t(4096), 8) == 0
+    os.close(descriptor)
+
+
+def test_a_full_device_has_no_memory_and_gets_it_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_MEMORY", str(2 * CHUNK))
+    driver = Driver(path)
+    (_, first), (_, _) = driver.create(), driver.create()
+    assert driver.create()[0] == OUT_OF_MEMORY and driver.free_bytes() == 0
+    device = driver.map(first)
+    driver.must("cuMemRelease", first)
+    assert driver.create()[0] == OUT_OF_MEMORY, "what is mapped is still there"
+    driver.must("cuMemUnmap", device, ctypes.c_size_t(CHUNK))
+    assert driver.free_bytes() == CHUNK and driver.create()[0] == 0
+
+
+def test_a_descriptor_keeps_the_memory_and_its_bytes(path: Path, tmp_path: Path) -> None:
+    driver = Driver(path)
+    _, handle = driver.create()
+    device, memory, descriptor = driver.map(handle), Memory(b"kept").register(driver), ctypes.c_int()
+    assert driver.to_device(device, memory) == 0 and driver.wait() == 0
+    driver.must("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, 1, u64(0))
+    driver.must("cuMemUnmap", device, ctypes.c_size_t(CHUNK))
+    driver.must("cuMemRelease", handle)
+    other = Driver(Path(shutil.copy(path, tmp_path / "another.so")))
+    again = ctypes.c_uint64()
+    before = other.free_bytes()
+    other.must("cuMemImportFromShareableHandle", ctypes.byref(again), ctypes.c_void_p(descriptor.value), 1)
+    os.close(descriptor.value)
+    target = Memory().register(other)
+    assert other.free_bytes() == before
+    assert other.to_host(target, other.map(again, READ)) == 0 and other.wait() == 0
+    assert target.mapping[:] == b"kept" * 1024
+
+
+def test_calls_fail_when_it_is_ordered(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = tmp_path / "control"
+    control.write_text("cuMemCreate:2=2")
+    monkeypatch.setenv("EMULATED_CUDA_CONTROL", str(control))
+    driver = Driver(path)
+    assert [driver.create()[0] for _ in range(3)] == [0, OUT_OF_MEMORY, 0]
+    control.unlink()
+    control.write_text("cuMemCreate:0=801 cuStreamQuery:1=700")
+    assert [driver.create()[0] for _ in range(2)] == [801, 801]
+    assert driver.call("cuStreamQuery", driver.stream) == ILLEGAL
+
+
+def test_a_call_kills_the_process_when_it_is_ordered(path: Path) -> None:
+    program = f"import ctypes; ctypes.CDLL({str(path)!r}).cuInit(0)"
+    ended = subprocess.run([sys.executable, "-c", program], env=os.environ | {"EMULATED_CUDA_FAULTS": "cuInit:1=kill"})
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_the_cpu_faults_on_device_memory(path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import ctypes, pathlib
+from tests.gpu.test_emulated_driver import Driver
+driver = Driver(pathlib.Path({str(path)!r}))
+ctypes.string_at(driver.map(driver.create()[1]).value, 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGSEGV

@@ -1,0 +1,211 @@
+"""The CUDA driver, as much of it as the tier's worker needs, by the library `cuda-bindings`.
+
+Owns nothing that outlives a call but the device's primary context: handles are the caller's. Only the worker process
+makes a `Driver`: the daemon holds no context. The library finds libcuda.so.1 by LD_LIBRARY_PATH, then in the system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in the form that the library calls
+BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
+_READ_ONLY_HOST_REGISTER_SUPPORTED = 113
+_HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
+_REGISTER_PORTABLE, _REGISTER_READ_ONLY = 1, 8
+_NON_BLOCKING, _NO_TIMING_BLOCKING_SYNC = 1, 3
+
+
+class DriverError(OSError):
+    """A call of the driver failed; `code` is its CUresult."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.code = code
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the context is of no more use."""
+        return self.code in BROKEN_CONTEXT
+
+
+class NoDriver(OSError):
+    """There is no driver, no library for it or no such device; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes to copy. One side is an address of the device, the other one of registered host memory."""
+
+    to: int
+    source: int
+    nbytes: int
+
+
+class Driver:
+    """The primary context of device `index`, current in the thread that makes this. Raises NoDriver, DriverError."""
+
+    def __init__(self, index: int) -> None:
+        self._cuda = _library()
+        try:
+            self._call("cuInit", 0)
+            count = self._call("cuDeviceGetCount")
+        except DriverError as error:
+            raise NoDriver(f"the CUDA driver does not start ({error}): nvidia-smi says whether it is well") from None
+        if not 0 <= index < count:
+            raise NoDriver(f"there is no CUDA device {index}: this machine has {count}")
+        self._index = index
+        self._device = self._call("cuDeviceGet", index)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self.use_in_this_thread()
+        if not self._attribute(_HANDLE_IS_DESCRIPTOR_SUPPORTED):
+            raise NoDriver(f"CUDA device {index} cannot export memory as a file descriptor")
+        self._has_batches = self._call("cuDriverGetVersion") >= BATCH_VERSION
+        self._registers_read_only = bool(self._attribute(_READ_ONLY_HOST_REGISTER_SUPPORTED))
+
+    def use_in_this_thread(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    @property
+    def name(self) -> str:
+        raw: bytes = self._call("cuDeviceGetName", 96, self._device)
+        return raw.split(b"\0")[0].decode(errors="replace")
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    # Device memory
+
+    def granularity_bytes(self) -> int:
+        option = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMemGetAllocationGranularity", self._properties(), option))
+
+    def create(self, nbytes: int) -> Any:
+        """A handle of new device memory, which can be exported."""
+        return self._call("cuMemCreate", nbytes, self._properties(), 0)
+
+    def export_descriptor(self, handle: Any) -> int:
+        """A new file descriptor that keeps the memory; the caller closes it."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
+
+    def import_descriptor(self, descriptor: int) -> Any:
+        """A handle of memory that some process exported; the descriptor stays the caller's."""
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._by_descriptor)
+
+    def map(self, handle: Any, nbytes: int, *, read_only: bool = False) -> int:
+        """Map memory and give this device the right to use it; its address."""
+        cuda = self._cuda
+        address = self._call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+        access = cuda.CUmemAccessDesc()
+        access.location = self._properties().location
+        rights = cuda.CUmemAccess_flags
+        access.flags = (
+            rights.CU_MEM_ACCESS_FLAGS_PROT_READ if read_only else rights.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        )  # fmt: skip
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+        return int(address)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", self._cuda.CUdeviceptr(address), nbytes)
+        self._call("cuMemAddressFree", self._cuda.CUdeviceptr(address), nbytes)
+
+    def release(self, handle: Any) -> None:
+        self._call("cuMemRelease", handle)
+
+    # Host memory
+
+    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Let the device copy from and to host memory. `read_only`: memory that this process may only read."""
+        if read_only and not self._registers_read_only:
+            raise DriverError("cuMemHostRegister", 801, "this device cannot register memory read-only")
+        flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
+        self._call("cuMemHostRegister", address, nbytes, flags)
+
+    def unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    # Copies
+
+    def stream(self) -> Any:
+        return self._call("cuStreamCreate", _NON_BLOCKING)
+
+    def synchronize(self, stream: Any) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def event(self) -> Any:
+        return self._call("cuEventCreate", _NO_TIMING_BLOCKING_SYNC)
+
+    def record(self, event: Any, stream: Any) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, event: Any) -> None:
+        """Until what was queued before `record` has run. Raises DriverError when that failed."""
+        self._call("cuEventSynchronize", event)
+
+    def copy(self, runs: Sequence[Run], *, to_device: bool, stream: Any) -> None:
+        """Queue copies, in no order among them: one call for all where the driver has batches."""
+        cuda = self._cuda
+        if self._has_batches and len(runs) > 1:
+            attributes = cuda.CUmemcpyAttributes()
+            attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            self._call(
+                "cuMemcpyBatchAsync",
+                [cuda.CUdeviceptr(run.to) for run in runs],
+                [cuda.CUdeviceptr(run.source) for run in runs],
+                [run.nbytes for run in runs],
+                len(runs), [attributes], [0], 1, stream,
+            )  # fmt: skip
+            return
+        for run in runs:
+            if to_device:
+                self._call("cuMemcpyHtoDAsync", cuda.CUdeviceptr(run.to), run.source, run.nbytes, stream)
+            else:
+                self._call("cuMemcpyDtoHAsync", run.to, cuda.CUdeviceptr(run.source), run.nbytes, stream)
+
+    def close(self) -> None:
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    @property
+    def _by_descriptor(self) -> Any:
+        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _properties(self) -> Any:
+        cuda = self._cuda
+        wanted = cuda.CUmemAllocationProp()
+        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.requestedHandleTypes = self._by_descriptor
+        wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = self._index
+        return wanted
+
+    def _attribute(self, number: int) -> int:
+        return int(self._call("cuDeviceGetAttribute", self._cuda.CUdevice_attribute(number), self._device))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver answers beside its code: nothing, one thing or a tuple."""
+        code, *answers = getattr(self._cuda, name)(*arguments)
+        if code != 0:
+            found, text = self._cuda.cuGetErrorName(code)
+            raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")
+        return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def _library() -> ModuleType:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise NoDriver("the GPU tier needs the library cuda-bindings: pip install 'kvstored[gpu]'") from None
+    try:
+        driver.cuDriverGetVersion()
+    except Exception as error:  # of the library's own, which says at length where it looked
+        raise NoDriver(
+            f"libcuda.so.1 cannot be loaded, is the NVIDIA driver installed? ({type(error).__name__})"
+        ) from None
+    library: ModuleType = driver
+    return library

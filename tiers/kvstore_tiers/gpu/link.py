@@ -1,0 +1,316 @@
+"""The tier's end of the socket to its worker, and the worker's life: started, watched, started anew.
+
+Owns the process, what it must know after a restart (regions, chunks and their descriptors) and the transfers under way.
+One thread sends, so that no caller waits for the worker; another one receives, starts workers and ends transfers.
+Invariants: each transfer ends once, with a failure when its worker died or did not answer for `patience_s`; one that
+no worker has seen yet waits for the next, unless workers keep dying (`is_up`); a chunk
+whose descriptor has come is never made again, only mapped again; after `close` there is no worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.passing import receive_packet, send_packet
+
+START_TIMEOUT_S = 60.0
+PATIENCE_S = 30.0  # a transfer takes milliseconds
+LOOK_S = 0.5
+MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
+DOWN = "the GPU's worker is not running"
+Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class _Transfer:
+    ended: Ended
+    since_s: float
+    is_sent: bool = False
+
+
+@dataclass
+class _Chunk:
+    nbytes: int
+    descriptor: int = -1  # -1 until the worker has made it
+
+
+class WorkerLink:
+    """A worker for `device`. `refused` is called with a chunk that is not there, and why. Raises OSError where no
+    worker starts, with what it said."""
+
+    def __init__(
+        self,
+        device: int,
+        refused: Callable[[int, str], None],
+        *,
+        variables: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._device = device
+        self._refused = refused
+        self._variables = dict(variables or {})
+        self._patience_s = patience_s
+        self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
+        self._chunks: dict[int, _Chunk] = {}
+        self._pending: dict[int, _Transfer] = {}
+        self._lock = threading.Lock()  # of the tables
+        self._wire = threading.Lock()  # of the socket, while something is sent
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._queue: SimpleQueue[tuple[bytes, int, int] | None] = SimpleQueue()  # descriptor, transfer
+        self._next_transfer = 0
+        self._closing = threading.Event()
+        self._has_socket = threading.Event()  # or is closing
+        self._keeps_dying = False
+        self._is_ready = threading.Event()
+        self._was_useful = False
+        self._started_s = self._ready_s = 0.0  # of this worker
+        self.starts = 0
+        self.device_name, self.device_bytes, self.message = "", 0, ""
+        self._receiver = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
+        self._sender = threading.Thread(target=self._send_queued, name="gpu-send", daemon=True)
+        self._receiver.start()
+        self._sender.start()
+        if not self._is_ready.wait(START_TIMEOUT_S) or self.message:
+            message = self.message or f"its worker did not start within {START_TIMEOUT_S:.0f} s"
+            self.close()
+            raise OSError(message)
+
+    @property
+    def process_id(self) -> int:
+        """Of the worker; 0 while there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a worker, or will be in a moment."""
+        return not self._keeps_dying and not self._closing.is_set()
+
+    def add_region(self, number: int, descriptor: int, nbytes: int) -> None:
+        """Host memory that transfers may name. The descriptor stays the caller's, open until `drop_region`."""
+        with self._lock:
+            self._regions[number] = (descriptor, nbytes)
+        self._queue.put((wire.pack(wire.MAP, number, nbytes), descriptor, -1))
+
+    def drop_region(self, number: int) -> None:
+        with self._lock:
+            del self._regions[number]
+        self._queue.put((wire.pack(wire.UNMAP, number), -1, -1))
+
+    def add_chunk(self, number: int, nbytes: int) -> None:
+        """Device memory; transfers may name it at once, and fail when it cannot be made."""
+        with self._lock:
+            self._chunks[number] = _Chunk(nbytes)
+        self._queue.put((wire.pack(wire.CREATE, number, nbytes), -1, -1))
+
+    def drop_chunk(self, number: int) -> None:
+        """Give device memory back. No transfer with it is under way."""
+        with self._lock:
+            chunk = self._chunks.pop(number)
+            if chunk.descriptor >= 0:
+                os.close(chunk.descriptor)
+        self._queue.put((wire.pack(wire.DROP, number), -1, -1))
+
+    def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended) -> None:
+        """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker."""
+        with self._lock:
+            is_up = self.is_up
+            if is_up:
+                self._next_transfer += 1
+                number = self._next_transfer
+                self._pending[number] = _Transfer(ended, time.monotonic())
+        if not is_up:
+            ended(self.message or DOWN)
+            return
+        self._queue.put((wire.pack_transfer(letter, number, pieces), -1, number))
+
+    def close(self) -> None:
+        """End the worker; transfers under way fail. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._has_socket.set()
+        self._queue.put(None)
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._receiver.join()
+        self._sender.join()
+        for chunk in self._chunks.values():
+            if chunk.descriptor >= 0:
+                os.close(chunk.descriptor)
+        self._chunks.clear()
+
+    # The worker's life
+
+    def _live(self) -> None:
+        backoff_s = 0.0
+        while not self._closing.wait(backoff_s):
+            self._was_useful = False
+            sock, process = self._start()
+            self._listen(sock, process)
+            self._end(sock, process)
+            if not self._is_ready.is_set():
+                self.message = self.message or f"its worker ended with status {process.returncode}"
+                self._is_ready.set()
+                return
+            backoff_s = 0.0 if self._was_useful else min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+            if backoff_s >= DOWN_BACKOFF_S:
+                self._keeps_dying = True
+                self._fail(only_sent=False)
+        self._fail(only_sent=False)
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (own, others):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
+        command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
+        with others:
+            process = subprocess.Popen(
+                [*command, "--socket", str(others.fileno()), "--device", str(self._device)],
+                pass_fds=[others.fileno()], stdin=subprocess.DEVNULL, env=variables_of_children() | self._variables,
+            )  # fmt: skip
+        self.starts += 1
+        self._started_s, self._ready_s = time.monotonic(), 0.0
+        self._process = process
+        with self._wire, self._lock:
+            with contextlib.suppress(OSError):  # it died already: the end of the socket says so
+                for number, (descriptor, nbytes) in self._regions.items():
+                    send_packet(own, wire.pack(wire.MAP, number, nbytes), [descriptor])
+                for number, chunk in self._chunks.items():
+                    if chunk.descriptor >= 0:
+                        send_packet(own, wire.pack(wire.IMPORT, number, chunk.nbytes), [chunk.descriptor])
+                    else:
+                        send_packet(own, wire.pack(wire.CREATE, number, chunk.nbytes))
+            self._socket = own
+            self._has_socket.set()
+        return own, process
+
+    def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        """Until the worker is gone."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        look_at_s = 0.0
+        while not self._closing.is_set():
+            has_packet = poll.poll(LOOK_S * 1000)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + LOOK_S
+                if self._waited_s() > (self._patience_s if self._ready_s else START_TIMEOUT_S):
+                    _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
+                    process.kill()
+            if not has_packet:
+                continue
+            try:
+                packet, descriptors = receive_packet(sock, wire.MAX_PACKET_BYTES)
+            except OSError:
+                return
+            if not packet:
+                return
+            self._hear(packet, descriptors)
+
+    def _waited_s(self) -> float:
+        """How long the worker has owed an answer: that it is ready, or the end of a transfer."""
+        with self._lock:
+            since_s = min((each.since_s for each in self._pending.values() if each.is_sent), default=None)
+        if not self._ready_s:
+            return time.monotonic() - self._started_s
+        return 0.0 if since_s is None else time.monotonic() - max(since_s, self._ready_s)
+
+    def _end(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # a send that waits for the worker ends
+        with self._wire:
+            self._socket = None
+            if not self._closing.is_set():
+                self._has_socket.clear()
+            sock.close()
+        try:
+            process.wait(1.0 if self._closing.is_set() else 0.1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        failed = self._fail(only_sent=True)
+        if not self._closing.is_set() and self._is_ready.is_set():
+            _LOG.warning(
+                "the worker of GPU %d ended with status %s; %d transfers failed",
+                self._device, process.returncode, failed,
+            )  # fmt: skip
+
+    def _fail(self, *, only_sent: bool) -> int:
+        """End transfers as failed; how many."""
+        with self._lock:
+            failed = [number for number, each in self._pending.items() if each.is_sent or not only_sent]
+            transfers = [self._pending.pop(number) for number in failed]
+        for transfer in transfers:
+            transfer.ended(DOWN)
+        return len(transfers)
+
+    def _hear(self, packet: bytes, descriptors: list[int]) -> None:
+        letter = packet[:1]
+        number, nbytes, text = wire.unpack(packet)
+        if letter == wire.ENDED:
+            with self._lock:
+                found = self._pending.pop(number, None)
+            self._was_useful = self._was_useful or not text
+            if found is not None:
+                found.ended(text)
+        elif letter == wire.MADE:
+            with self._lock:
+                chunk = self._chunks.get(number)
+                if chunk is not None and chunk.descriptor < 0:
+                    chunk.descriptor = descriptors.pop()
+        elif letter == wire.REFUSED:
+            self._refused(number, text)
+        elif letter == wire.READY:
+            self.device_name, self.device_bytes = text, nbytes
+            self._keeps_dying = False
+            self._ready_s = time.monotonic()
+            self._is_ready.set()
+        elif letter == wire.FATAL and not self._is_ready.is_set():
+            self.message = text
+        for stray in descriptors:
+            os.close(stray)
+
+    def _send_queued(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._send(*item)
+
+    def _send(self, packet: bytes, descriptor: int, number: int) -> None:
+        """To the next worker where this one is gone: what it knows already, it ignores."""
+        while not self._closing.is_set():
+            self._has_socket.wait()
+            with self._wire:
+                sock = self._socket
+                if sock is None:
+                    continue
+                transfer = self._pending.get(number)
+                if number >= 0 and transfer is None:
+                    return  # failed meanwhile
+                if transfer is not None:
+                    transfer.is_sent, transfer.since_s = True, time.monotonic()
+                try:
+                    send_packet(sock, packet, [descriptor] if descriptor >= 0 else [])
+                except OSError:
+                    if transfer is not None:
+                        transfer.is_sent = False
+                    self._has_socket.clear()  # until the other thread has started a worker
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    return

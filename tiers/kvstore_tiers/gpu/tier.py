@@ -1,0 +1,180 @@
+"""The GPU tier: blocks in the memory of one device, written and read by its worker process.
+
+Owns the books (`chunks`) and the capacity; `transfers` the steps of a transfer. Holds no CUDA context: the link
+(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker.
+A slot holds the whole image, header page first. Payloads in memory that was shared (`share`) are copied by the device
+itself, from and to where they are; all others by way of the bounce buffer.
+Checksums are verified by this process, on what came back to host memory.
+Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
+checksummed in the copy that no client can write; a transfer under way when the worker dies ends FAILED.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers.base import (
+    Completion,
+    ContainerReport,
+    MemoryKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Slot,
+    Tier,
+    TierInfo,
+    TierState,
+    TierStatistics,
+    require_fits,
+)
+from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.gpu.chunks import Chunk, Chunks
+from kvstore_tiers.gpu.link import DOWN, PATIENCE_S, WorkerLink
+from kvstore_tiers.gpu.transfers import GpuTransfers
+from kvstore_tiers.sizes import require_slot_size
+
+MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
+DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
+REGROW_S = 10.0  # after the device had no memory
+
+
+class GpuTier(Tier):
+    """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
+    for the worker; raises OSError where it does not start, with the reason. `variables`: of the worker's environment.
+    A worker that does not end a transfer in `patience_s` seconds is killed."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        device: int = 0,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
+        name: str = "gpu",
+        variables: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
+            raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
+        self.info = TierInfo(name, "gpu", MemoryKind.DEVICE, container_bytes=chunk_bytes)
+        self._counters = TransferCounters()
+        self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
+        self._refused, self._refused_at_s = "", 0.0
+        self._closed = False
+        self._link = WorkerLink(
+            device, lambda chunk, why: self._refusals.put((chunk, why)), variables=variables, patience_s=patience_s
+        )
+        self._chunks = Chunks(capacity_bytes, chunk_bytes, self._make, self._link.drop_chunk)
+        self._transfers = GpuTransfers(self._link, max(bounce_bytes, chunk_bytes), 2, self._counters, name)
+
+    # Places
+
+    def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        require_slot_size(nbytes)
+        if self._closed:
+            return None
+        self._hear_refusals()
+        return self._chunks.allocate(nbytes, owner)
+
+    def free(self, slot: Slot) -> None:
+        self._hear_refusals()
+        self._chunks.of(slot)
+        self._transfers.forget(slot)
+        self._chunks.free(slot)
+
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        return self._chunks.makes_room(container, nbytes, owner)
+
+    def containers(self) -> list[ContainerReport]:
+        return self._chunks.reports()
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return self._chunks.convertible(nbytes, owner)
+
+    def set_aside(self, container: int) -> None:
+        self._chunks.set_aside(container)
+
+    def put_back(self, container: int) -> bool:
+        return self._chunks.put_back(container)
+
+    def _make(self, chunk: Chunk) -> None:
+        self._link.add_chunk(chunk.number, chunk.nbytes)
+
+    def _hear_refusals(self) -> None:
+        """Chunks that the device had no memory for, since the last time. No more are asked for, for a while."""
+        try:
+            while True:
+                number, self._refused = self._refusals.get_nowait()
+                self._refused_at_s = time.monotonic()
+                self._chunks.refuse(number)
+        except Empty:
+            pass
+        if self._refused and time.monotonic() - self._refused_at_s > REGROW_S:
+            self._refused = ""
+        self._chunks.may_grow = not self._refused
+
+    # Transfers
+
+    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+        require_fits(slot, header, segments)
+        self._chunks.of(slot)
+        self._transfers.write(slot, header, segments, done)
+
+    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+        self._chunks.of(slot)
+        self._transfers.read(slot, expect_key, segments, done)
+
+    def probe(self, done: Completion, *, thorough: bool = True) -> None:
+        if self._link.is_up:
+            done(Outcome(OutcomeKind.DONE))
+        else:
+            done(Outcome(OutcomeKind.FAILED, message=DOWN))
+
+    def share(self, descriptor: int, address: int, nbytes: int) -> int:
+        """Let the device copy from and to host memory, a memfd that is mapped here at `address`, without a bounce. A
+        number for `unshare`. The descriptor stays the caller's, open until then."""
+        return self._transfers.share(descriptor, address, nbytes)
+
+    def unshare(self, number: int) -> None:
+        """End `share`: no transfer with that memory is under way."""
+        self._transfers.unshare(number)
+
+    # Reports
+
+    @property
+    def worker_process(self) -> int:
+        """The worker's process id; 0 while there is none."""
+        return self._link.process_id
+
+    @property
+    def worker_starts(self) -> int:
+        """How often a worker was started."""
+        return self._link.starts
+
+    def location(self, slot: Slot) -> str:
+        return f"{self.info.name}:{slot.container}+{slot.offset}"
+
+    def statistics(self) -> TierStatistics:
+        chunks = self._chunks
+        state, message = TierState.OK, self._link.device_name
+        if self._closed:
+            state = TierState.CLOSED
+        elif not self._link.is_up:
+            state, message = TierState.FAILED, DOWN
+        elif self._refused:
+            state, message = TierState.FULL, f"the device gives no memory: {self._refused}"
+        used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
+        return self._counters.report(
+            state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,
+            blocks=0 if self._closed else chunks.blocks,
+            used_by={"blocks": blocks_bytes, "free": used_bytes - blocks_bytes}, message=message,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._transfers.close()

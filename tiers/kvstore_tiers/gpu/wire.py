@@ -1,0 +1,65 @@
+"""What the tier and its worker say to each other: packets of a SOCK_SEQPACKET socket pair, no payload in them.
+
+A packet is one letter and fields of fixed size; texts come last. Numbers of regions (host memory that both map), chunks
+(device memory) and transfers are the tier's. A packet that names what the worker has already, or has no longer, is
+ignored: the tier repeats all that is there after a restart.
+
+    to the worker                                    from the worker
+    M region bytes + descriptor   map it             r free total name      ready
+    U region                      unmap it           f text                 it cannot start
+    C chunk bytes                 make it            c chunk + descriptor   made
+    I chunk bytes + descriptor    map it             x chunk text           it is not there
+    D chunk                       unmap, release it  t transfer text        ended; well when the text is empty
+    W/R transfer pieces           copy to / from the device
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+SOCKET_BYTES = 4 << 20
+MAX_PACKET_BYTES = 192 << 10  # less than the smallest send buffer
+MAX_PIECES = 2048
+MAX_TEXT_BYTES = 400
+
+MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ = b"M", b"U", b"C", b"I", b"D", b"W", b"R"
+READY, FATAL, MADE, REFUSED, ENDED = b"r", b"f", b"c", b"x", b"t"
+
+_NUMBERS = struct.Struct("<QQ")
+
+
+class Piece(NamedTuple):
+    """Bytes of a region and where they are in a chunk."""
+
+    chunk: int
+    chunk_offset: int
+    region: int
+    region_offset: int
+    nbytes: int
+
+
+def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
+    return letter + _NUMBERS.pack(number, nbytes) + text.encode()[:MAX_TEXT_BYTES]
+
+
+def unpack(packet: bytes) -> tuple[int, int, str]:
+    """The numbers and the text of a packet that `pack` made."""
+    number, nbytes = _NUMBERS.unpack_from(packet, 1)
+    return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
+
+
+def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece]) -> bytes:
+    """Raises ValueError for more than MAX_PIECES."""
+    if len(pieces) > MAX_PIECES:
+        raise ValueError(f"{len(pieces)} pieces do not fit a packet")
+    return letter + _NUMBERS.pack(number, len(pieces)) + np.array(pieces, dtype="<i8").tobytes()
+
+
+def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
+    number, count = _NUMBERS.unpack_from(packet, 1)
+    rows = np.frombuffer(packet, dtype="<i8", offset=1 + _NUMBERS.size).reshape(count, len(Piece._fields))
+    return number, [Piece(*row) for row in rows.tolist()]

@@ -1,0 +1,221 @@
+"""The process that holds the CUDA context of one device: `python -m kvstore_tiers.gpu.worker --socket FD --device N`.
+
+The tier starts it, says what to map and copy (`wire`), and starts another when it dies: it owns no state that is not
+in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
+Invariants: no packet is answered before those before it were obeyed; nothing is unmapped while a copy is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.copies import Copies
+from kvstore_tiers.gpu.driver import Driver, DriverError, NoDriver, Run
+from kvstore_tiers.passing import receive_packet, send_packet
+
+MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
+_PR_SET_PDEATHSIG = 1
+BROKEN_STATUS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    handle: Any
+    address: int
+    nbytes: int
+
+
+class Worker:
+    """See the module."""
+
+    def __init__(self, sock: socket.socket, driver: Driver) -> None:
+        self._sock = sock
+        self._driver = driver
+        self._copies = Copies(driver, self._ended)
+        self._regions: dict[int, tuple[mmap.mmap, int]] = {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._missing: dict[int, str] = {}  # chunks that are not there, and why
+        self._waiting: dict[bytes, list[tuple[int, list[Run]]]] = {wire.WRITE: [], wire.READ: []}
+
+    def run(self) -> None:
+        """Until the tier closes the socket."""
+        free, total = self._driver.memory_bytes()
+        self._say(wire.pack(wire.READY, free, total, self._driver.name))
+        while packets := self._receive():
+            for packet, descriptors in packets:
+                self._obey(packet, descriptors)
+            self._flush()
+
+    def _receive(self) -> list[tuple[bytes, list[int]]]:
+        """One packet, and what else is there by now; nothing at the end."""
+        packets: list[tuple[bytes, list[int]]] = []
+        flags = 0
+        while len(packets) < MAX_TOGETHER:
+            try:
+                packet, descriptors = receive_packet(self._sock, wire.MAX_PACKET_BYTES, flags)
+            except BlockingIOError:
+                break
+            if not packet:
+                break
+            packets.append((packet, descriptors))
+            flags = socket.MSG_DONTWAIT
+        return packets
+
+    def close(self) -> None:
+        """Nothing is unmapped: the process ends."""
+        self._copies.settle()
+        self._copies.close()
+
+    def _obey(self, packet: bytes, descriptors: list[int]) -> None:
+        letter = packet[:1]
+        if letter in self._waiting:
+            number, pieces = wire.unpack_transfer(packet)
+            self._take(letter, number, pieces)
+            return
+        self._flush()
+        number, nbytes, _ = wire.unpack(packet)
+        descriptor = descriptors[0] if descriptors else -1
+        try:
+            if letter == wire.MAP and number not in self._regions:
+                self._map_region(number, nbytes, descriptor)
+            elif letter == wire.UNMAP:
+                self._unmap_region(number)
+            elif letter in (wire.CREATE, wire.IMPORT) and number not in self._chunks:
+                self._add_chunk(number, nbytes, descriptor if letter == wire.IMPORT else -1)
+            elif letter == wire.DROP:
+                self._drop_chunk(number)
+        finally:
+            for stray in descriptors:
+                os.close(stray)
+
+    # Memory
+
+    def _map_region(self, number: int, nbytes: int, descriptor: int) -> None:
+        """A region that cannot be mapped is left out: its transfers say so."""
+        try:
+            mapping, read_only = _map(descriptor, nbytes)
+            address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+            self._driver.register(address, nbytes, read_only=read_only)
+        except OSError as error:
+            if isinstance(error, DriverError) and error.is_final:
+                raise
+            print(f"kvstored-gpu: host memory cannot be used: {error}", file=sys.stderr)
+        else:
+            self._regions[number] = (mapping, address)
+
+    def _unmap_region(self, number: int) -> None:
+        found = self._regions.pop(number, None)
+        if found is not None:
+            self._copies.settle()
+            self._driver.unregister(found[1])
+
+    def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
+        try:
+            handle = self._driver.create(nbytes) if descriptor < 0 else self._driver.import_descriptor(descriptor)
+            self._chunks[number] = _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
+            if descriptor < 0:
+                exported = self._driver.export_descriptor(handle)
+                try:
+                    self._say(wire.pack(wire.MADE, number), exported)
+                finally:
+                    os.close(exported)
+        except DriverError as error:
+            if error.is_final:
+                raise
+            self._missing[number] = str(error)
+            self._say(wire.pack(wire.REFUSED, number, text=str(error)))
+
+    def _drop_chunk(self, number: int) -> None:
+        self._missing.pop(number, None)
+        chunk = self._chunks.pop(number, None)
+        if chunk is not None:
+            self._copies.settle()
+            self._driver.unmap(chunk.address, chunk.nbytes)
+            self._driver.release(chunk.handle)
+
+    # Transfers
+
+    def _take(self, letter: bytes, number: int, pieces: list[wire.Piece]) -> None:
+        try:
+            runs = [self._run(piece, to_device=letter == wire.WRITE) for piece in pieces]
+        except KeyError:
+            absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
+            self._ended(number, absent or "its memory is not mapped", False)
+        else:
+            self._waiting[letter].append((number, runs))
+
+    def _run(self, piece: wire.Piece, *, to_device: bool) -> Run:
+        chunk, (mapping, address) = self._chunks[piece.chunk], self._regions[piece.region]
+        if piece.chunk_offset + piece.nbytes > chunk.nbytes or piece.region_offset + piece.nbytes > len(mapping):
+            raise KeyError("outside its memory")
+        device, host = chunk.address + piece.chunk_offset, address + piece.region_offset
+        return Run(device, host, piece.nbytes) if to_device else Run(host, device, piece.nbytes)
+
+    def _flush(self) -> None:
+        for letter, waiting in self._waiting.items():
+            if waiting:
+                self._waiting[letter] = []
+                runs = [run for _, of_one in waiting for run in of_one]
+                self._copies.start([number for number, _ in waiting], runs, to_device=letter == wire.WRITE)
+
+    def _ended(self, number: int, failure: str, is_final: bool) -> None:
+        if is_final:
+            print(f"kvstored-gpu: the context is broken ({failure}); a new process takes over", file=sys.stderr)
+            os._exit(BROKEN_STATUS)  # the tier fails what was under way
+        self._say(wire.pack(wire.ENDED, number, text=failure))
+
+    def _say(self, packet: bytes, *descriptors: int) -> None:
+        try:
+            send_packet(self._sock, packet, descriptors)
+        except OSError:
+            os._exit(0)  # the tier is gone
+
+
+def _map(descriptor: int, nbytes: int) -> tuple[mmap.mmap, bool]:
+    """Host memory, and whether it may only be read: sealed arenas are so."""
+    try:
+        return mmap.mmap(descriptor, nbytes), False
+    except PermissionError:
+        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ), True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore_tiers.gpu.worker",
+        description="Copies blocks to and from the memory of one GPU for a kvstored daemon, which starts it by itself.",
+    )
+    parser.add_argument("--socket", type=int, required=True, metavar="FD", help="an inherited SOCK_SEQPACKET socket")
+    parser.add_argument("--device", type=int, required=True, metavar="N", help="the CUDA device, counted from 0")
+    chosen = parser.parse_args(arguments)
+    for meant_for_the_daemon in (signal.SIGINT, signal.SIGTERM):  # of a terminal, of a service manager
+        signal.signal(meant_for_the_daemon, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
+    with socket.socket(fileno=chosen.socket) as sock:
+        try:
+            worker = Worker(sock, Driver(chosen.device))
+            worker.run()
+            worker.close()
+        except NoDriver as error:
+            send_packet(sock, wire.pack(wire.FATAL, 0, text=str(error)))
+            return 1
+        except (DriverError, ConnectionError) as error:
+            print(f"kvstored-gpu: {error}", file=sys.stderr)
+            return BROKEN_STATUS
+    return 0
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "kvstored-gpu"
+    sys.exit(main())
