@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
-zmq = pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not installed")
+pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not installed")
+
+import zmq
 
 from kvstore_proto.v1 import admin_pb2
 from kvstored.events.encoding import hash_of
