@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
-zmq = pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not installed")
+pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not installed")
 
+import zmq
+
+from kvstore_client.cli.main import main as kvctl_main
 from kvstore_proto.v1 import admin_pb2
 from kvstored.events.encoding import hash_of
 from tests.reference.conversations import model, put_conversation, tokens_of
@@ -159,3 +163,13 @@ def _children(pid: int, module: str) -> list[int]:
         if module in Path(f"/proc/{child}/cmdline").read_text():
             found.append(int(child))
     return found
+
+
+def test_kvctl_says_where_events_are_or_that_they_are_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with publishing(tmp_path) as daemon:
+        assert kvctl_main(["--socket-dir", str(daemon.socket_dir), "--json", "events"]) == 0
+        facts = json.loads(capfd.readouterr().out)
+        assert facts["listen"] == f"ipc://{tmp_path}/e" and facts["dropped_events"] == 0
+    with running_daemon() as daemon:
+        assert kvctl_main(["--socket-dir", str(daemon.socket_dir), "events"]) == 1
+        assert "KV events are off; set events.listen" in capfd.readouterr().err

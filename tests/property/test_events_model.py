@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
@@ -14,6 +15,7 @@ from kvstored.events.feed import EventFeed
 from kvstored.events.records import unpack
 from kvstored.events.stream import EventStream
 from tests.property.test_residency_model import ResidencyAgainstModel
+from tests.reference.examples import examples
 from tests.reference.vllm_kv_events import Key, Subscriber
 
 KEPT = 3  # batches, so that snapshots happen
@@ -86,9 +88,11 @@ class EventsFollowResidency(ResidencyAgainstModel):
             if not self.loses and not lossy.misses(self.live[topic].last):
                 for each in self.stream.replay(lossy.last + 1, topic):
                     lossy.apply(each.number, each.payload)
-                watched.append(lossy) if lossy.last == self.live[topic].last else None
+                if lossy.last == self.live[topic].last:
+                    watched.append(lossy)
             for subscriber in watched:
                 assert {place: set(blocks) for place, blocks in subscriber.held().items()} == expected
 
 
-TestEventsFollowResidency = EventsFollowResidency.TestCase
+EventsFollowResidency.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+TestEventsFollowResidency = pytest.mark.slow(EventsFollowResidency.TestCase)

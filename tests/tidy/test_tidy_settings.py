@@ -29,6 +29,7 @@ _SETTINGS = [
 ]
 _COMPANY = {  # what a setting does not go without
     "prefetch.model": ("prefetch.predictor=learned",),
+    "events.replay": ("events.listen=ipc:///tmp/events",),
     "unary.listen": ("unary.tokens_file=/tmp/elsewhere",),
     "unary.tls_cert": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_key=/tmp/key"),
     "unary.tls_key": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_cert=/tmp/cert"),
@@ -44,6 +45,9 @@ _OTHER_VALUES = (
     "debug",
     "/tmp/elsewhere",
     "localhost:7443",
+    "ipc:///tmp/elsewhere",
+    "{tenant}",
+    "array",
     "48MiB",
     "96MiB",
     "3GiB",

@@ -49,7 +49,7 @@ def _settings(admin: AdminSocket) -> dict[str, str]:
     found = {"listen": "", "replay": "", "topic": "", "encoding": "", "tokens": "", "tenant": ""}
     for each in admin.call("Config", wire.ConfigRequest(), wire.ConfigReply).settings:
         if each.section == "events" and each.key in found:
-            found[each.key] = each.in_force.strip('"')
+            found[each.key] = (each.in_force or each.written).strip('"')
     return found
 
 

@@ -1,7 +1,7 @@
 """The bytes of a batch of events, as vLLM's decoders read them.
 
-A batch is the array [time, events, rank]. `map`: each event is a map with its "type", as of vLLM 0.24; `array`: an array
-that begins with the type, as before. Hashes are integers below 2**63, which every consumer's 64-bit type takes.
+A batch is the array [time, events, rank]. `map`: each event is a map with its "type", as of vLLM 0.24; `array`: an
+array that begins with the type, as before. Hashes are integers below 2**63, which every consumer's 64-bit type takes.
 """
 
 from __future__ import annotations

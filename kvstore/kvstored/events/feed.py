@@ -63,7 +63,7 @@ class EventFeed:
             self._append(STORED_HEAD.pack(STORED, mask, kind, key, parent, len(tokens) // 4) + tokens)
 
     def announce_all(self) -> None:
-        """Let the publisher forget what it knows and tell it everything, a slice at a time; changes meanwhile are
+        """Let the publisher forget what it knows, and announce everything, a slice at a time; changes meanwhile are
         announced as they happen."""
         self._round += 1
         self._known = bytearray(self._residency.rows.capacity)

@@ -40,9 +40,8 @@ class TopicNames:
 
     def topic(self, tenant: str, model: str) -> bytes:
         words = {"node": self.node, "tenant": tenant, "model": model}
-        return self.section.topic.format_map(
-            {name: _NOT_IN_TOPICS.sub("_", word) for name, word in words.items()}
-        ).encode()
+        plain = {name: _NOT_IN_TOPICS.sub("_", word) for name, word in words.items()}
+        return self.section.topic.format_map(plain).encode()
 
 
 def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, stack: AsyncExitStack) -> None:

@@ -1,7 +1,7 @@
-"""The daemon's side of the process that publishes events: starts it, passes records on, starts another when it has died.
+"""The daemon's side of the process that publishes events: starts it, sends it records, replaces it when it has died.
 
-Records are sent a few milliseconds after the first that waits. When more wait than `BACKLOG_BYTES`, all are dropped, and
-everything is announced anew once the process reads again: a subscriber then sees a clear and all blocks, no wrong state.
+Records are sent a few milliseconds after the first that waits. When more wait than `BACKLOG_BYTES`, later ones are
+dropped, and everything is announced anew once those are sent: a subscriber then sees a clear and all blocks.
 Single-threaded, on the control loop, and never blocks it once it has started.
 """
 
@@ -56,6 +56,11 @@ class Publisher:
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else -1
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Records that have not been sent to the process."""
+        return len(self._waiting)
 
     def append(self, record: bytes) -> None:
         if self._socket is None or self._overflowed:
@@ -163,9 +168,11 @@ class Publisher:
         if self._socket is None:
             return
         sent = 0
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionError):
-            with memoryview(self._waiting)[:SEND_BYTES] as part:
-                sent = self._socket.send(part)
+        with (
+            contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionError),
+            memoryview(self._waiting)[:SEND_BYTES] as part,
+        ):
+            sent = self._socket.send(part)
         del self._waiting[:sent]
         if self._waiting:
             if not self._is_writing:

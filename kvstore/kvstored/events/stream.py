@@ -1,9 +1,9 @@
 """From records to batches of events: what each topic's subscribers have been sent, and what they are sent again.
 
 Owns a plain model of what is stored where, by topic, the sequence numbers and the batches kept for replay. Never sends.
-Invariants: numbers of a topic begin at 0 and have no gap; its first event says that nothing is stored; a subscriber that
-applies a topic's batches in order, from the first or from a snapshot on, has what the model has. Applying batches again
-that a snapshot contains already changes nothing in the end: each of them sets what is so, or a later one does.
+Invariants: numbers of a topic begin at 0 and have no gap; its first event says that nothing is stored; a subscriber
+that applies a topic's batches in order, from the first or from a snapshot on, has what the model has. Applying batches
+again that a snapshot contains already changes nothing in the end: each of them sets what is so, or a later one does.
 """
 
 from __future__ import annotations

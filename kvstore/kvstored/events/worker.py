@@ -30,7 +30,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Worker:
-    """`replay` is None where nobody may ask."""
+    """`replay` is None where replay is off."""
 
     def __init__(self, daemon: socket.socket, stream: EventStream, publish: Any, replay: Any) -> None:
         self._daemon = daemon
