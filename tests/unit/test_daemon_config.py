@@ -55,6 +55,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
         "unary",
         "metrics",
         "cluster",
+        "events",
         "tenants",
     }
     assert known == set(sections)

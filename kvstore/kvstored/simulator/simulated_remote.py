@@ -80,6 +80,10 @@ class SimulatedRemoteTier(SimulatedTier):
         self.info = TierInfo(NAME, "keyed", MemoryKind.FILE)
         self._shared = shared
 
+    @property
+    def is_ready(self) -> bool:
+        return True
+
     def refuses(self, digest: bytes) -> bool:
         return False
 

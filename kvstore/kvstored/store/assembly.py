@@ -15,6 +15,7 @@ from kvstore_predictor.base import Predictor
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.objects import DIGEST_BYTES
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
@@ -202,7 +203,8 @@ class Store:
         )  # fmt: skip
 
     def _refuses(self, tier: KeyedTier, tenant: int) -> bool:
-        return tier.refuses(bytes.fromhex(self.residency.tenants[tenant].name))
+        name = self.residency.tenants[tenant].name  # a tenant's digest; another name in a simulation
+        return len(name) == 2 * DIGEST_BYTES and tier.refuses(bytes.fromhex(name))
 
     def _writes_to(self, position: int) -> RemoteWrites:
         section = self.config.tier(self.residency.tiers[position])
