@@ -44,7 +44,7 @@ from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
-READERS, WRITERS = 8, 16  # operations at once; questions have a thread of their own
+READERS, WRITERS = 32, 16  # operations at once; questions have a thread of their own
 
 
 class KeyedTier(Tier):

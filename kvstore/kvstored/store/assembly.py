@@ -60,6 +60,7 @@ from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
+KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 # Before the first read no engine should wait for a hope; after it, what was seen says more.
@@ -312,7 +313,11 @@ class Store:
             prefetch_item_bytes=limits.max_block_bytes + 8192,
         )
         keyed = replace(
-            settings, prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
+            settings, max_in_flight=max(KEYED_IN_FLIGHT, movement.in_flight),
+            limits=settings.limits | {
+                Priority.DEMAND: Limits(movement.queue_blocks, max(KEYED_IN_FLIGHT, movement.in_flight))
+            },
+            prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
             prior_bytes=KEYED_PRIOR_BYTES,
         )  # fmt: skip
         lanes: list[Lane[Transfer]] = []

@@ -14,7 +14,7 @@ from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
 from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
 from kvstore_tiers.remote.process import Settings, WorkerProcess
 
-READERS, WRITERS = 4, 2  # threads of the worker; each serves what waits in one call
+READERS, WRITERS = 2, 2  # threads of the worker; each serves what waits in one call
 
 
 class RemoteStore(ObjectStore):
@@ -54,9 +54,10 @@ class RemoteStore(ObjectStore):
     @contextmanager
     def read(self, name: bytes, most_bytes: int) -> Iterator[memoryview | None]:
         most_bytes = min(most_bytes, self.largest_bytes)
-        with self._part(self._for_reads, most_bytes) as (value, image):
+        plain = self._plain(name)
+        with self._part(self._for_reads, most_bytes, plain=plain) as (value, image):
             answer = self._worker.call({
-                "verb": "read", "name": name.hex(), "value": value, "image": image, "plain": self._plain(name),
+                "verb": "read", "name": name.hex(), "value": value, "image": image, "plain": plain,
             })  # fmt: skip
             if "damaged" in answer:
                 raise DamagedObject(answer["damaged"])
@@ -64,10 +65,8 @@ class RemoteStore(ObjectStore):
             yield None if found is None else self._exchange.memory[found[0] : found[0] + found[1]]
 
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        with self._part(self._for_writes, nbytes) as (value, image):
-            plain = self._plain(name)
-            if plain:
-                image = (value[0] + HEAD_BYTES, nbytes)
+        plain = self._plain(name)
+        with self._part(self._for_writes, nbytes, plain=plain) as (value, image):
             fill(self._exchange.memory[image[0] : image[0] + nbytes])
             self._worker.call({"verb": "write", "name": name.hex(), "value": value, "image": image, "plain": plain})
 
@@ -90,11 +89,12 @@ class RemoteStore(ObjectStore):
         return self._is_plain(name[:DIGEST_BYTES])
 
     @contextmanager
-    def _part(self, parts: Parts, nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Places of a value and of its image, as offset and bytes."""
+    def _part(self, parts: Parts, nbytes: int, *, plain: bool) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Places of a value and of its image, as offset and bytes: of a plain value, inside it."""
         sealed = value_bytes(nbytes)
-        whole = parts.take(-(-sealed // PART_ALIGNMENT) * PART_ALIGNMENT + nbytes)
+        at_image = -(-sealed // PART_ALIGNMENT) * PART_ALIGNMENT
+        whole = parts.take(sealed if plain else at_image + nbytes)
         try:
-            yield (whole[0], sealed), (whole[0] + whole[1] - -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT, nbytes)
+            yield (whole[0], sealed), (whole[0] + (HEAD_BYTES if plain else at_image), nbytes)
         finally:
             parts.give_back(whole)

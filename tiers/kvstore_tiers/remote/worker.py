@@ -30,7 +30,7 @@ from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
 from kvstore_tiers.remote.process import Settings
 from kvstore_tiers.remote.sealed import Sealer
 
-READ_BATCH, WRITE_BATCH = 8, 64
+READ_BATCH, WRITE_BATCH = 32, 64
 Message = dict[str, Any]
 _LOG = logging.getLogger(__name__)
 
