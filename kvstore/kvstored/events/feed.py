@@ -33,7 +33,7 @@ class EventFeed:
     ) -> None:
         self._residency = residency
         self._tiers = tiers
-        self._readable = (1 << residency.in_memory) - 1 if tiers else 0
+        self._readable = sum(1 << position for position, tier in enumerate(tiers) if tier.info.is_in_memory)
         self._kind_text = kind_text
         self._append = append
         self._schedule = schedule

@@ -1,7 +1,7 @@
 """From records to batches of events: what each topic's subscribers have been sent, and what they are sent again.
 
 Owns a plain model of what is stored where, by topic, the sequence numbers and the batches kept for replay. Never sends.
-Invariants: numbers of a topic begin at 0 and have no gap; its first event says that nothing is stored; a subscriber
+Invariants: numbers of a topic have no gap; its first event says that nothing is stored; a subscriber
 that applies a topic's batches in order, from the first or from a snapshot on, has what the model has. Applying batches
 again that a snapshot contains already changes nothing in the end: each of them sets what is so, or a later one does.
 """
@@ -46,9 +46,14 @@ class _Topic:
 
 
 class EventStream:
-    """`places`: by tier position. `buffer`: batches kept for each topic. `now_s`: wall time."""
+    """`places`: by tier position. `buffer`: batches kept for each topic. `now_s`: wall time. `first_number`: of each
+    topic; larger than any of a process before this one, so that a subscriber that lost the end of the one and the
+    beginning of the other sees a gap."""
 
-    def __init__(self, places: Sequence[Place], encode: Encode, buffer: int, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, places: Sequence[Place], encode: Encode, buffer: int, now_s: Callable[[], float], first_number: int = 0
+    ) -> None:
+        self._first_number = first_number
         self._places = list(dict.fromkeys(places))
         self._places_of_mask = [
             sum({1 << self._places.index(place) for tier, place in enumerate(places) if mask >> tier & 1})
@@ -76,7 +81,9 @@ class EventStream:
             elif isinstance(record, KindRecord):
                 topic = self._topics.get(record.topic)
                 if topic is None:
-                    topic = self._topics[record.topic] = _Topic(record.topic, deque(maxlen=self._buffer))
+                    topic = self._topics[record.topic] = _Topic(
+                        record.topic, deque(maxlen=self._buffer), self._first_number
+                    )
                 self._kinds[record.number], self._topic_of_kind[record.number] = record, topic
             elif isinstance(record, ResetRecord):
                 for topic in self._topics.values():
