@@ -71,7 +71,8 @@ class Client:
             "stream_options": {"include_usage": True},
         }  # fmt: skip
         connection = http.client.HTTPConnection(self._address, self._port, timeout=TIMEOUT_S)
-        began_s, first_s, text, usage = time.perf_counter(), 0.0, "", {}
+        usage: dict[str, Any] = {}
+        began_s, first_s, text = time.perf_counter(), 0.0, ""
         try:
             headers = {WANTED_NODE: node} if node else {}
             connection.request("POST", "/v1/completions", json.dumps(body), headers)

@@ -28,7 +28,7 @@ from deploy.fleet.subscriber import Subscriber
 try:
     import httpx2 as httpx
 except ImportError:
-    import httpx  # type: ignore[no-redef]  # the same library under its former name
+    import httpx  # type: ignore[no-redef,import-not-found,unused-ignore]  # the same library under its former name
 
 TIMEOUT_S = 120.0
 WANTED_NODE = "x-fleet-wanted"  # of a request: this node, whatever the events say. For measurements

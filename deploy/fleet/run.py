@@ -136,8 +136,8 @@ def _in_words(figures: dict[str, Any]) -> str:
         return f"\nnone of {figures['moved_turns']} turns on another node had its prompt from the store"
     return (
         f"\nnext turn on another node, through {figures['store']}: {figures['prompt_tokens']} prompt tokens, "
-        f"first token {figures['ttft_s'] * 1000:.0f} ms, computed anew {figures['anew_s'] * 1000:.0f} ms: {figures['ratio']:.1f}x "
-        f"(medians; {figures['kept_turns']} of {figures['moved_turns']} turns kept their prefix)"
+        f"first token {figures['ttft_s'] * 1000:.0f} ms, computed anew {figures['anew_s'] * 1000:.0f} ms: "
+        f"{figures['ratio']:.1f}x (medians; {figures['kept_turns']} of {figures['moved_turns']} turns kept their prefix)"
     )
 
 
