@@ -137,7 +137,7 @@ def _in_words(figures: dict[str, Any]) -> str:
     return (
         f"\nnext turn on another node, through {figures['store']}: {figures['prompt_tokens']} prompt tokens, "
         f"first token {figures['ttft_s'] * 1000:.0f} ms, computed anew {figures['anew_s'] * 1000:.0f} ms: "
-        f"{figures['ratio']:.1f}x (medians; {figures['kept_turns']} of {figures['moved_turns']} turns kept their prefix)"
+        f"{figures['ratio']:.1f}x (medians; {figures['kept_turns']} of {figures['moved_turns']} turns kept it)"
     )
 
 
