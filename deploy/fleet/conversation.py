@@ -1,7 +1,8 @@
 """A conversation that moves between nodes: its turns through the router, and what each would take if computed anew.
 
 Owns the measurement. Time to first token is from the request to the router until the first piece of text. "Computed
-anew" is the same prompt with another first token, on the same node: as long, and stored nowhere.
+anew" is the same prompt with another first token, as long and known nowhere, on an engine without a daemon, the
+baseline: asked on the node, such prompts would be stored, and its daemon would expect that asking the store is in vain.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ class Turn:
 
 
 class Client:
-    """Of the router."""
+    """Of the router, or of an engine, which wants a `key`."""
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, key: str = "") -> None:
         self._address, self._port = address, port
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def ask(self, prompt: str | Sequence[int], node: str = "") -> Answer:
         """Raises FleetError where there is no answer. `node`: only that one may answer."""
@@ -74,7 +76,7 @@ class Client:
         usage: dict[str, Any] = {}
         began_s, first_s, text = time.perf_counter(), 0.0, ""
         try:
-            headers = {WANTED_NODE: node} if node else {}
+            headers = {**self._headers, **({WANTED_NODE: node} if node else {})}
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
@@ -124,9 +126,12 @@ class Client:
 class Conversation:
     """`run` takes all turns. `say` gets a line for each."""
 
-    def __init__(self, number: int, client: Client, nodes: Mapping[str, Node], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, number: int, client: Client, baseline: Client, nodes: Mapping[str, Node], say: Callable[[str], None]
+    ) -> None:
         self._number = number
         self._client = client
+        self._baseline = baseline
         self._nodes = nodes
         self._say = say
 
@@ -153,7 +158,7 @@ class Conversation:
         restored = _by_place(answer, promoted[answer.node], _promoted(self._nodes[answer.node]))
         ids = self._client.token_ids(text)
         ids[0] = 1000 + (time.time_ns() // 1000) % 10_000
-        anew = self._client.ask(ids, answer.node)
+        anew = self._baseline.ask(ids)
         if anew.local_tokens or anew.daemon_tokens:
             raise FleetError("the prompt that was to be computed anew was stored already; run again")
         turn = Turn(number, answer, restored, anew.ttft_s, bool(before) and before != answer.node)

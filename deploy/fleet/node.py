@@ -74,11 +74,10 @@ class Node:
         self._children.wait_until(f"{self.name}-kvstored", lambda: self._kvctl("tiers").returncode == 0)
 
     def start_engine(self) -> None:
-        self._children.start(f"{self.name}-kvengine", [
-            *self.place.prefix, str(COMMANDS / "kvengine"), "serve", "--model", self._shared.model, "--host",
-            self.place.address, "--port", str(self._port), "--api-keys", str(self._shared.keys_file), "--kvstore",
-            str(self.socket_dir), "--context", "4096", "--pool", "512MiB", "--max-sequences", "4", "--drain-s", "2",
-        ])  # fmt: skip
+        start_engine(
+            f"{self.name}-kvengine", self._children, self._shared, self.place, self._port,
+            "--kvstore", str(self.socket_dir),
+        )  # fmt: skip
 
     def wait_for_engine(self) -> None:
         self._children.wait_until(f"{self.name}-kvengine", lambda: answers(self.place.address, self._port))
@@ -111,3 +110,12 @@ class Node:
     def _kvctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(COMMANDS / "kvctl"), "--socket-dir", str(self.socket_dir), "--json", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def start_engine(name: str, children: Children, shared: Shared, place: Place, port: int, *more: str) -> None:
+    """An engine; without `--kvstore` in `more` it computes every prompt that it has not seen itself."""
+    children.start(name, [
+        *place.prefix, str(COMMANDS / "kvengine"), "serve", "--model", shared.model, "--host", place.address, "--port",
+        str(port), "--api-keys", str(shared.keys_file), "--context", "4096", "--pool", "512MiB", "--max-sequences", "4",
+        "--drain-s", "2", *more,
+    ])  # fmt: skip

@@ -113,6 +113,10 @@ class Router:
         return found
 
 
+async def _engine_failed(_request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": f"an engine did not answer: {type(error).__name__} {error}"}, 502)
+
+
 async def _body_of(answer: Any) -> AsyncIterator[bytes]:
     try:
         async for piece in answer.aiter_raw():
@@ -131,9 +135,11 @@ class RunningRouter:
             Route("/tokenize", router.tokenize, methods=["POST"]),
             Route("/nodes/{name}/{state}", router.set_state, methods=["POST"]),
         ]
-        application = Starlette(routes=routes, lifespan=router.lifespan)
+        application = Starlette(
+            routes=routes, lifespan=router.lifespan, exception_handlers={httpx.HTTPError: _engine_failed}
+        )
         self._server = uvicorn.Server(
-            uvicorn.Config(application, host=address, port=port, log_level="warning", timeout_graceful_shutdown=2)
+            uvicorn.Config(application, host=address, port=port, log_level="critical", timeout_graceful_shutdown=2)
         )
         self._thread = threading.Thread(target=self._server.run, name="router", daemon=True)
         self._thread.start()
@@ -143,7 +149,7 @@ class RunningRouter:
         deadline_s = time.monotonic() + START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline_s:
-                raise FleetError("the router did not start (see above)")
+                raise FleetError("the router did not start: its address or port cannot be used")
             time.sleep(0.02)
 
     def stop(self) -> None:

@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run as a file: from the repository's root
 
 from deploy.fleet import stores
-from deploy.fleet.children import COMMANDS, Children, FleetError, free_port
+from deploy.fleet.children import COMMANDS, Children, FleetError, answers, free_port
 from deploy.fleet.network import Loopback, Namespaces
 
 DEFAULT_MODEL = "smollm2-135m-instruct:q8_0"
@@ -69,7 +69,8 @@ def main() -> int:
         print("fleet: interrupted", file=sys.stderr)
         return 130
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was started is stopped, whatever is typed
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # what was started is stopped, whatever is typed
         say("stopping everything")
         children.stop()
         if options.keep:
@@ -90,7 +91,7 @@ def _run(options: argparse.Namespace, directory: Path, children: Children) -> di
     say(f"network: {network.description}")
 
     from deploy.fleet.conversation import Client, Conversation, Turn, summary
-    from deploy.fleet.node import Node, Shared
+    from deploy.fleet.node import Node, Shared, start_engine
     from deploy.fleet.router import RunningRouter, Target
 
     store_url = stores.start(options.store, children, network.hub, directory)
@@ -110,20 +111,24 @@ def _run(options: argparse.Namespace, directory: Path, children: Children) -> di
             begin(node)
         for node in nodes:
             wait(node)
-    say(f"{len(nodes)} daemons and engines serve")
+    baseline_port = free_port(network.hub.address)
+    start_engine("baseline", children, shared, network.hub, baseline_port)
+    children.wait_until("baseline", lambda: answers(network.hub.address, baseline_port))
+    say(f"{len(nodes)} daemons and engines serve, and an engine without a daemon: the baseline")
     targets = [Target(node.name, node.engine_url, node.events_url, node.replay_url) for node in nodes]
     port = free_port(network.hub.address)
     router = RunningRouter(targets, key, network.hub.address, port)
     try:
         router.wait()
         say(f"router: http://{network.hub.address}:{port}")
-        client = Client(network.hub.address, port)
+        client, baseline = Client(network.hub.address, port), Client(network.hub.address, baseline_port, key)
+        baseline.ask("Hello, who is there?")
         by_name = {node.name: node for node in nodes}
         for node in nodes:
             client.ask("Hello, who is there?", node.name)  # the first answer of an engine takes longer
         turns: list[Turn] = []
         for number in range(1, options.conversations + 1):
-            turns += Conversation(number, client, by_name, say).run()
+            turns += Conversation(number, client, baseline, by_name, say).run()
     finally:
         router.stop()
     figures = summary(options.store, turns)
