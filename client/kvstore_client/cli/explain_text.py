@@ -20,7 +20,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "invalidated": "an operator invalidated its fingerprint",
     "dropped": "deleted by its owner or dropped by an operator",
     "forgotten": "the tier below NVMe that had it, which may forget, has it no more",
-    "read_failed": "NVMe would not give it: the block could not be read, or the tier is shed (`kvctl status`)",
+    "read_failed": "the tier below DRAM would not give it: it could not be read, or the tier is shed (`kvctl status`)",
     "no_room": "its put was refused: DRAM was full, and nothing in it might be evicted (give the host tier more "
     "capacity, or hold fewer leases)",
     "over_quota": "its put was refused: its tenant was at its maximum, and none of its blocks might be evicted (raise "

@@ -19,6 +19,7 @@ from kvstore_client.cli.doctor import (
     machine,
     memory,
     packages,
+    remote,
     secret,
     serving,
     settings,
@@ -93,6 +94,11 @@ def _checks(
         ("directory", partial(disk.directory, around)), ("room", partial(disk.room, around)),
         ("file system", partial(disk.file_system, around)), ("direct I/O", partial(disk.direct, around)), *speed,
     ]  # fmt: skip
+    if tiers := remote.tiers_of(around.settings):
+        yield "remote", [
+            *((name, partial(remote.tier, around, name)) for name in tiers),
+            ("cluster secret", partial(remote.cluster, around)),
+        ]  # fmt: skip
     yield "machine", [
         ("kernel", partial(machine.kernel, around)), ("processors", partial(machine.processors, around)),
         ("clock", partial(clock.check, around)),
