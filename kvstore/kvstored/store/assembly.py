@@ -35,6 +35,7 @@ from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.remote.absences import Absences
+from kvstored.store.remote.compute import ComputeTimes
 from kvstored.store.reservations import Reservations
 from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
@@ -104,7 +105,7 @@ class Store:
         self.keyed = {
             position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
         }
-        self.absences = Absences()
+        self.absences, self.compute = Absences(), ComputeTimes()
         self._remote_writes = remote_writes
         self.counters = Counters()
         self.flows = Flows(len(self.tiers))
@@ -173,7 +174,7 @@ class Store:
         prefetcher = Prefetcher(
             settings, guarded, residency, self.promoter, self.policies, self.clock, recent, accounts
         )  # fmt: skip
-        feed = Feed(residency, self.policies, guarded, recent, prefetcher)
+        feed = Feed(residency, self.policies, guarded, recent, prefetcher, self.compute)
 
         def forget(tenant: int, keys: Sequence[bytes] | None) -> None:
             feed.forgotten(tenant, keys)

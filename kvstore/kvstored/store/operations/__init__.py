@@ -8,12 +8,13 @@ from __future__ import annotations
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.delete import Delete
-from kvstored.store.operations.discovery import Discovery
+from kvstored.store.operations.discovery import Discovery, Known
 from kvstored.store.operations.get import Get, GetLimits
 from kvstored.store.operations.hints import Hints
 from kvstored.store.operations.loader import Loader
 from kvstored.store.operations.lookup import LookUp
 from kvstored.store.operations.put import Put
+from kvstored.store.remote.value import RemoteValue
 from kvstored.telemetry import DeletionLog
 
 __all__ = ["Client", "Operations"]
@@ -27,7 +28,14 @@ class Operations:
         limits, movement = store.config.limits, store.config.movement
         self.put = Put(store)
         self.discovery = Discovery(
-            residency, store.keyed, store.rooms, promoter, store.absences, store.completions, clock, counters
+            residency,
+            store.keyed,
+            store.rooms,
+            promoter,
+            Known(store.absences, RemoteValue(compute=store.compute)),
+            store.completions,
+            clock,
+            counters,
         )
         loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
         self.get = Get(

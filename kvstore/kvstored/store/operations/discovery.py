@@ -14,6 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
@@ -31,6 +32,13 @@ from kvstored.telemetry import Counters
 MOST_OWED = 16  # answers of one tier; their questions wait in its queue
 MOST_ASKED = 4096  # blocks of one question
 LATE_S = 10.0  # an answer that comes later than this is of no use
+
+
+class Known(NamedTuple):
+    """What is known of the tiers: what they do not have, and whether asking pays."""
+
+    absences: Absences
+    value: RemoteValue
 
 
 class Question:
@@ -63,7 +71,7 @@ class Discovery:
         tiers: Mapping[int, KeyedTier],
         rooms: Sequence[Room],
         promoter: Promoter,
-        absences: Absences,
+        known: Known,
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
@@ -72,11 +80,10 @@ class Discovery:
         self._tiers = tiers
         self._rooms = rooms
         self._promoter = promoter
-        self._absences = absences
+        self._absences, self.value = known
         self._completions = completions
         self._clock = clock
         self._counters = counters
-        self.value = RemoteValue()
         self.times = {position: AnswerTimes() for position in tiers}
         self._owed: dict[int, deque[float]] = {position: deque() for position in tiers}  # asked when, oldest first
         self._asked: dict[tuple[int, bytes], Question] = {}  # by tenant and key

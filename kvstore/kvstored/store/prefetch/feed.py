@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore_predictor.base import Hint, NextStep, Request
-from kvstore_proto.identity import split_keys
+from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
 from kvstored.store.prefetch.guarded import Guarded
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
+from kvstored.store.remote.compute import ComputeTimes
 
 _STEPS = frozenset(step.value for step in NextStep)
 _NOT_KNOWN = RequestContext(-1)
 
 
 class Feed:
-    """`policies` are those of all tiers."""
+    """`policies` are those of all tiers. `compute` is notified of what is missed and put."""
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class Feed:
         predictor: Guarded,
         recent: RecentRequests,
         prefetcher: Prefetcher,
+        compute: ComputeTimes,
     ) -> None:
+        self._compute = compute
         self.policies = policies
         self._residency = residency
         self._predictor = predictor
@@ -42,6 +45,8 @@ class Feed:
         self, tenant: int, session: int, packed: bytes, found: int, context: RequestContext | None, now_ns: int
     ) -> None:
         """A get of the chain `packed`, whose first `found` blocks were there, has been answered."""
+        if missing := packed[found * KEY_BYTES : (found + 1) * KEY_BYTES]:
+            self._compute.missed(tenant, missing, now_ns)
         if not self._predictor.works or not packed:
             return
         keys = split_keys(packed)
@@ -50,6 +55,8 @@ class Feed:
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
         """A put of blocks `keys`, which continue the block `parent`."""
+        if keys:
+            self._compute.put(tenant, keys[0], len(keys), now_ns)
         if self._predictor.works and keys and self._recent.put(tenant, keys, parent, now_ns):
             self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
 

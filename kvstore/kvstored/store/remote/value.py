@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from kvstored.store.remote.compute import ComputeTimes
+
 DEADLINE_MS = 50  # of a question; a client that computes instead has to know soon
 LEAST_DEADLINE_MS = 10
 SAVED_US_PER_TOKEN = 50.0  # of prefill that a block spares: 20,000 tokens a second
@@ -61,9 +63,10 @@ class _Tenant:
 
 
 class RemoteValue:
-    """`saved_us_per_token`: what computing a token takes, where nothing better is known."""
+    """`saved_us_per_token`: what computing a token takes, where `compute` has not seen it."""
 
-    def __init__(self, saved_us_per_token: float = SAVED_US_PER_TOKEN) -> None:
+    def __init__(self, saved_us_per_token: float = SAVED_US_PER_TOKEN, compute: ComputeTimes | None = None) -> None:
+        self._compute = compute or ComputeTimes()
         self._saved_us_per_token = saved_us_per_token
         self._tenants: dict[int, _Tenant] = {}
 
@@ -91,7 +94,8 @@ class RemoteValue:
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant()
-        computed_us = self.expected_blocks(tenant, blocks) * block_tokens * self._saved_us_per_token
+        block_us = self._compute.block_us(tenant) or block_tokens * self._saved_us_per_token
+        computed_us = self.expected_blocks(tenant, blocks) * block_us
         if computed_us - load_us > times.expected_s * 1e6:
             return Verdict.WAIT if times.expected_s <= DEADLINE_MS / 1000 else Verdict.ASIDE
         known.hopeless = blocks * block_tokens
