@@ -259,3 +259,20 @@ def test_a_driver_that_cannot_be_opened_says_why(caplog: pytest.LogCaptureFixtur
     with closing(KeyedTier(store, MIB)) as tier:
         outcome = finish(tier.probe)
         assert outcome.kind is OutcomeKind.FAILED and "nonsense" in outcome.message
+
+
+def test_a_store_that_hangs_does_not_keep_a_tier_from_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_tiers.keyed.CLOSE_S", 0.1)
+    with redis_server(tmp_path) as server:
+        tier = KeyedTier(open_store(server.url, timeout_s=30.0), 64 * MIB)
+        assert finish(tier.probe).ok
+        server.freeze()
+        ended: list[OutcomeKind] = []
+        for number in range(1, 41):
+            header, payload = block(number, PAYLOAD_BYTES)
+            slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+            assert slot is not None
+            tier.write(slot, header, [segment_of(payload)], lambda outcome: ended.append(outcome.kind))
+        tier.close()
+        server.thaw()
+        assert len(ended) == 40 and OutcomeKind.DONE not in ended

@@ -44,6 +44,7 @@ from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
+CLOSE_S = 2.0  # for what is under way when the tier is closed
 READERS, WRITERS = 32, 16  # operations at once; questions have a thread of their own
 
 
@@ -224,7 +225,11 @@ class KeyedTier(Tier):
             return
         self._closed = True
         with self._quiet:
-            self._quiet.wait_for(lambda: not self._running)
+            is_quiet = self._quiet.wait_for(lambda: not self._running, CLOSE_S)
+        if not is_quiet:  # a store that is slow, or away, must not keep the daemon from ending
+            self._store.abort()
+            with self._quiet:
+                self._quiet.wait_for(lambda: not self._running)
         for threads in (self._questions, self._readers, self._writers):
             threads.close()
         self._store.close()

@@ -61,5 +61,8 @@ class ObjectStore(ABC):
         """Raises OSError unless the store can be used."""
         self.sizes([bytes(2 * DIGEST_BYTES)])
 
+    def abort(self) -> None:  # noqa: B027  # optional
+        """Let operations under way end soon, with OSError: the caller is about to close the store. Idempotent."""
+
     @abstractmethod
     def close(self) -> None: ...

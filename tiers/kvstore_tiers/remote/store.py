@@ -79,10 +79,13 @@ class RemoteStore(ObjectStore):
     def probe(self) -> None:
         self._worker.call({"verb": "probe"})
 
-    def close(self) -> None:
+    def abort(self) -> None:
         self._for_reads.close()
         self._for_writes.close()
         self._worker.close()
+
+    def close(self) -> None:
+        self.abort()
         self._exchange.close()
 
     def _plain(self, name: bytes) -> bool:
