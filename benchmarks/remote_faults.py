@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' servers
 
 import redis
-from support.report import Row, main, progress, within
+from support.report import AT_LEAST, Row, main, progress, within
 from support.timing import percentile
 from support.unix_proxy import UnixProxy, unix_proxy
 
@@ -34,22 +34,25 @@ MODEL = model()
 BLOCKS = 32
 LOCAL, REMOTE = range(4), range(100, 112)  # conversations: asked for all the time; evicted from DRAM and NVMe
 SETTINGS = (
-    "host.capacity=7MiB", "host.staging=1MiB", "host.arena=1MiB", "nvme.capacity=2MiB", "nvme.slab=1MiB",
+    "host.capacity=6MiB", "host.staging=1MiB", "host.arena=1MiB", "nvme.capacity=2MiB", "nvme.slab=1MiB",
     "tier.remote.kind=remote", "tier.remote.share=all", "tier.remote.timeout_ms=1000",
 )  # fmt: skip
-RECOVERY_S, P99_TARGET, PATIENCE_S = 5.0, 1.1, 60.0
+RECOVERY_S, P99_TARGET, WHOLE_TARGET, PATIENCE_S = 5.0, 1.1, 0.99, 60.0
 
 
 @dataclass
 class Seen:
-    """What a client saw: seconds of gets from DRAM and of puts, how many requests failed, and how many bytes were
-    wrong."""
+    """What a client saw: seconds of whole gets from DRAM and of puts; requests, and of these how many failed and had
+    wrong bytes; gets of conversations in use, and how many of them found all blocks; blocks read from slower tiers."""
 
     gets: list[float] = field(default_factory=list)
     puts: list[float] = field(default_factory=list)
     requests: int = 0
     failed: int = 0
     wrong: int = 0
+    wanted: int = 0
+    whole: int = 0
+    loaded_bytes: int = 0
 
 
 class Client:
@@ -63,22 +66,27 @@ class Client:
         seen, end, turn = Seen(), time.monotonic() + seconds, 0
         while time.monotonic() < end:
             turn += 1
-            self._get(LOCAL[turn % len(LOCAL)], seen, seen.gets)
+            self._get(LOCAL[turn % len(LOCAL)], seen, is_in_use=True)
             if turn % 4 == 0:
-                self._get(REMOTE[turn // 4 % len(REMOTE)], seen, None)
+                self._get(REMOTE[turn // 4 % len(REMOTE)], seen)
             if turn % 6 == 0:
-                self._get(1_000_000 + turn, seen, None)  # nowhere
+                self._get(1_000_000 + turn, seen)  # nowhere
             if turn % 5 == 0:
                 self._put(seen)
         return seen
 
-    def _get(self, number: int, seen: Seen, seconds: list[float] | None) -> None:
+    def _get(self, number: int, seen: Seen, *, is_in_use: bool = False) -> None:
         seen.requests += 1
         began = time.perf_counter()
         try:
             with self._session.get(tokens_of(number, BLOCKS), deadline_s=0.5) as lease:
-                if seconds is not None:
-                    seconds.append(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                seen.loaded_bytes += lease.promoted_bytes
+                if is_in_use:
+                    seen.wanted += 1
+                    seen.whole += lease.blocks == BLOCKS
+                    if lease.blocks == BLOCKS and not lease.promoted_bytes:
+                        seen.gets.append(seconds)
                 if not holds(lease, payloads_of(number, lease.blocks, MODEL)):
                     seen.wrong += 1
         except KVStoreError:
@@ -119,8 +127,13 @@ def measure(quick: bool) -> list[Row]:
             progress(f"{fault.name}, {seconds:.0f} s ...")
             before = client.run(seconds / 2)
             fault.begin()
-            during = client.run(seconds)
-            fault.end()
+            corrupt = daemon.status().counters["corrupt_blocks"]
+            try:
+                during = client.run(seconds)
+            finally:
+                fault.end()
+            corrupt = daemon.status().counters["corrupt_blocks"] - corrupt
+            progress(f"{fault.name}: {corrupt} values rejected, {during.loaded_bytes >> 10} KiB loaded")
             rows += _rows(fault.name, before, during, _recovery_s(daemon, session))
     return rows
 
@@ -193,6 +206,15 @@ def _rows(name: str, before: Seen, during: Seen, recovery_s: float) -> list[Row]
     return [
         within(f"{name}: failed requests", during.failed, "", 1e-9),
         within(f"{name}: wrong bytes", during.wrong, "", 1e-9),
+        Row(
+            f"{name}: conversations in use found whole",
+            during.whole / during.wanted,
+            "",
+            before.whole / before.wanted,
+            "before the fault",
+            AT_LEAST,
+            WHOLE_TARGET,
+        ),
         Row(f"{name}: p99 of a get from DRAM", p99[1][0], "ms", p99[0][0], "before the fault", target=P99_TARGET),
         Row(f"{name}: p99 of a put", p99[1][1], "ms", p99[0][1], "before the fault", target=P99_TARGET),
         within(f"{name}: served again after", recovery_s, "s", RECOVERY_S),

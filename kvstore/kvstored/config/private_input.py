@@ -1,4 +1,4 @@
-"""Files of an operator's that hold secrets: read only where nobody else can read or change them."""
+"""Files of an operator's that hold secrets: read only where no other user can read or change them."""
 
 from __future__ import annotations
 
