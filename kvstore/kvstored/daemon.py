@@ -322,7 +322,7 @@ class Daemon:
         store, tenants = self._store, self._tenants
         reload = self.reload = self._make_reload()
         history = HistoryView(self._sampler.history, store.flows, lambda: reload.config, self._clock)
-        drop = Drop(store.residency, tenants, store.writeback, store.discard, self._clock)
+        drop = Drop(store.residency, tenants, store.writeback, store.discard, self._clock, store.sync_keyed)
         rename = RenameTenant(tenants, store.residency, drop, self._handshake, self._storage.with_tokens)
         quarantine = Quarantine(
             store.nvme, store.residency, tenants, self.config.nvme.quarantine_slots,

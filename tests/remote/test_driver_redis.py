@@ -231,7 +231,7 @@ def test_the_servers_settings_are_never_set(server: RedisServer) -> None:
         driver.remove([name])
     commands = set(re.findall(r"cmdstat_([^:]+):", server.ask("INFO commandstats")))
     commands.discard("config|get")  # Valkey asks itself as it starts
-    assert commands == {"ping", "client|setinfo", "set", "get", "strlen", "unlink", "info"}
+    assert commands == {"ping", "client|setinfo", "client|id", "set", "get", "strlen", "unlink", "info"}
 
 
 def test_tls_needs_a_server_that_its_authority_signed(tmp_path: Path) -> None:
@@ -281,3 +281,26 @@ def test_a_wrong_url_is_refused(url: str, message: str) -> None:
 def test_an_unknown_credential_is_refused() -> None:
     with pytest.raises(ValueError, match="no credential 'pasword'"):
         open_driver("redis://host", timeout_s=1, threads=1, credentials={"pasword": "x"})
+
+
+def test_a_write_that_was_given_up_does_not_come_back_after_a_removal(tmp_path: Path) -> None:
+    """The server was stopped: the bytes of the write wait in a connection that was closed."""
+    port = free_port()
+    with (
+        redis_server(tmp_path, port=str(port), bind="127.0.0.1") as server,
+        closing(open_driver(f"redis://127.0.0.1:{port}/0", timeout_s=1.0, threads=4, credentials={})) as driver,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        names, value = new_names(3), memoryview(bytearray(noise(64 << 10, 1)))
+        large = [memoryview(bytearray(8 * MIB)) for _ in range(2)]
+        driver.write([Placed(name, memory) for name, memory in zip(names[1:], large, strict=True)])
+        list(threads.map(lambda at: driver.read([Placed(names[1 + at], large[at])]), range(2)))  # two connections
+        server.freeze()
+        with pytest.raises(TimeoutError):
+            driver.write([Placed(names[0], value)])
+        removed = threads.submit(driver.remove, names[:1])
+        time.sleep(0.2)  # the bytes of the removal are with the stopped server, too
+        server.thaw()
+        removed.result()
+        for _ in range(50):
+            assert driver.sizes(names[:1]) == [0]

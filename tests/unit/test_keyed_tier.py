@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.keyed import UNKNOWN, KeyedTier
 from kvstore_tiers.objects import object_name
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.lossy_store import LossyStore
@@ -134,6 +134,6 @@ def test_a_store_that_refuses_is_an_outcome() -> None:
         outcome = finish(lambda done: tier.write(slot, header, [segment_of(payload)], done))
         assert outcome.kind is OutcomeKind.FAILED and outcome.errno == 111
         assert finish(tier.probe).kind is OutcomeKind.FAILED
-        assert found(tier, header.tenant, [header.key]) == [-1]
+        assert found(tier, header.tenant, [header.key]) == [UNKNOWN]
         store.refused = 0.0
         assert finish(tier.probe).ok

@@ -44,6 +44,7 @@ from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
+UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed
 READERS, WRITERS = 32, 16  # operations at once; questions have a thread of their own
 
@@ -188,8 +189,8 @@ class KeyedTier(Tier):
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Payload bytes of each block of the tenant that the store has; -1 where it has none, or cannot say. `done` is
-        called from a thread of the tier's own."""
+        """Payload bytes of each block of the tenant that the store has; -1 where it has none, `UNKNOWN` for all of them
+        where it could not be asked. `done` is called from a thread of the tier's own."""
         names = [object_name(tenant, key) for key in keys]
 
         def ask() -> Outcome:
@@ -197,7 +198,7 @@ class KeyedTier(Tier):
             return Outcome(OutcomeKind.DONE)
 
         found = [-1] * len(names)
-        self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [-1] * len(names)))
+        self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [UNKNOWN] * len(names)))
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
         """Let an allocated slot be that of a block that `find` found."""
@@ -225,11 +226,10 @@ class KeyedTier(Tier):
             return
         self._closed = True
         with self._quiet:
-            is_quiet = self._quiet.wait_for(lambda: not self._running, CLOSE_S)
-        if not is_quiet:  # a store that is slow, or away, must not keep the daemon from ending
-            self._store.abort()
-            with self._quiet:
-                self._quiet.wait_for(lambda: not self._running)
+            self._quiet.wait_for(lambda: not self._running, CLOSE_S)
+        self._store.abort()  # questions too: a store that is slow, or away, must not keep the daemon from ending
+        with self._quiet:
+            self._quiet.wait_for(lambda: not self._running)
         for threads in (self._questions, self._readers, self._writers):
             threads.close()
         self._store.close()

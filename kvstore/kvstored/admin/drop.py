@@ -8,7 +8,7 @@ Works in slices, so that lookups are answered meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -36,7 +36,10 @@ class Drop:
         writeback: WriteBack | None,
         retire: list[Callable[[Slot, int], None]],
         clock: Clock,
+        final: Callable[[], Awaitable[bool]],
     ) -> None:
+        """`final()` resolves to whether other tiers have no longer what was removed."""
+        self._final = final
         self._residency = residency
         self._tenants = tenants
         self._writeback = writeback
@@ -97,9 +100,15 @@ class Drop:
         return reply
 
     async def _make_final(self) -> None:
-        """Make removals durable: a removed block must not reappear after a crash."""
+        """Make removals durable: a removed block must not reappear after a crash, nor out of a remote store."""
+        self._residency.deletions += 1  # answers of remote stores to questions asked before are dropped
         if self._writeback is not None:
             await self._writeback.sync()
+        if not await self._final():
+            raise KVStoreError(
+                ErrorKind.UNAVAILABLE,
+                "the blocks are dropped here, but a remote store did not remove its copies: drop again",
+            )
 
     async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
         for tier in reversed(tiers):  # slow tiers first: with all, the block is removed with its host copy

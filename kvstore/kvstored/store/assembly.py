@@ -130,7 +130,7 @@ class Store:
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(self._make_lanes(), completions, clock)
-        self.damage = Damage(residency, self.tiers, self.retire, clock, self.counters, lambda: self.writeback)
+        self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
         demoter, below = self._make_rooms_of_keyed()
@@ -332,6 +332,11 @@ class Store:
                 lane.share_medium(pair)
             lanes += pair
         return lanes
+
+    async def sync_keyed(self) -> bool:
+        """Whether key-addressed tiers have no longer what was removed from them."""
+        asked = [self.completions.outcome_of(tier.sync) for tier in self.keyed.values()]
+        return all([(await outcome).ok for outcome in asked])
 
     def tick(self) -> None:
         """A few times a second: what waits for time alone."""

@@ -163,9 +163,13 @@ class WorkerLink:
         backoff_s = 0.0
         while not self._closing.wait(backoff_s):
             self._was_useful = False
-            sock, process = self._start()
-            self._listen(sock, process)
-            self._end(sock, process)
+            try:
+                sock, process = self._start()
+            except OSError as error:  # no descriptor, memory or process is left: as a worker that died at once
+                self.message = f"its worker cannot be started: {error}"
+            else:
+                self._listen(sock, process)
+                self._end(sock, process)
             if not self._is_ready.is_set():
                 self.message = self.message or f"its worker ended with status {process.returncode}"
                 self._is_ready.set()

@@ -6,12 +6,12 @@ named. A worker that does not answer in time is killed.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -72,6 +72,7 @@ class _Running:
                 pass_fds=(theirs.fileno(), memory_fd), env=variables_of_children(), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self.began_s = time.monotonic()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(SPARE_S), 0))
         self._connection = Connection(ours.detach())
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
@@ -102,8 +103,10 @@ class _Running:
                 raise ConnectionError(errno.ECONNRESET, self.why_dead())
             self._last += 1
             self._calls[self._last] = call
-            with contextlib.suppress(OSError):  # its death is noticed by the receiving thread
+            try:
                 self._connection.send_bytes(json.dumps({"id": self._last, **message}).encode())
+            except OSError:  # it has died, or does not read: half a message is lost with it
+                self._process.kill()
         if not call.ended.wait(wait_s):
             self.kill(f"did not answer in {wait_s:.1f} s")
             call.ended.wait()

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, ObjectStore
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
 from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
-from kvstore_tiers.remote.process import Settings, WorkerProcess
+from kvstore_tiers.remote.process import Message, Settings, WorkerProcess
 
+NAMES_A_CALL = 1000
 READERS, WRITERS = 2, 2  # threads of the worker; each serves what waits in one call
 
 
@@ -48,8 +49,7 @@ class RemoteStore(ObjectStore):
         return self._worker.restarts
 
     def sizes(self, names: Sequence[bytes]) -> list[int]:
-        sizes: list[int] = self._worker.call({"verb": "sizes", "names": [name.hex() for name in names]})["sizes"]
-        return sizes
+        return [size for answer in self._call_for("sizes", names) for size in answer["sizes"]]
 
     @contextmanager
     def read(self, name: bytes, most_bytes: int) -> Iterator[memoryview | None]:
@@ -71,10 +71,10 @@ class RemoteStore(ObjectStore):
             self._worker.call({"verb": "write", "name": name.hex(), "value": value, "image": image, "plain": plain})
 
     def evict(self, names: Sequence[bytes]) -> None:
-        self._worker.call({"verb": "evict", "names": [name.hex() for name in names]})
+        self._call_for("evict", names)
 
     def remove(self, names: Sequence[bytes]) -> None:
-        self._worker.call({"verb": "remove", "names": [name.hex() for name in names]})
+        self._call_for("remove", names)
 
     def probe(self) -> None:
         self._worker.call({"verb": "probe"})
@@ -87,6 +87,11 @@ class RemoteStore(ObjectStore):
     def close(self) -> None:
         self.abort()
         self._exchange.close()
+
+    def _call_for(self, verb: str, names: Sequence[bytes]) -> list[Message]:
+        """The answers of calls for so many names each that a message fits the socket."""
+        pieces = (names[first : first + NAMES_A_CALL] for first in range(0, len(names), NAMES_A_CALL))
+        return [self._worker.call({"verb": verb, "names": [name.hex() for name in piece]}) for piece in pieces]
 
     def _plain(self, name: bytes) -> bool:
         return self._is_plain(name[:DIGEST_BYTES])

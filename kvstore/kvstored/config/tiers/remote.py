@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.private_input import read_private
@@ -23,6 +24,7 @@ MODES = (ENCRYPTED, PLAIN, OFF)  # of a tenant; "" stands for what the tier says
 SHARES = ("evicted", "reused", "all")
 MIN_EXCHANGE_BYTES = 4 << 20
 MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 10, 60_000
+_SECRET = re.compile(r"secret|password|token|key|sas|credential", re.IGNORECASE)
 _LINE = re.compile(r"([a-z_]+)\s*=\s*(\S.*?)\s*\Z")
 
 
@@ -61,6 +63,8 @@ class RemoteSection(TierSection):
             self.url.partition("://")[0] in _schemes() and "://" in self.url,
             f"{name}.url {_without_password(self.url)!r}: begin it with one of {schemes}",
         )
+        secret = next((option for option, _ in parse_qsl(urlsplit(self.url).query) if _SECRET.search(option)), "")
+        need(not secret, f"{name}.url has {secret}, which others would see: write it into {name}.credentials_file")
         need(self.capacity_bytes > 0, f"{name}.capacity must be more than 0")
         need(
             MIN_TIMEOUT_MS <= self.timeout_ms <= MAX_TIMEOUT_MS,

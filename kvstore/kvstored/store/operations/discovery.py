@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
-from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstore_tiers.keyed import UNKNOWN, KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
@@ -166,6 +167,8 @@ class Discovery:
             if late:
                 _, late = await asyncio.wait(late, timeout=LATE_S)
                 await self._enter_found(question, answers)
+            if any(answer.done() and _failed(answer) for answer in answers.values()):
+                return  # that a store was away says nothing of what it has
             self.value.answered(tenant, len(question.missing), question.found, question.found_bytes)
             self._counters.add("discovered_blocks", question.found)
             if not late and question.found < len(question.missing):
@@ -182,8 +185,12 @@ class Discovery:
         began_s, number = loop.time(), breaker.began() if breaker is not None else 0
         self._owed[position].append(began_s)
 
-        def heard(_: asyncio.Future[list[int]]) -> None:
+        def heard(answer: asyncio.Future[list[int]]) -> None:
             self._owed[position].remove(began_s)
+            if answer.cancelled() or _failed(answer):
+                if breaker is not None:
+                    breaker.ended(number, "read", Outcome(OutcomeKind.FAILED, message="a question failed"))
+                return
             self.times[position].add(loop.time() - began_s)
             self._promoter.answered(position, loop.time() - began_s)
             if breaker is not None:
@@ -235,3 +242,7 @@ class Discovery:
         )  # fmt: skip
         residency.attach(row, position, slot, now_ns)
         return True
+
+
+def _failed(answer: asyncio.Future[list[int]]) -> bool:
+    return answer.result()[:1] == [UNKNOWN]

@@ -95,8 +95,8 @@ class Damage:
             self._counters.add("orphaned_blocks", orphans)
 
     def _part_with(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
-        """A slot in memory is retired. A durable one is quarantined, which is made durable soon: a crash must not
-        bring the block back."""
+        """A slot in memory is retired, an object of a key-addressed tier removed. A durable slot is quarantined, which
+        is made durable soon: a crash must not bring the block back."""
         if position != self._residency.durable:
             self._retire[position](slot, tenant)
             return

@@ -60,6 +60,7 @@ class RedisDriver(Driver):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[Line] = []
+        self._lost: set[int] = set()  # connections that a call was given up on: the server may still carry it out
         self._evicts: bool | None = None  # not known since the last connection was made
         self._is_closed = False
 
@@ -108,7 +109,12 @@ class RedisDriver(Driver):
         return written
 
     def remove(self, names: Sequence[str]) -> None:
-        self._exchange([("UNLINK", self._prefix + name) for name in names])
+        with self._lock:
+            lost = list(self._lost)
+        fences: list[tuple[str | memoryview, ...]] = [("CLIENT", "KILL", "ID", str(number)) for number in lost]
+        self._exchange([*fences, *(("UNLINK", self._prefix + name) for name in names)])
+        with self._lock:
+            self._lost.difference_update(lost)
 
     def probe(self) -> None:
         self._exchange([("PING",)])
@@ -160,6 +166,8 @@ class RedisDriver(Driver):
                 is_kept = is_whole and not self._is_closed
                 if is_kept:
                     self._idle.append(line)
+                elif line.client_id and not is_whole:
+                    self._lost.add(line.client_id)
             if not is_kept:
                 line.close()
 

@@ -156,6 +156,7 @@ class Line:
         packer = PythonRespSerializer(JOINED_BYTES, _encoded)
         self._connection = kind(parser_class=lambda **_: self.replies, protocol=2, command_packer=packer, **settings)
         self._is_open = False
+        self.client_id = 0  # the server's number of this connection; 0: not known
 
     def use(self, deadline: float) -> bool:
         """Before each call. Whether it had to connect. Raises as redis-py does."""
@@ -167,6 +168,9 @@ class Line:
         self._is_open = True
         self.send("PING")  # a server that wants a password says so to any command, but breaks off a long one
         self.answer()
+        self.send("CLIENT", "ID")
+        number = self.replies.read_response()
+        self.client_id = number if isinstance(number, int) else 0
         return True
 
     def send(self, *words: str | memoryview) -> None:
