@@ -66,16 +66,19 @@ class Client:
         seen, end, turn = Seen(), time.monotonic() + seconds, 0
         while time.monotonic() < end:
             turn += 1
-            self._get(LOCAL[turn % len(LOCAL)], seen, is_in_use=True)
+            if not self._get(LOCAL[turn % len(LOCAL)], seen, is_in_use=True):
+                self._put(LOCAL[turn % len(LOCAL)], BLOCKS, seen)  # as an engine does that has computed them
             if turn % 4 == 0:
                 self._get(REMOTE[turn // 4 % len(REMOTE)], seen)
             if turn % 6 == 0:
                 self._get(1_000_000 + turn, seen)  # nowhere
             if turn % 5 == 0:
-                self._put(seen)
+                self._new += 1
+                self._put(self._new, 4, seen)
         return seen
 
-    def _get(self, number: int, seen: Seen, *, is_in_use: bool = False) -> None:
+    def _get(self, number: int, seen: Seen, *, is_in_use: bool = False) -> bool:
+        """Whether all blocks were there."""
         seen.requests += 1
         began = time.perf_counter()
         try:
@@ -89,17 +92,19 @@ class Client:
                         seen.gets.append(seconds)
                 if not holds(lease, payloads_of(number, lease.blocks, MODEL)):
                     seen.wrong += 1
+                return lease.blocks == BLOCKS
         except KVStoreError:
             seen.failed += 1
+            return False
 
-    def _put(self, seen: Seen) -> None:
+    def _put(self, number: int, blocks: int, seen: Seen) -> None:
         seen.requests += 1
-        self._new += 1
-        payloads = payloads_of(self._new, 4, MODEL)
+        payloads = payloads_of(number, blocks, MODEL)
         began = time.perf_counter()
         try:
-            self._session.put(tokens_of(self._new, 4), payloads=payloads)
-            seen.puts.append(time.perf_counter() - began)
+            self._session.put(tokens_of(number, blocks), payloads=payloads)
+            if blocks < BLOCKS:
+                seen.puts.append(time.perf_counter() - began)
         except KVStoreError:
             seen.failed += 1
 
