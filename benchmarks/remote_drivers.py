@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' serve
 
 import numpy as np
 import pytest
+from support.remote_stores import mooncake_client
 from support.report import AT_LEAST, Row, main, progress
 from support.timing import median, time_once
 
@@ -136,32 +137,9 @@ def _mooncake(rounds: int) -> list[Row]:
     ):
         batch = Batch(driver)
         batch.check()
-        with _own_client(store.master.address, batch.names) as alone:
+        with mooncake_client(store.master.address, batch.names, VALUE_BYTES) as alone:
             speeds = _speeds({"driver": batch.read, "alone": alone}, rounds)
     return [_row("remote_driver_mooncake", speeds["driver"], speeds["alone"], "Mooncake's batch_get_into")]
-
-
-@contextmanager
-def _own_client(master: str, names: list[str]) -> Iterator[Callable[[], None]]:
-    """A read of the batch by a client of Mooncake's own."""
-    from mooncake.store import MooncakeDistributedStore
-
-    client = MooncakeDistributedStore()
-    if code := client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master):
-        raise RuntimeError(f"Mooncake's client could not be set up: code {code}")
-    plain = np.frombuffer(mmap(-1, BATCH_BYTES), np.uint8).reshape(VALUES, VALUE_BYTES)
-    if code := client.register_buffer(plain.ctypes.data, plain.nbytes):
-        raise RuntimeError(f"Mooncake did not register the memory: code {code}")
-    places = [row.ctypes.data for row in plain]
-
-    def read() -> None:
-        if client.batch_get_into(names, places, [VALUE_BYTES] * VALUES) != [VALUE_BYTES] * VALUES:
-            raise RuntimeError("the values did not come back")
-
-    try:
-        yield read
-    finally:
-        client.close()
 
 
 def _speeds(actions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

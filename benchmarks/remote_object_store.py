@@ -15,16 +15,14 @@ import asyncio
 import mmap
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' servers
 
 import numpy as np
 import obstore
@@ -35,9 +33,9 @@ from support.timing import median, time_each
 from kvstore_tiers.remote.driver import Driver, Placed
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.remote.drivers.runs.changes import AddedRun, Change, rows_of
+from tests.reference.s3_server import KEYS, s3_server
 
 COUNT, NBYTES = 64, 1 << 20
-KEYS = {"access_key_id": "tester", "secret_access_key": "secret"}
 TARGET = 0.9
 
 
@@ -48,11 +46,11 @@ def measure(quick: bool) -> list[Row]:
         plain = from_url(f"file://{directory}")
         rows += _reads("directory", f"file://{directory}/driver", {}, plain, rounds)
         rows += _index(Path(directory) / "index", 100_000 if quick else 1_000_000)
-    with _s3_server() as endpoint:
-        options = f"endpoint={endpoint}&region=us-east-1&allow_http=true"
-        config: Any = {"endpoint": endpoint, "region": "us-east-1", **KEYS}
+    with s3_server() as server:
+        server.make_bucket("blocks")
+        config: Any = {"endpoint": server.endpoint, "region": "us-east-1", **KEYS}
         plain = from_url("s3://blocks/plain", config=config, client_options={"allow_http": True})
-        rows += _reads("s3", f"s3://blocks/driver?{options}", KEYS, plain, rounds)
+        rows += _reads("s3", server.url("blocks/driver"), KEYS, plain, rounds)
     return rows
 
 
@@ -138,29 +136,6 @@ def _index(directory: Path, blocks: int) -> list[Row]:
     taken, plain = median(time_each(start, 3)), median(time_each(checkpoint.read_bytes, 3))
     progress(f"index of {blocks} blocks: {checkpoint.stat().st_size / 1e6:.0f} MB, read in {taken:.2f} s")
     return [Row("start_with_index", taken * 1e3, "ms", plain * 1e3, f"reading its {blocks} rows as bytes")]
-
-
-@contextmanager
-def _s3_server() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/blocks", method="PUT"), timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
 
 
 if __name__ == "__main__":

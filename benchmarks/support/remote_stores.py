@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +18,8 @@ import numpy as np
 
 from tests.reference.own_network import own_network
 from tests.reference.remote_servers import mooncake_store, redis_server, skip_without_mooncake
+from tests.reference.s3_server import KEYS, s3_server
 
-S3_KEYS = {"access_key_id": "tester", "secret_access_key": "secret"}
 BUCKET = "blocks"
 Read = Callable[[], None]
 
@@ -66,8 +62,9 @@ def s3_store() -> Iterator[RemoteStore]:
     import obstore
     from obstore.store import from_url
 
-    with s3_server() as endpoint:
-        config: Any = {"endpoint": endpoint, "region": "us-east-1", **S3_KEYS}
+    with s3_server() as server:
+        server.make_bucket(BUCKET)
+        config: Any = {"endpoint": server.endpoint, "region": "us-east-1", **KEYS}
         store = from_url(f"s3://{BUCKET}/alone", config=config, client_options={"allow_http": True})
 
         @contextmanager
@@ -85,8 +82,7 @@ def s3_store() -> Iterator[RemoteStore]:
 
             yield lambda: asyncio.run(read_all())
 
-        options = f"endpoint={endpoint}&region=us-east-1&allow_http=true&index_age_s=0.2"
-        yield RemoteStore(f"s3://{BUCKET}/kvstored?{options}", alone, S3_KEYS)
+        yield RemoteStore(server.url(f"{BUCKET}/kvstored", index_age_s="0.2"), alone, KEYS)
 
 
 @contextmanager
@@ -133,30 +129,6 @@ def mooncake_client(master: str, names: Sequence[str], nbytes: int, values: Sequ
         yield read
     finally:
         client.close()
-
-
-@contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server with a bucket; its endpoint."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
 
 
 def plain_memory(values: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.uint8]]:

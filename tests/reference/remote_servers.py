@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference.running_daemon import free_port
+
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
 _HOLDER = Path(__file__).with_name("mooncake_holder.py")
@@ -231,12 +233,6 @@ def skip_without_mooncake() -> None:
         importlib.import_module("mooncake.store")
     except ImportError as error:
         pytest.skip(f"the extra remote is not usable here: {error}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _mooncake_file(name: str) -> Path:

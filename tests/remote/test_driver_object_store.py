@@ -15,7 +15,8 @@ import pytest
 from kvstore_tiers.remote.driver import Driver, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
-from tests.remote.s3_server import KEYS, S3Server, free_port, s3_server
+from tests.reference.running_daemon import free_port
+from tests.reference.s3_server import KEYS, S3Server, s3_server
 
 pytest.importorskip("obstore", reason="the extra 'remote' is not installed")
 

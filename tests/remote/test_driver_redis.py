@@ -24,7 +24,8 @@ from cryptography.x509.oid import NameOID
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
-from tests.reference.remote_servers import REDIS_BINARIES, RedisServer, free_port, redis_binary, redis_server
+from tests.reference.remote_servers import REDIS_BINARIES, RedisServer, redis_binary, redis_server
+from tests.reference.running_daemon import free_port
 
 TIMEOUT_S = 5.0
 

@@ -23,7 +23,8 @@ from cryptography.x509.oid import NameOID
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
-from tests.reference.remote_servers import RedisServer, free_port, redis_binaries, redis_server
+from tests.reference.remote_servers import RedisServer, redis_binaries, redis_server
+from tests.reference.running_daemon import free_port
 
 
 class Authority:

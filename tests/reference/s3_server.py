@@ -6,7 +6,6 @@ It keeps objects in its memory: killed, it forgets everything.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.reference.running_daemon import free_port
+
 START_S = 60.0
 KEYS = {"access_key_id": "tester", "secret_access_key": "secret"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class S3Server:
