@@ -30,6 +30,8 @@ ADMISSIONS: Final[dict[str, str]] = {
     "worth": "kvstored.store.policies.admission:ByWorth",
 }
 
+EVICTED, REUSED, ALL = SHARES = ("evicted", "reused", "all")  # which blocks a remote tier is given
+
 
 def resolve(name: str) -> str:
     """The policy that `name` stands for: `best` is what ships, the default of reference.toml for DRAM."""

@@ -10,10 +10,11 @@ import pytest
 
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstored.policy_names import ALL, EVICTED, REUSED
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
-from kvstored.store.transfer.remote_gate import ALL, EVICTED, REUSED, RemoteWrites
+from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.store.transfer.sharing import AT_ONCE
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, SLOT_BYTES, small_store

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstored.cli import main
+from kvstored.policy_names import ALL
 from kvstored.simulator.fleet import FleetStudy
 from kvstored.simulator.machine import load_machine
 from kvstored.simulator.node_store import NodeSettings
@@ -17,7 +18,6 @@ from kvstored.simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY
 from kvstored.simulator.simulated_remote import RemoteSpec, parse_remote
 from kvstored.simulator.trace import Trace
 from kvstored.simulator.worth import models
-from kvstored.store.transfer.remote_gate import ALL
 from tests.reference.traces import sessions, trace_of, write_mooncake
 
 NODES = 4

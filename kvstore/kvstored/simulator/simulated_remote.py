@@ -15,11 +15,11 @@ from kvstore_console.units import parse_size
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, MemoryKind, Outcome, OutcomeKind, Segment, Slot, TierInfo
 from kvstored.clock import NS_PER_S
+from kvstored.policy_names import REUSED, SHARES
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.virtual_time import VirtualLoop
-from kvstored.store.transfer.remote_gate import ALL, EVICTED, REUSED
 
 NAME = "remote"
 _PARALLEL = 64
@@ -143,7 +143,7 @@ def parse_remote(text: str) -> RemoteSpec:
                 found["loss"] = float(value)
             elif name == "capacity":
                 found["capacity_bytes"] = parse_size(value)
-            elif name == "share" and value in (EVICTED, REUSED, ALL):
+            elif name == "share" and value in SHARES:
                 found["share"] = value
             else:
                 raise ValueError(f"{name}{equals}{value} is not known here")

@@ -20,6 +20,7 @@ from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
 from kvstored.config.tiers.remote import RemoteSection
+from kvstored.policy_names import ALL, REUSED
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
@@ -52,7 +53,7 @@ from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
-from kvstored.store.transfer.remote_gate import ALL, REUSED, RemoteGate, RemoteWrites
+from kvstored.store.transfer.remote_gate import RemoteGate, RemoteWrites
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import Sharing
 from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard

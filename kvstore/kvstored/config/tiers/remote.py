@@ -14,14 +14,13 @@ from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.private_input import read_private
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection
-from kvstored.policy_names import ADMISSIONS
+from kvstored.policy_names import ADMISSIONS, SHARES
 
 if TYPE_CHECKING:
     from kvstore_tiers.keyed import KeyedTier
 
 ENCRYPTED, PLAIN, OFF = "encrypted", "plain", "off"
 MODES = (ENCRYPTED, PLAIN, OFF)  # of a tenant; "" stands for what the tier says
-SHARES = ("evicted", "reused", "all")
 MIN_EXCHANGE_BYTES = 4 << 20
 MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 10, 60_000
 _SECRET = re.compile(r"secret|password|token|key|sas|credential", re.IGNORECASE)

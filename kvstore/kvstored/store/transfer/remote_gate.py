@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.policy_names import ALWAYS
+from kvstored.policy_names import ALWAYS, EVICTED
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import Admission
 from kvstored.store.transfer.rates import TokenBucket
 from kvstored.telemetry import Counters
 
-EVICTED, REUSED, ALL = "evicted", "reused", "all"
 _BURST_S = 1.0
 
 
