@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from redis.connection import PythonRespSerializer
@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 BUFFER_BYTES = 16 << 10  # more of it would be copied twice, less costs more calls for small replies
 JOINED_BYTES = 6000  # words of a command up to this length are sent as one piece
 
-Reply = str | bytes | int | None | ResponseError | list["Reply"]
+Reply: TypeAlias = "str | bytes | int | ResponseError | list[Reply] | None"
 
 
 class Replies:
