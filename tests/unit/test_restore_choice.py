@@ -151,6 +151,23 @@ def test_a_change_is_noticed_though_the_other_path_is_taken_and_the_daemon_belie
     assert sum(each.blocks == right for each in chosen) >= 17
 
 
+def test_a_daemon_that_has_learned_is_not_corrected_again() -> None:
+    machine = Machine(block_s=0.7e-3 * BLOCK_TOKENS, believed=0.1)
+    choice = _knowing(machine)
+    machine.serve(choice, machine.hit(16))
+    machine.believed = 1.0
+    chosen = choice.choose(machine.hit(16))
+    assert chosen.blocks == 16 and chosen.load_s == pytest.approx(machine.load_s(16), rel=0.3)
+
+
+def test_an_estimate_that_grew_past_what_was_measured_is_taken_as_it_is() -> None:
+    machine = Machine(block_s=0.1e-3 * BLOCK_TOKENS, believed=0.25)
+    choice = _knowing(machine)
+    machine.serve(choice, machine.hit(16))
+    machine.believed = 3.0  # a queue
+    assert choice.choose(machine.hit(16)).load_s == pytest.approx(3.0 * machine.load_s(16), rel=0.1)
+
+
 def test_trials_are_rare_and_cost_no_more_than_their_share() -> None:
     machine = Machine(block_s=1e-3 * BLOCK_TOKENS * 2)
     choice = _knowing(machine)
@@ -192,6 +209,7 @@ def test_what_was_learned_outlives_the_process(tmp_path: Path) -> None:
         lambda kept: "no json",
         lambda kept: json.dumps({**kept, "version": 99}),
         lambda kept: json.dumps({**kept, "biases": {"nvme": 3}}),
+        lambda kept: json.dumps({**kept, "biases": {"nvme": [2.0, 1.0]}}),
         lambda kept: json.dumps({**kept, "own": {"samples": 1, "coefficients": [1.0], "scale": 1.0}}),
         lambda kept: json.dumps([]),
     ],

@@ -5,8 +5,8 @@ For engines that compute only behind what was loaded. With n blocks loaded a fir
     own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
 
 `own` is what a load costs the client (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
-queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier. Within a run of blocks in one tier the sum is
-concave in n, so its least value is at an end of a run: only those are compared.
+queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier (bias.py). Within a run of blocks in one tier the
+sum is concave in n, so its least value is at an end of a run: only those are compared.
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it some blocks take the other one, as
 soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of each request may be lost to this.
@@ -26,6 +26,7 @@ from pathlib import Path
 from time import time
 
 from kvstore_client.json_file import write_json
+from kvstore_client.restore.bias import Biases
 from kvstore_client.restore.features import (
     COMPUTE_PRIOR,
     LINK_PRIOR,
@@ -42,12 +43,9 @@ _MOST_SAVED_S = 30.0
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.05
 _MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the mapped one
 _LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
-_FIRST_BIAS_SHARE, _BIAS_SHARE, _LEAST_BIAS, _MOST_BIAS = 0.8, 0.4, 0.25, 32.0
-_BIAS_HALF_LIFE_S = 600.0  # of what made loads look slow: it may have passed
-_MOST_TIERS = 16
 _MOST_ENDS = 64  # of runs of blocks that are compared
 _SAVE_EVERY = 64  # loads that were observed
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +91,6 @@ class Chosen:
     is_trial: bool = False
 
 
-@dataclass(slots=True)
-class _Bias:
-    """Measured by predicted time of one tier, and when that was measured."""
-
-    factor: float
-    at_s: float
-
-
 def all_of(hit: Hit) -> Chosen:
     """What is chosen where nothing is known: as much as can be had, however long it takes."""
     return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
@@ -115,7 +105,7 @@ class LoadChoice:
         self._step_tokens = step_tokens
         self._clock = clock
         self._compute, self._own = ScaledFit(COMPUTE_PRIOR), ScaledFit(LINK_PRIOR)
-        self._biases: dict[str, _Bias] = {}
+        self._biases = Biases(clock)
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
         self._informative_tokens = 0  # so many at once say what those of the latest hit cost
@@ -185,13 +175,8 @@ class LoadChoice:
             self._own.observe(load_features(nbytes), seconds if is_whole else 2 * seconds)
             return
         factor = (seconds - self._own_s(nbytes)) / chosen.wait_s
-        known = self._bias(chosen.tier)
-        if not is_whole:  # it would have taken longer than that
-            factor = max(2 * factor, known)
-        share = _BIAS_SHARE if chosen.tier in self._biases else _FIRST_BIAS_SHARE
-        factor = math.exp((1 - share) * math.log(known) + share * math.log(_bounded(factor)))
-        if chosen.tier in self._biases or len(self._biases) < _MOST_TIERS:
-            self._biases[chosen.tier] = _Bias(_bounded(factor), self._clock())
+        predicted = _predicted(hit, chosen.tier, chosen.blocks)
+        self._biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
 
     def save(self, path: Path | None = None) -> None:
         """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
@@ -203,7 +188,7 @@ class LoadChoice:
             "version": _VERSION,
             "compute": self._compute.state(),
             "own": self._own.state(),
-            "biases": {tier: [bias.factor, bias.at_s] for tier, bias in self._biases.items()},
+            "biases": self._biases.state(),
         }
         write_json(path, kept)
 
@@ -218,16 +203,13 @@ class LoadChoice:
             if kept["version"] != _VERSION:
                 return choice
             compute, own = dict(kept["compute"]), dict(kept["own"])
-            biases = {
-                str(tier): _Bias(_bounded(float(factor)), min(float(at_s), clock()))
-                for tier, (factor, at_s) in list(kept["biases"].items())[:_MOST_TIERS]
-            }
             fresh = cls(step_tokens=step_tokens, clock=clock)
             fresh._compute.restore(**compute)
             fresh._own.restore(**own)
+            fresh._biases.restore(kept["biases"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return choice
-        fresh._biases, fresh._path = biases, path
+        fresh._path = path
         return fresh
 
     def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
@@ -239,18 +221,11 @@ class LoadChoice:
 
     def _waits(self, hit: Hit) -> list[float]:
         """By number of leading blocks, how long the daemon is expected to take until they are mapped."""
-        biases = {tier: self._bias(tier) for tier in set(hit.tiers)}
+        biases = {tier: self._biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
 
     def _own_s(self, nbytes: int) -> float:
         return link_cost(self._own.coefficients).load_s(nbytes)
-
-    def _bias(self, tier: str) -> float:
-        known = self._biases.get(tier)
-        if known is None or known.factor <= 1.0:
-            return 1.0 if known is None else known.factor
-        age_s = max(0.0, self._clock() - known.at_s)
-        return 1.0 + (known.factor - 1.0) * math.exp2(-age_s / _BIAS_HALF_LIFE_S)
 
     def _chosen(
         self, hit: Hit, blocks: int, waits: Sequence[float], nothing_s: float, *, is_trial: bool = False
@@ -296,6 +271,12 @@ def _is_mapped(hit: Hit, block: int) -> bool:
     return hit.load_s[block] < _MAPPED_S
 
 
+def _predicted(hit: Hit, tier: str, blocks: int) -> float:
+    """Seconds a byte of those of the first `blocks` that are in `tier`."""
+    of_tier = [seconds for name, seconds in zip(hit.tiers[:blocks], hit.load_s, strict=False) if name == tier]
+    return sum(of_tier) / (len(of_tier) * hit.block_bytes) if of_tier else 0.0
+
+
 def _slowest(hit: Hit, blocks: int) -> str:
     """The tier that most of the time of these blocks is spent on; "" where all are mapped."""
     spent: dict[str, float] = {}
@@ -303,7 +284,3 @@ def _slowest(hit: Hit, blocks: int) -> str:
         if not _is_mapped(hit, block):
             spent[hit.tiers[block]] = spent.get(hit.tiers[block], 0.0) + hit.load_s[block]
     return max(spent, key=lambda tier: spent[tier], default="")
-
-
-def _bounded(factor: float) -> float:
-    return min(max(factor, _LEAST_BIAS), _MOST_BIAS) if factor == factor else 1.0
