@@ -48,7 +48,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 $(INSTALLED_ALL): $(INSTALLED)
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,learned,remote,gpu,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,server,learned,remote,gpu,cuda,dev]' >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
 	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \
 	  { $$pip '$(TORCH)' || $$pip $(FURTHER) '$(TORCH)'; } >&2 && \

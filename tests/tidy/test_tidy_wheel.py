@@ -19,7 +19,7 @@ import pytest
 
 from tests.tidy.tree import PACKAGES, ROOT
 
-_DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".h", ".pyi", ".typed", ".proto"}
+_DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".cu", ".h", ".pyi", ".typed", ".proto"}
 _OFFLINE = (
     "No matching distribution",
     "Could not find a version",

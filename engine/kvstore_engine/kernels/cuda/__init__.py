@@ -1,0 +1,27 @@
+"""The engine's CUDA kernels: paged attention, rotation with the write into the cache, and moves of blocks.
+
+`Device` compiles and launches them; `PagedAttention`, `RopeCache` and `BlockMover` are what a step calls. They have not
+yet run on hardware: docs/engine.md says what has been done.
+"""
+
+from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.blocks import BlockMover
+from kvstore_engine.kernels.cuda.compiler import CudaError, compile_program
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import CacheShape, Launcher, Program
+from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
+
+__all__ = [
+    "BlockMover",
+    "CacheShape",
+    "Crossover",
+    "CudaError",
+    "Device",
+    "Launcher",
+    "NewTokens",
+    "PagedAttention",
+    "Program",
+    "RopeCache",
+    "Rows",
+    "compile_program",
+]

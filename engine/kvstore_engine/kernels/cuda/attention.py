@@ -1,0 +1,196 @@
+"""Paged attention on a device: which of the two kernels, in what shape, over which rows.
+
+Owns the argument's layout (csrc/paged_attention.cu) and the choice between V1 (one pass over a row's keys) and V2 (in
+partitions, then a merge): both compute the same sums in another order. It owns no memory of the device.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_engine.kernels.cuda.program import (
+    ELEMENTS,
+    STREAM_OF_DEFAULT,
+    THREADS,
+    CacheShape,
+    Launcher,
+    Program,
+    address_of,
+    aligned,
+)
+from kvstore_engine.kernels.layout import LayerAttention
+
+PARTITION_KEYS = 512
+TILE_KEYS = (64, 32, 16)
+_SHARED_BYTES = 48 << 10  # the widest tile that fits: several thread blocks share a multiprocessor
+_WARPS = THREADS // 32
+_PLAIN = LayerAttention()
+
+
+class _Argument(ct.Structure):
+    _fields_ = (
+        ("queries", ct.c_void_p),
+        ("output", ct.c_void_p),
+        ("keys", ct.c_void_p),
+        ("values", ct.c_void_p),
+        ("sequences", ct.c_void_p),
+        ("contexts", ct.c_void_p),
+        ("tables", ct.c_void_p),
+        ("sums", ct.c_void_p),
+        ("weights", ct.c_void_p),
+        ("table_stride", ct.c_int64),
+        ("block_tokens", ct.c_int64),
+        ("kv_heads", ct.c_int64),
+        ("group", ct.c_int64),
+        ("window", ct.c_int64),
+        ("sink_tokens", ct.c_int64),
+        ("partition_keys", ct.c_int64),
+        ("partitions", ct.c_int64),
+        ("scale", ct.c_double),
+        ("softcap", ct.c_double),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where V1 becomes faster: from this many thread blocks for each multiprocessor on.
+
+    `benchmarks/gpu_check.py` measures it. The default is what occupancy suggests, not yet a measurement.
+    """
+
+    blocks_per_multiprocessor: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, in memory of the device.
+
+    sequences: int32 [count], each row's line in `tables`. contexts: int32 [count], the tokens up to the row's own,
+    which are in the cache; 0 gives zeros. tables: int32 [sequences, table_stride], block ids. longest_context: at least the
+    greatest of `contexts`, known on the host.
+    """
+
+    count: int
+    sequences: Any
+    contexts: Any
+    tables: Any
+    table_stride: int
+    longest_context: int
+
+
+class PagedAttention:
+    """Attention of one cache shape. `tile`: keys staged at a time, of TILE_KEYS; 0 chooses."""
+
+    def __init__(
+        self, launcher: Launcher, shape: CacheShape, *, crossover: Crossover | None = None, tile: int = 0,
+        partition_keys: int = PARTITION_KEYS,
+    ) -> None:  # fmt: skip
+        if tile not in (0, *TILE_KEYS):
+            raise ValueError(f"a tile of {tile} keys: choose one of {TILE_KEYS}")
+        if partition_keys < 1:
+            raise ValueError(f"partition_keys must be positive, not {partition_keys}")
+        self.shape = shape
+        self.heads = min(shape.group, 8 if shape.head_dim <= 128 else 4)  # that share a read of K and V
+        self._launcher = launcher
+        self._crossover = crossover or Crossover()
+        self._partition_keys = partition_keys
+        self._parts = -(-shape.group // self.heads)
+        fitting = (keys for keys in TILE_KEYS if self._shared(keys) <= _SHARED_BYTES)
+        tile = tile or next(fitting, TILE_KEYS[-1])
+        self.shared_bytes = self._shared(tile)
+        self.program = Program.of(
+            "paged_attention.cu",
+            KV_QUERY=ELEMENTS[shape.compute].type_name,
+            KV_CACHE=shape.element.type_name,
+            KV_HEAD_DIM=shape.head_dim,
+            KV_HEADS=self.heads,
+            KV_TILE=tile,
+            KV_SHARED_BYTES=self.shared_bytes,
+        )
+
+    def version(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
+        """1 or 2: what `attend` runs when it is not said."""
+        blocks = rows * self.shape.kv_heads * self._parts
+        fills = blocks >= self._crossover.blocks_per_multiprocessor * self._launcher.multiprocessors
+        return 1 if fills or self._partitions(longest_context, kind) == 1 else 2
+
+    def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
+        """What V2 needs for its partitions."""
+        records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
+        return 4 * records * (self.shape.head_dim + 1)
+
+    def attend(
+        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: Rows, *, kind: LayerAttention = _PLAIN,
+        scratch: Any = None, version: int = 0, stream: int = STREAM_OF_DEFAULT,
+    ) -> int:  # fmt: skip
+        """Queue attention of `rows`; the version that was chosen.
+
+        queries, output: [rows, query_heads, head_dim] of the compute type. planes: the layer's K and V, [blocks,
+        block_bytes]. scratch: `scratch_bytes`, which V2 needs. version: 0 chooses; one that is given makes a row's bits
+        independent of the other rows. Raises ValueError, CudaError.
+        """
+        if version not in (0, 1, 2):
+            raise ValueError(f"version {version}: 0 chooses, 1 is one pass, 2 is in partitions")
+        if rows.count == 0:
+            return version or 1
+        version = version or self.version(rows.count, rows.longest_context, kind)
+        argument = self._argument(queries, output, planes, rows, kind)
+        grid = (rows.count, self.shape.kv_heads * self._parts, 1)
+        if version == 1:
+            self._launch("kv_paged_attention_v1", grid, argument, self.shared_bytes, stream)
+            return 1
+        if scratch is None:
+            needed = self.scratch_bytes(rows.count, rows.longest_context, kind)
+            raise ValueError(f"attention in partitions needs {needed} bytes of scratch memory, and got none")
+        partitions = self._partitions(rows.longest_context, kind)
+        argument.partitions = partitions
+        argument.sums = aligned(scratch, "scratch memory")
+        records = rows.count * self.shape.query_heads * partitions
+        argument.weights = argument.sums + 4 * records * self.shape.head_dim
+        self._launch("kv_paged_attention_v2", (*grid[:2], partitions), argument, self.shared_bytes, stream)
+        self._launch("kv_merge_partitions", (rows.count, self.shape.query_heads, 1), argument, 0, stream)
+        return 2
+
+    def _argument(
+        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: Rows, kind: LayerAttention
+    ) -> _Argument:
+        if kind.window < 0 or kind.sink_tokens < 0 or kind.softcap < 0:
+            raise ValueError(f"window, sink_tokens and softcap must not be negative: {kind}")
+        return _Argument(
+            queries=address_of(queries),
+            output=address_of(output),
+            keys=aligned(planes[0], "the plane of keys"),
+            values=aligned(planes[1], "the plane of values"),
+            sequences=address_of(rows.sequences),
+            contexts=address_of(rows.contexts),
+            tables=address_of(rows.tables),
+            table_stride=rows.table_stride,
+            block_tokens=self.shape.block_tokens,
+            kv_heads=self.shape.kv_heads,
+            group=self.shape.group,
+            window=kind.window,
+            sink_tokens=kind.sink_tokens,
+            partition_keys=self._partition_keys,
+            scale=kind.scale or self.shape.head_dim**-0.5,
+            softcap=kind.softcap,
+        )
+
+    def _launch(
+        self, kernel: str, grid: tuple[int, int, int], argument: _Argument, shared_bytes: int, stream: int
+    ) -> None:
+        self._launcher.launch(self.program, kernel, grid, argument, shared_bytes=shared_bytes, stream=stream)
+
+    def _partitions(self, longest_context: int, kind: LayerAttention) -> int:
+        visible = min(longest_context, kind.window + kind.sink_tokens) if kind.window else longest_context
+        return max(1, -(-visible // self._partition_keys))
+
+    def _shared(self, tile: int) -> int:
+        """`Attend::kSharedBytes` of csrc/attend.h; the compiler compares them."""
+        dim, heads, element = self.shape.head_dim, self.heads, self.shape.element
+        parts, chunks = THREADS // tile, dim * element.nbytes // 16
+        stride = (chunks + (8 + parts - chunks % 8) % 8) * 16
+        tiles = 4 * tile * (stride + (4 if element.scaled else 0))
+        state = -(-heads * 4 // 16) * 16
+        return max(tiles, _WARPS * heads * dim * 4) + heads * dim * 4 + heads * tile * 4 + 3 * state

@@ -1,0 +1,111 @@
+"""Launches the kernels on a CUDA device, by the library `cuda-bindings`.
+
+Owns the loaded modules, and a share of the device's primary context: the one that torch and CuPy use, so their memory
+and streams work here. It owns no memory of the device. Not to be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from types import ModuleType
+from typing import Any
+
+from kvstore_engine.kernels.cuda.compiler import EXTRA, CudaError, compile_program
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, Launcher, Program
+
+_FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
+_MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute
+_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
+_OLDEST = (7, 5)  # that NVRTC 13 compiles for
+
+
+class Device(Launcher):
+    """Device `index` of this process. Raises CudaError, with what to do, when there is none to use."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._cuda = _library()
+        self._call("cuInit", 0)
+        count = self._call("cuDeviceGetCount")
+        if not 0 <= index < count:
+            raise CudaError(f"there is no CUDA device {index}: this machine has {count}")
+        self._device = self._call("cuDeviceGet", index)
+        version = self._attribute(_MAJOR), self._attribute(_MINOR)
+        if version < _OLDEST:
+            raise CudaError(f"CUDA device {index} is of compute capability {version[0]}.{version[1]}: 7.5 is needed")
+        self.architecture = f"sm_{version[0]}{version[1]}"
+        self._multiprocessors = self._attribute(_MULTIPROCESSORS)
+        self._shared_bytes = self._attribute(_SHARED_OPT_IN)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._modules: dict[Program, Any] = {}
+        self._functions: dict[tuple[Program, str], Any] = {}
+
+    @property
+    def multiprocessors(self) -> int:
+        return self._multiprocessors
+
+    def launch(
+        self, program: Program, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
+        *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
+    ) -> None:  # fmt: skip
+        function = self._functions.get((program, kernel)) or self._load(program, kernel, shared_bytes)
+        parameters = (ct.c_void_p * 1)(ct.addressof(argument))
+        self._call("cuCtxSetCurrent", self._context)
+        self._call(
+            "cuLaunchKernel", function, *grid, THREADS, 1, 1, shared_bytes, self._cuda.CUstream(stream),
+            ct.addressof(parameters), 0,
+        )  # fmt: skip
+
+    def synchronize(self) -> None:
+        """Until everything that is queued has run. Raises CudaError when something failed."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+        for module in self._modules.values():
+            self._call("cuModuleUnload", module)
+        self._modules.clear()
+        self._functions.clear()
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    def _load(self, program: Program, kernel: str, shared_bytes: int) -> Any:
+        if shared_bytes > self._shared_bytes:
+            raise CudaError(
+                f"{kernel} needs {shared_bytes} bytes of shared memory; the device has {self._shared_bytes}"
+            )
+        self._call("cuCtxSetCurrent", self._context)
+        if program not in self._modules:
+            cubin = compile_program(program, self.architecture)
+            self._modules[program] = self._call("cuModuleLoadData", cubin)
+        function = self._call("cuModuleGetFunction", self._modules[program], kernel.encode())
+        if shared_bytes > _FREE_SHARED_BYTES:
+            attribute = self._cuda.CUfunction_attribute(_DYNAMIC_SHARED_SIZE)
+            self._call("cuFuncSetAttribute", function, attribute, shared_bytes)
+        self._functions[program, kernel] = function
+        return function
+
+    def _attribute(self, number: int) -> int:
+        return int(self._call("cuDeviceGetAttribute", self._cuda.CUdevice_attribute(number), self._device))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver answers beside its code: nothing, one thing or a tuple."""
+        code, *answers = getattr(self._cuda, name)(*arguments)
+        if code != 0:
+            found, text = self._cuda.cuGetErrorName(code)
+            raise CudaError(f"{name}: {text.decode() if found == 0 and text else f'error {int(code)}'}")
+        return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def _library() -> ModuleType:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise CudaError(f"the CUDA kernels need the library cuda-bindings: {EXTRA}") from None
+    try:
+        driver.cuDriverGetVersion()
+    except Exception as error:  # of the library's own, which says at length where it looked
+        raise CudaError(
+            f"libcuda.so.1 cannot be loaded, is the NVIDIA driver installed? ({type(error).__name__})"
+        ) from None
+    library: ModuleType = driver
+    return library

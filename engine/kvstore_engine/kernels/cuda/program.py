@@ -1,0 +1,133 @@
+"""What a kernel is compiled from and launched with, and what a cached K/V row looks like to it.
+
+Owns the names of element types and the layout of a block (csrc/cache_layout.h). It never calls a driver: `Launcher` is
+what does.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+STREAM_OF_DEFAULT = 0
+THREADS = 128  # of a thread block, in every kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A type of csrc/elements.h. `scaled`: with one float scale for each token and K/V head."""
+
+    type_name: str
+    nbytes: int
+    scaled: bool = False
+
+
+ELEMENTS = {
+    "f32": Element("Single", 4),
+    "f16": Element("Half", 2),
+    "bf16": Element("BFloat", 2),
+    "int8": Element("Int8", 1, scaled=True),
+    "fp8": Element("Float8", 1, scaled=True),
+}
+COMPUTE_TYPES = ("f32", "f16", "bf16")
+HEAD_DIMS = range(64, 257, 16)
+BLOCK_TOKENS = range(8, 129)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """A layer's K and V as the kernels read and write them. ValueError for what they were not made for.
+
+    compute:      type of queries, new keys and values, and results: "f32", "f16" or "bf16".
+    cache:        type of cached elements: the same ones, or "int8" or "fp8" (e4m3), which carry scales.
+    block_tokens: tokens of an engine block, 8 to 128.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    compute: str = "bf16"
+    cache: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.compute not in COMPUTE_TYPES:
+            raise ValueError(f"compute type {self.compute!r}: choose one of {', '.join(COMPUTE_TYPES)}")
+        if self.cache not in ELEMENTS:
+            raise ValueError(f"cache type {self.cache!r}: choose one of {', '.join(ELEMENTS)}")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim {self.head_dim}: a multiple of 16 from 64 to 256 is needed")
+        if self.block_tokens not in BLOCK_TOKENS or self.block_tokens % 4:
+            raise ValueError(f"block_tokens {self.block_tokens}: a multiple of 4 from 8 to 128 is needed")
+        if self.kv_heads < 1 or self.query_heads < 1 or self.query_heads % self.kv_heads:
+            raise ValueError(f"{self.query_heads} query heads cannot share {self.kv_heads} K/V heads evenly")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one K/V head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def element(self) -> Element:
+        return ELEMENTS[self.cache]
+
+    @property
+    def block_bytes(self) -> int:
+        """An engine block in one plane, its scales included."""
+        row = self.head_dim * self.element.nbytes + (4 if self.element.scaled else 0)
+        return self.block_tokens * self.kv_heads * row
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A source of csrc/ for one shape: a translation unit, `defines` are its macros."""
+
+    source: str
+    defines: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, source: str, **defines: str | int) -> Program:
+        named = {"KV_THREADS": THREADS} | defines
+        return cls(source, tuple((name, str(value)) for name, value in sorted(named.items())))
+
+
+class Launcher(ABC):
+    """Compiles programs when they are first needed, keeps them, and queues their kernels."""
+
+    @property
+    @abstractmethod
+    def multiprocessors(self) -> int:
+        """How many of the device's processors take thread blocks."""
+
+    @abstractmethod
+    def launch(
+        self, program: Program, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
+        *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
+    ) -> None:  # fmt: skip
+        """Queue `kernel` with thread blocks of THREADS on `stream`, a CUstream's address. Raises CudaError.
+
+        `argument` is copied before this returns; the memory that it points to must live until the kernel has run.
+        """
+
+
+def address_of(memory: Any) -> int:
+    """Where an array is: a torch tensor's, a CuPy array's, any `__cuda_array_interface__`'s, or the integer itself."""
+    if isinstance(memory, int):
+        return memory
+    if hasattr(memory, "data_ptr"):
+        return int(memory.data_ptr())
+    if hasattr(memory, "__cuda_array_interface__"):
+        return int(memory.__cuda_array_interface__["data"][0])
+    raise TypeError(f"{type(memory).__name__} is no device memory: pass a torch tensor, a CuPy array or an address")
+
+
+def aligned(memory: Any, what: str) -> int:
+    """Its address, which the kernels read 16 bytes at a time. ValueError if that cannot be."""
+    address = address_of(memory)
+    if address % 16:
+        raise ValueError(f"{what} starts at {address:#x}, which is not a multiple of 16 bytes")
+    return address

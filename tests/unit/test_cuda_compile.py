@@ -1,0 +1,143 @@
+"""The CUDA kernels, compiled for real architectures by NVRTC, which needs no device; and what is said without it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_engine.kernels.cuda import BlockMover, CacheShape, CudaError, Device, PagedAttention, RopeCache, compiler
+from kvstore_engine.kernels.cuda.blocks import BlockRuns
+from kvstore_engine.kernels.cuda.compiler import compile_program, compile_with_log
+from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
+from tests.cuda_shim.launcher import ShimLauncher
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+SPILLS = re.compile(r"(\d+) bytes spill stores")
+SHAPES = [
+    CacheShape(32, 8, 128, 16, "bf16", "bf16"),
+    CacheShape(64, 8, 128, 16, "bf16", "int8"),
+    CacheShape(32, 8, 128, 64, "f16", "fp8"),
+    CacheShape(16, 4, 256, 16, "bf16", "bf16"),
+    CacheShape(8, 8, 64, 8, "f32", "f32"),
+    CacheShape(10, 2, 80, 128, "f16", "f16"),
+]
+BLOCKS = Program.of("blocks.cu")
+
+
+def need_nvrtc() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
+    try:
+        compiler._library()
+    except CudaError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> None:
+    need_nvrtc()
+    programs = [BLOCKS]
+    for shape in SHAPES:
+        programs += [PagedAttention(ShimLauncher(), shape).program, RopeCache(ShimLauncher(), shape).program]
+    assert {program.source for program in programs} == {path.name for path in SOURCES.glob("*.cu")}
+    for program in programs:
+        cubin, log = compile_with_log(program, architecture, "--ptxas-options=-v")
+        assert cubin.startswith(b"\x7fELF"), program
+        assert SPILLS.findall(log) and set(SPILLS.findall(log)) == {"0"}, f"{program}\n{log}"
+
+
+@pytest.mark.slow
+def test_keys_are_copied_asynchronously_where_the_device_can() -> None:
+    need_nvrtc()
+    program = PagedAttention(ShimLauncher(), SHAPES[0]).program
+    text = _assembly(program, "compute_80"), _assembly(program, "compute_75")
+    assert ["cp.async.cg.shared.global" in one for one in text] == [True, False]
+
+
+def _assembly(program: Program, architecture: str) -> str:
+    from cuda.bindings import nvrtc
+
+    code, handle = nvrtc.nvrtcCreateProgram((SOURCES / program.source).read_bytes(), b"program.cu", 0, [], [])
+    assert code == 0
+    options = [option.encode() for option in compiler._options(program, architecture)]
+    assert nvrtc.nvrtcCompileProgram(handle, len(options), options)[0] == 0
+    text = bytearray(nvrtc.nvrtcGetPTXSize(handle)[1])
+    assert nvrtc.nvrtcGetPTX(handle, text)[0] == 0
+    return text.decode()
+
+
+def test_a_program_is_compiled_once(tmp_path: Path) -> None:
+    need_nvrtc()
+    assert compile_program(BLOCKS, "sm_90", tmp_path).startswith(b"\x7fELF")
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(b"from the cache")
+    assert compile_program(BLOCKS, "sm_90", tmp_path) == b"from the cache"
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
+    need_nvrtc()
+    (tmp_path / "file").write_text("")
+    assert compile_program(BLOCKS, "sm_90", tmp_path / "file" / "folder").startswith(b"\x7fELF")
+
+
+def test_an_error_of_the_compiler_is_one_line() -> None:
+    need_nvrtc()
+    program = PagedAttention(ShimLauncher(), SHAPES[0]).program
+    wrong = Program.of(program.source, **(dict(program.defines) | {"KV_SHARED_BYTES": "1"}))
+    with pytest.raises(CudaError, match=r"^NVRTC cannot compile paged_attention.cu for sm_90: .*same") as caught:
+        compile_with_log(wrong, "sm_90")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_machine_without_the_library_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    compiler._library.cache_clear()
+    try:
+        with pytest.raises(CudaError, match=r"need the library cuda-bindings: pip install 'kvstored\[cuda\]'"):
+            compile_program(BLOCKS, "sm_90", tmp_path)
+        with pytest.raises(CudaError, match=r"need the library cuda-bindings"):
+            Device()
+    finally:
+        compiler._library.cache_clear()
+
+
+def test_a_machine_without_a_driver_or_device_says_so() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(CudaError, match=r"is the NVIDIA driver installed\?|CUDA_ERROR"):
+        Device()
+
+
+def test_memory_is_named_by_torch_tensors_and_arrays() -> None:
+    class Tensor:
+        def data_ptr(self) -> int:
+            return 4096
+
+    class Array:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {"data": (8192, False)}
+
+    assert [address_of(memory) for memory in (Tensor(), Array(), 77)] == [4096, 8192, 77]
+    with pytest.raises(TypeError, match="list is no device memory"):
+        address_of([1])
+
+
+def test_nothing_is_launched_for_no_work() -> None:
+    launcher = ShimLauncher()
+    runs = BlockRuns.within(np.zeros(0, np.int32), np.zeros(0, np.int32), 16)
+    BlockMover(launcher).move(0, runs, (0, 0), plane_count=3)
+    assert launcher.launched == []
+
+
+def test_what_a_kept_file_is_named_after() -> None:
+    need_nvrtc()
+    nvrtc = compiler._library()
+    sm_90 = ("--gpu-architecture=sm_90", "--include-path=/one")
+    assert compiler._digest(nvrtc, BLOCKS, sm_90) == compiler._digest(nvrtc, BLOCKS, (sm_90[0], "--include-path=/two"))
+    assert compiler._digest(nvrtc, BLOCKS, sm_90) != compiler._digest(nvrtc, BLOCKS, ("--gpu-architecture=sm_80",))
