@@ -112,8 +112,8 @@ $(PROTO_TOOLS): | $(INSTALLED)
 	-@scratch=$$(mktemp -d) && PATH="$(CURDIR)/$(BIN):$$PATH" proto/generate.sh "$$scratch" >&2; rm -rf "$$scratch"
 
 gpu-check: $(INSTALLED) ## on a machine with a GPU: the questions that only one answers, and the GPU tier's tests on it
-	@$(PYTHON) -c 'import cuda.bindings' 2>/dev/null || \
-	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[gpu]' >&2
+	@$(PYTHON) -c 'from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()' 2>/dev/null || \
+	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[gpu,cuda]' >&2
 	@$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 	@KVSTORED_TEST_GPU=hardware $(PYTHON) -m pytest tests/gpu -rs
 

@@ -1,4 +1,4 @@
-"""What only a GPU can answer: the questions that the GPU tier's design rests on, asked of the driver that is there.
+"""What only a GPU can answer: the questions that the GPU tier's design and the engine's kernels rest on.
 
 `make gpu-check` runs it. Each answer is one line; speeds are ratios against one large copy of pinned memory in the same
 run. Exits with 1 when a promise of the design does not hold, with 2 when there is no GPU to ask.
@@ -17,12 +17,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 
 import numpy as np
+from support.gpu_card import CudaCard
+from support.gpu_kernels import KERNEL_QUESTIONS, Card
 
 from kvstore_console.units import human_bytes
+from kvstore_engine.kernels.cuda import CudaError
 from kvstore_tiers.gpu.driver import Driver, DriverError, NoDriver, Run
 
 CHUNK_BYTES = 64 << 20
@@ -129,16 +133,26 @@ def _run(device: int, host: int, offset: int, nbytes: int, to_device: bool) -> R
     return Run(*(ends if to_device else ends[::-1]), nbytes)
 
 
+def of_card(question: Callable[[Card], Answer], device: int) -> Answer:
+    return question(CudaCard(device))
+
+
 QUESTIONS: tuple[Callable[[int], Answer], ...] = (
     registers_read_only, read_only_access_holds, memory_outlives_its_maker, speeds,
+    *(partial(of_card, question) for question in KERNEL_QUESTIONS),
 )  # fmt: skip
+
+
+def _name(number: int) -> str:
+    question = QUESTIONS[number]
+    return str((question.args[0] if isinstance(question, partial) else question).__name__)
 
 
 def _ask(number: int, device: int, pipe: Connection) -> None:
     try:
         pipe.send(QUESTIONS[number](device))
-    except (DriverError, NoDriver) as error:
-        pipe.send((False, f"{QUESTIONS[number].__name__}: {error}"))
+    except (DriverError, NoDriver, CudaError) as error:
+        pipe.send((False, f"{_name(number)}: {error}"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             is_well, says = ours.recv()
         except EOFError:
-            is_well, says = False, f"{QUESTIONS[number].__name__}: its process died"
+            is_well, says = False, f"{_name(number)}: its process died"
         process.join()
         print(f"{'yes' if is_well else 'NO '}  {says}", flush=True)
         holds = holds and is_well

@@ -6,23 +6,25 @@
 
 #include "device.h"
 
-struct Single {
-    typedef float Stored;
+struct Unscaled {
     static constexpr bool kScaled = false;
+    static constexpr float kGreatest = 1.f;  // of no use
+};
+
+struct Single : Unscaled {
+    typedef float Stored;
     static __device__ __forceinline__ float widen(Stored bits) { return bits; }
     static __device__ __forceinline__ Stored narrow(float value) { return value; }
 };
 
-struct Half {
+struct Half : Unscaled {
     typedef unsigned short Stored;
-    static constexpr bool kScaled = false;
     static __device__ __forceinline__ float widen(Stored bits) { return half_to_float(bits); }
     static __device__ __forceinline__ Stored narrow(float value) { return float_to_half(value); }
 };
 
-struct BFloat {
+struct BFloat : Unscaled {
     typedef unsigned short Stored;
-    static constexpr bool kScaled = false;
     static __device__ __forceinline__ float widen(Stored bits) {
         return __uint_as_float(static_cast<unsigned>(bits) << 16);
     }

@@ -68,8 +68,8 @@ class Rows:
     """The rows of a step, in memory of the device.
 
     sequences: int32 [count], each row's line in `tables`. contexts: int32 [count], the tokens up to the row's own,
-    which are in the cache; 0 gives zeros. tables: int32 [sequences, table_stride], block ids. longest_context: at least the
-    greatest of `contexts`, known on the host.
+    which are in the cache; 0 gives zeros. tables: int32 [sequences, table_stride], block ids. longest_context: at least
+    the greatest of `contexts`, known on the host.
     """
 
     count: int

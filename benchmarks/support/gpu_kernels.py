@@ -1,0 +1,210 @@
+"""What only a GPU can answer of the engine's CUDA kernels: their speed against copies, their crossover, their errors.
+
+Each question gets a `Card`, which is the device, or a stand-in in a test. Speeds are bytes of K and V read, against the
+bytes that a large copy within the device reads and writes in the same time, in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.kernels.cuda import CacheShape, Crossover, Launcher, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda.rope import turns
+from kvstore_engine.kernels.reference import paged_attention
+
+Answer = tuple[bool, str]
+Array = npt.NDArray[np.generic]
+BF16, INT8 = CacheShape(32, 8, 128, 16), CacheShape(32, 8, 128, 16, cache="int8")
+BATCH_RATIO, LONG_RATIO, INT8_RATIO = 0.8, 0.6, 1.3  # the least that is promised
+# Of results, for K, V and queries that are normally distributed: the greatest error, and for int8 the root mean square.
+BF16_ERROR, INT8_ERROR, INT8_TYPICAL_ERROR = 1e-2, 1e-1, 1e-2
+
+
+class Card(ABC):
+    """A device to ask. Memory that it hands out lives as long as it does."""
+
+    launcher: Launcher
+    stream = 0
+
+    @abstractmethod
+    def place(self, array: Array) -> int:
+        """Its address on the device, after a copy."""
+
+    @abstractmethod
+    def repeated(self, array: Array, nbytes: int) -> int:
+        """The address of `nbytes` that hold `array` again and again."""
+
+    @abstractmethod
+    def read(self, address: int, like: Array) -> Array:
+        """What is there now, in the shape and type of `like`, once everything queued has run."""
+
+    @abstractmethod
+    def seconds(self, queue: Callable[[], object]) -> float:
+        """How long what `queue` queues takes, when it is repeated without a gap."""
+
+    @abstractmethod
+    def copied_bytes_s(self) -> float:
+        """Bytes that a large copy within the device reads and writes in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One token each of `batch` sequences with `context` tokens, whose blocks are scattered over the pool."""
+
+    card: Card
+    attention: PagedAttention
+    batch: int
+    context: int
+    rows: Rows
+    planes: tuple[int, int]
+    queries: int
+    output: int
+    scratch: int
+
+    @classmethod
+    def of(cls, card: Card, shape: CacheShape, batch: int, context: int) -> Decode:
+        random = np.random.default_rng(0)
+        width = math.ceil(context / shape.block_tokens)
+        tables = random.permutation(batch * width).astype(np.int32).reshape(batch, width)
+        # Any bits that are numbers will do: finite floats, and scales of the same blocks.
+        chunk = np.full((64, shape.block_bytes), 0x3C, np.uint8)
+        planes = [card.repeated(chunk, batch * width * shape.block_bytes) for _ in range(2)]
+        attention = PagedAttention(card.launcher, shape)
+        rows = Rows(
+            batch,
+            card.place(np.arange(batch, dtype=np.int32)),
+            card.place(np.full(batch, context, np.int32)),
+            card.place(tables),
+            width,
+            context,
+        )
+        results = np.zeros((batch, shape.query_heads, shape.head_dim), np.uint16)
+        scratch = card.place(np.zeros(attention.scratch_bytes(batch, context), np.uint8))
+        ends = card.place(results), card.place(results)
+        return cls(card, attention, batch, context, rows, (planes[0], planes[1]), *ends, scratch)
+
+    def seconds(self, version: int = 0, batch: int = 0) -> float:
+        """Of the first `batch` sequences, or of all."""
+        rows = Rows(
+            batch or self.rows.count, self.rows.sequences, self.rows.contexts, self.rows.tables,
+            self.rows.table_stride, self.rows.longest_context,
+        )  # fmt: skip
+        return self.card.seconds(
+            lambda: self.attention.attend(
+                self.queries, self.output, self.planes, rows, scratch=self.scratch, version=version,
+                stream=self.card.stream,
+            )
+        )  # fmt: skip
+
+    @property
+    def read_bytes(self) -> int:
+        shape = self.attention.shape
+        return 2 * self.batch * math.ceil(self.context / shape.block_tokens) * shape.block_bytes
+
+
+def decode_of_a_batch(card: Card, batch: int = 32, context: int = 4096) -> Answer:
+    """bf16 against copies, and int8 against bf16."""
+    wide, narrow = (Decode.of(card, shape, batch, context) for shape in (BF16, INT8))
+    wide_s, narrow_s = wide.seconds(), narrow.seconds()
+    ratio = wide.read_bytes / wide_s / card.copied_bytes_s()
+    faster = wide_s / narrow_s
+    says = (
+        f"decode of {batch} x {context}, bf16, V{wide.attention.version(batch, context)}: {ratio:.2f}x of a copy "
+        f"(promised {BATCH_RATIO}); int8 {faster:.2f}x of bf16 (promised {INT8_RATIO})"
+    )
+    return ratio >= BATCH_RATIO and faster >= INT8_RATIO, says
+
+
+def decode_of_one(card: Card, context: int = 32768) -> Answer:
+    """A single long sequence, in partitions."""
+    case = Decode.of(card, BF16, 1, context)
+    ratio = case.read_bytes / case.seconds(version=2) / card.copied_bytes_s()
+    return (
+        ratio >= LONG_RATIO,
+        f"decode of 1 x {context}, bf16, V2: {ratio:.2f}x of a copy (promised {LONG_RATIO})",
+    )
+
+
+def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), context: int = 4096) -> Answer:
+    """From how many thread blocks a multiprocessor on one pass is as fast as partitions, and the engine's default."""
+    case = Decode.of(card, BF16, batches[-1], context)
+    ratios = {batch: case.seconds(1, batch) / case.seconds(2, batch) for batch in batches}
+    first = next((batch for batch in batches if ratios[batch] <= 1), 0)
+    measured = first * BF16.kv_heads / card.launcher.multiprocessors if first else math.inf
+    default = Crossover().blocks_per_multiprocessor
+    curve = ", ".join(f"{batch}: {ratio:.2f}x" for batch, ratio in ratios.items())
+    says = f"V1 against V2 by batch ({curve}): V1 from {measured:.1f} blocks a multiprocessor on (default {default})"
+    return 0.5 <= measured / default <= 2, says
+
+
+def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Answer:
+    """Of attention over a cache that the kernel itself wrote, against double precision over what it was given."""
+    wide, narrow = (np.abs(error_of(card, shape, contexts)) for shape in (BF16, INT8))
+    typical = float(np.sqrt(np.mean(narrow**2)))
+    says = (
+        f"error against float64: bf16 {wide.max():.1e} (promised {BF16_ERROR:.0e}); int8 {narrow.max():.1e}, "
+        f"root mean square {typical:.1e} (promised {INT8_ERROR:.0e}, {INT8_TYPICAL_ERROR:.0e})"
+    )
+    return wide.max() <= BF16_ERROR and narrow.max() <= INT8_ERROR and typical <= INT8_TYPICAL_ERROR, says
+
+
+def error_of(card: Card, shape: CacheShape, contexts: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Of each result, V1's and V2's one after the other."""
+    random = np.random.default_rng(1)
+    count, tokens = len(contexts), sum(contexts)
+    width = math.ceil(max(contexts) / shape.block_tokens)
+    tables = random.permutation(count * width).astype(np.int32).reshape(count, width)
+    blocks = np.zeros((count * width, shape.block_bytes), np.uint8)
+    planes = card.place(blocks), card.place(blocks)
+    drawn = [
+        _bf16(random, tokens, heads, shape.head_dim) for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
+    ]
+    slots = np.concatenate([
+        table[at // shape.block_tokens] * shape.block_tokens + at % shape.block_tokens
+        for table, at in zip(tables, map(np.arange, contexts), strict=True)
+    ])  # fmt: skip
+    at = [card.place(bits) for bits, _ in drawn]
+    positions, places = card.place(np.zeros(tokens, np.int32)), card.place(slots.astype(np.int32))
+    RopeCache(card.launcher, shape).write(
+        NewTokens(tokens, *at, positions, places), at[0], planes, card.place(turns(1, np.ones(shape.head_dim // 2))),
+        stream=card.stream,
+    )  # fmt: skip
+    bits, queries = _bf16(random, count, shape.query_heads, shape.head_dim)
+    rows = Rows(
+        count,
+        card.place(np.arange(count, dtype=np.int32)),
+        card.place(np.array(contexts, np.int32)),
+        card.place(tables),
+        width,
+        max(contexts),
+    )
+    attention = PagedAttention(card.launcher, shape)
+    scratch = card.place(np.zeros(attention.scratch_bytes(count, max(contexts)), np.uint8))
+    output, found = card.place(bits), []
+    starts = np.cumsum((0, *contexts))
+    expected = [
+        paged_attention(query[None], drawn[1][1][start:end], drawn[2][1][start:end], np.array([end - start], np.int32))
+        for query, start, end in zip(queries, starts, starts[1:], strict=False)
+    ]
+    for version in (1, 2):
+        attention.attend(card.place(bits), output, planes, rows, scratch=scratch, version=version, stream=card.stream)
+        found.append(_widened(card.read(output, bits)) - np.concatenate(expected))
+    return np.concatenate(found)
+
+
+def _bf16(random: np.random.Generator, *extents: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+    bits = (random.standard_normal(extents, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return bits, _widened(bits)
+
+
+def _widened(bits: Array) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+KERNEL_QUESTIONS: tuple[Callable[[Card], Answer], ...] = (errors, decode_of_a_batch, decode_of_one, crossover)
