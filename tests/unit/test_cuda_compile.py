@@ -37,6 +37,7 @@ def need_nvrtc() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute of one processor, which may be shared
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> None:
     need_nvrtc()
