@@ -42,7 +42,8 @@ LOCAL_BUFFER_BYTES = 16 << 20  # of the library, for calls that are not used her
 LONGEST_TIMEOUT_S = 25.0  # shorter than the library's own, which lets go of memory that it may still write to
 RPC_SHARE = 0.8  # of the time limit: the library gives up first, and says why
 GIVEN_UP_PER_THREAD = 4
-NICE = 10  # of a thread that waits for a transfer; the daemon's threads that copy have 5
+NICE = 5  # of a thread that waits for a transfer, as the daemon's threads that copy: on a full machine a much higher
+# one would notice the end late
 NO_ROOM = -200
 NOT_FOUND, NOT_READY, TAKEN, LEASE_EXPIRED, GONE = -704, -703, -705, -707, -712
 ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, LEASE_EXPIRED, GONE})
