@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from kvstored.policy_names import ALL
 from kvstored.simulator.fleet import FleetStudy
 from kvstored.simulator.machine import load_machine
 from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY
+from kvstored.simulator.pool import EnginePool
+from kvstored.simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY, Router
 from kvstored.simulator.simulated_remote import RemoteSpec, parse_remote
-from kvstored.simulator.trace import Trace
+from kvstored.simulator.trace import Op, Trace
+from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import models
 from tests.reference.traces import sessions, trace_of, write_mooncake
 
@@ -63,6 +66,31 @@ def test_a_store_that_loses_everything_costs_hits_and_no_request() -> None:
 def test_routing_by_events_finds_more_than_random_without_a_shared_store() -> None:
     found = rows(made(), None)
     assert found[EVENTS]["found_ratio"] > found[RANDOM]["found_ratio"]
+
+
+def test_requests_that_no_engine_can_hold_are_left_out_of_all_rows_alike() -> None:
+    chains = [[0, 1], [0, 1, 2, 3, 4], [0, 1, 2]]
+    block_bytes = MODEL.kv_bytes_per_token * trace_of(chains).block_tokens
+    settings = NodeSettings(load_machine("h100"), MODEL, (("dram", 8 << 30),), 4 * block_bytes, "lru")
+    for row in FleetStudy(trace_of(chains), settings, 2, (EVENTS,), None).rows(lambda *_: None):
+        assert (row["requests"], row["refused"], row["block_accesses"]) == (2, 1, 5)
+
+
+@pytest.mark.parametrize(("waiting_tokens", "stays"), [(0, True), (30_000, True), (1_000_000, False)])
+def test_a_conversation_stays_at_its_node_unless_the_queue_there_is_long(waiting_tokens: int, stays: bool) -> None:
+    trace = trace_of([[0]])
+    settings = NodeSettings(load_machine("h100"), MODEL, (), 0, "lru")
+    keys = [trace.key(block) for block in range(16)]
+    pools = [EnginePool(64, 1), EnginePool(64, 1)]
+    for pool in pools:
+        pool.residency.tenant("tenant-0")
+    assert pools[1].hold(0, keys, 0) is not None
+    nodes: Any = [SimpleNamespace(pool=pool, store=None, trace=trace, settings=settings) for pool in pools]
+    router = Router(EVENTS, nodes, 0)
+    if waiting_tokens:
+        other = Visit(0, 0, [*keys, b"other"], waiting_tokens, Op.GET, 0)
+        assert router.choose(other) is nodes[1]
+    assert router.choose(Visit(1, 0, keys, len(keys) * trace.block_tokens, Op.GET, 0)) is nodes[1 if stays else 0]
 
 
 @pytest.mark.slow

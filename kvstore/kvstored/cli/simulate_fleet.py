@@ -106,4 +106,9 @@ def _print(arguments: argparse.Namespace, study: FleetStudy, rows: list[dict[str
             f"{human_bytes(settings.pool_bytes)} for each engine's own blocks; each store: {tiers}\n\n"
             f"{fleet_table(rows)}"
         )
+        if study.too_long:
+            print(
+                f"\n{study.too_long:,} requests are longer than an engine's memory and left out of all rows; "
+                "--tiers engine=SIZE gives it more"
+            )
     sys.stdout.flush()

@@ -29,7 +29,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class FleetStudy:
     """`settings`: of each node. A row for one node of `nodes` times the size, then one for each routing. Requests
-    before `count_from` are served and not counted. `remote` None: nothing is shared."""
+    before `count_from` are served and not counted. `remote` None: nothing is shared. Requests that are longer than one
+    node's engine memory are left out of all rows, so that all serve the same."""
 
     trace: Trace
     settings: NodeSettings
@@ -38,6 +39,15 @@ class FleetStudy:
     remote: RemoteSpec | None
     count_from: int = 0
     seed: int = 0
+
+    @property
+    def too_long(self) -> int:
+        """Requests that are counted and left out."""
+        return int((np.diff(self.trace.starts)[self.count_from :] > self._most_blocks).sum())
+
+    @property
+    def _most_blocks(self) -> int:
+        return self.settings.pool_bytes // (self.settings.model.kv_bytes_per_token * self.trace.block_tokens)
 
     def rows(self, progress: Progress) -> Iterator[dict[str, Any]]:
         settings, times = self.settings, self.nodes
@@ -67,7 +77,7 @@ class FleetStudy:
         busiest = max(node.served.compute_busy_s for node in nodes)
         return {
             "mode": "fleet", "routing": label, "nodes": len(nodes), "requests": len(served),
-            "refused": len(visits) - len(served), "block_accesses": wanted, "found_ratio": round(found / wanted, 6),
+            "refused": self.too_long, "block_accesses": wanted, "found_ratio": round(found / wanted, 6),
             "hit_ratio": round((found - recomputed) / wanted, 6), "hits_by_tier": hits,
             "recomputed_blocks": recomputed,
             "ttft_s": {
@@ -92,7 +102,7 @@ class FleetStudy:
                     due_ns = round((int(trace.times_ns[at]) - first_ns) / self.settings.speed)
                     await asyncio.sleep(max(0, due_ns - clock.monotonic_ns()) / NS_PER_S)
                     blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
-                    if blocks:
+                    if 0 < len(blocks) <= self._most_blocks:
                         visit = visit_of(trace, at, blocks, clock.monotonic_ns())
                         (nodes[0] if router is None else router.choose(visit)).accept(visit)
                     if at % 16 == 0:

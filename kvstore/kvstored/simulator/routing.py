@@ -2,6 +2,10 @@
 
 Owns what a router remembers, and its own estimate of each node's queue. `events` knows the blocks in each node's own
 tiers, as a router does that follows their events, and weighs what is left to compute against the queue.
+
+A second in a queue counts less than a second of computing: it delays this request, while what is computed a second time
+takes compute, and room for a second copy, from all that follow, the conversation's next turns included. Counted alike,
+a long conversation leaves its node as soon as that is busy, and its blocks with it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from kvstored.simulator.visit import Visit
 
 RANDOM, STICKY, EVENTS = "random", "sticky", "events"
 ROUTINGS = (RANDOM, STICKY, EVENTS)
+QUEUED = 0.1  # what a second in a queue counts; a second of computing counts 1
 _ENDS = 2  # the last block of a request may be cut differently in the next turn
 
 
@@ -48,7 +53,7 @@ class Router:
         costs = []
         for number, node in enumerate(self._nodes):
             seconds = self._seconds(node, visit)
-            costs.append((self._queue_s(number) + seconds, self._random.random(), number, seconds))
+            costs.append((QUEUED * self._queue_s(number) + seconds, self._random.random(), number, seconds))
         _, _, number, seconds = min(costs)
         self._queues[number].append((visit, seconds))
         return number

@@ -42,10 +42,12 @@ class Written(Enum):
 
 class Driver(ABC):
     """`largest_value_bytes`: no longer value is ever written. `evicts`: the store makes room by itself; where it does
-    not, the caller removes what leaves its tier."""
+    not, the caller removes what leaves its tier. `reads_at_once`: more calls of `read` than this at once are no
+    faster than one with all their values."""
 
     largest_value_bytes: int
     evicts: bool
+    reads_at_once: int = 2
 
     def lend(self, memory: memoryview) -> None:  # noqa: B027  # optional
         """Called once before all else: every `Placed.memory` will be a part of this, so that a library may register

@@ -201,7 +201,7 @@ def main() -> int:
         return 1
     connection.send_bytes(json.dumps({"largest_bytes": driver.largest_value_bytes}).encode())
     worker = Worker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
-    worker.run(settings.readers, settings.writers)
+    worker.run(min(settings.readers, driver.reads_at_once), settings.writers)
     driver.close()
     return 0
 

@@ -8,10 +8,13 @@ Facts of the library that this file is built around (0.3.13):
 - Its own time limits are 30 s for a transfer and 90 s for a set-up without a master, and a transfer that was given up
   may still write to its memory: see `MemoryHeld`.
 - The master evicts by itself, except values that were read in the last seconds.
+- A call that moves values asks without pause whether they have arrived, and so takes a processor from the threads that
+  move them, here and in the daemon: its thread steps behind those, and values are read by one call at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -39,6 +42,8 @@ LOCAL_BUFFER_BYTES = 16 << 20  # of the library, for calls that are not used her
 LONGEST_TIMEOUT_S = 25.0  # shorter than the library's own, which lets go of memory that it may still write to
 RPC_SHARE = 0.8  # of the time limit: the library gives up first, and says why
 GIVEN_UP_PER_THREAD = 4
+NICE = 5  # of a thread that waits for a transfer, as the daemon's threads that copy: on a full machine a much higher
+# one would notice the end late
 NO_ROOM = -200
 NOT_FOUND, NOT_READY, TAKEN, LEASE_EXPIRED, GONE = -704, -703, -705, -707, -712
 ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, LEASE_EXPIRED, GONE})
@@ -72,6 +77,7 @@ class MooncakeDriver(Driver):
 
     largest_value_bytes = LARGEST_VALUE_BYTES
     evicts = True
+    reads_at_once = 1
 
     def __init__(self, place: Place, timeout_s: float, threads: int) -> None:
         self._place = place
@@ -154,6 +160,7 @@ class MooncakeDriver(Driver):
         return [answer > 0 for answer in answers]
 
     def _read(self, store: Any, found: Sequence[Placed]) -> list[int]:
+        _step_behind()
         distinct = {placed.name: placed for placed in found}  # the library fails for a name that is twice in a call
         names, places, rooms = _arguments(list(distinct.values()))
         answers = dict(zip(names, store.batch_get_into(names, places, rooms), strict=True))
@@ -190,6 +197,7 @@ class MooncakeDriver(Driver):
             self._need(list(answers.values()), allowed={TAKEN, NO_ROOM})
             if not started:
                 return {name: _KINDS[answer] for name, answer in answers.items()}
+            _step_behind()
             moved = store.batch_put_from_multi_buffer_ranges(
                 open_names,
                 [[places[number]] for number in started],
@@ -273,6 +281,12 @@ class MooncakeDriver(Driver):
             store.close()
             raise OSError(f"Mooncake did not register the lent memory: the library's code {code}")
         return store
+
+
+def _step_behind() -> None:
+    """The calling thread, for the rest of its life: each call of the library has a thread of its own."""
+    with contextlib.suppress(OSError):  # the whole process is behind already
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _arguments(placed: Sequence[Placed]) -> tuple[list[str], list[int], list[int]]:
