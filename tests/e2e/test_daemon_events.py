@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,6 +165,39 @@ def _children(pid: int, module: str) -> list[int]:
         if module in Path(f"/proc/{child}/cmdline").read_text():
             found.append(int(child))
     return found
+
+
+def test_events_come_live(tmp_path: Path) -> None:
+    with publishing(tmp_path) as daemon, daemon.connect(MODEL) as session, Watcher(tmp_path) as watcher:
+        put_conversation(session, 1, 2, wait="settled")
+        assert eventually(lambda: agrees(daemon, watcher)), "until then the subscription may not have arrived"
+        put_conversation(session, 2, 2, wait="settled")
+        assert eventually(lambda: agrees(daemon, watcher, by_replay=False)) and len(watcher.hashes()["CPU", ""]) == 4
+
+
+@pytest.mark.slow
+def test_kvctl_follows_events(tmp_path: Path) -> None:
+    with publishing(tmp_path) as daemon, daemon.connect(MODEL) as session:
+        words = ["--socket-dir", str(daemon.socket_dir), "--json", "events", "--follow", "--count", "1"]
+        following = subprocess.Popen(
+            [sys.executable, "-m", "kvstore_client.cli.main", *words, "--tenant", f"uid-{os.getuid()}"],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            conversations = iter(range(1, 1000))
+
+            def has_seen() -> bool:
+                """It may not have subscribed yet when a block is stored."""
+                put_conversation(session, next(conversations), 1)
+                return following.poll() is not None
+
+            assert eventually(has_seen)
+            assert following.stdout is not None
+            event = json.loads(following.stdout.readline())
+            assert event["topic"] == TOPIC.decode() and event["type"] in ("BlockStored", "AllBlocksCleared")
+        finally:
+            following.kill()
+            following.wait()
 
 
 def test_kvctl_says_where_events_are_or_that_they_are_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
