@@ -22,7 +22,7 @@ from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
 from kvstored.events.token_columns import TokenColumns
 from kvstored.store.blocks import Residency
 
-DELAY_S = 0.05  # from the first change to sending it
+DELAY_S = 0.1  # from the first change to sending it
 ROWS_A_SLICE = 1000  # some half a millisecond of the control thread
 ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are looked for
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
@@ -132,7 +132,6 @@ class EventFeed:
         self._grow(columns.capacity)
         if len(self._residency.kinds) > len(self._published):
             self._learn_kinds()
-        noted = noted[np.sort(len(noted) - 1 - np.unique(noted[::-1], return_index=True)[1])]  # each at its last change
         wanted = self._published[np.frombuffer(columns.kind, np.uint32)[noted]] | self._known[noted]
         rows = self._parents_first(noted[wanted != 0])
         mask = np.frombuffer(columns.mask, np.uint8)[rows]
@@ -177,14 +176,18 @@ class EventFeed:
         return b"".join([keys[row] or key(row) for row in rows.tolist()])
 
     def _parents_first(self, noted: Numbers) -> Numbers:
-        """These rows, and before them what is stored above them that the publisher does not know yet."""
+        """Each of these rows once, at its last change, and before them what is stored above them that the publisher
+        does not know yet."""
         columns = self._residency.rows
+        order = np.arange(1, len(noted) + 1)
+        self._place[noted] = order  # the last of those that are the same row stays
+        is_last = self._place[noted] == order
+        noted, order = noted[is_last], order[is_last]
         parents = np.frombuffer(columns.parent, np.int32)
-        self._place[noted] = np.arange(1, len(noted) + 1)
         above = parents[noted]
         places = np.where(above >= 0, self._place[above], 0)
         lost = (above >= 0) & (places == 0) & self._is_news(above)
-        late = places > np.arange(1, len(noted) + 1)
+        late = places > order
         found = noted
         if lost.any():
             extra: list[int] = []
