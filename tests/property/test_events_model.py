@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import rule
 
 from kvstored.events.encoding import Place, encoder, hash_of
 from kvstored.events.feed import EventFeed
@@ -18,23 +20,37 @@ from tests.property.test_residency_model import ResidencyAgainstModel
 from tests.reference.examples import examples
 from tests.reference.vllm_kv_events import Key, Subscriber
 
-KEPT = 3  # batches, so that snapshots happen
+KEPT, KEPT_BYTES = 3, 1000  # batches, so that snapshots happen
 PLACES = (Place("CPU"), Place("STORAGE"))
+
+
+class Outlet:
+    def __init__(self) -> None:
+        self.sent = bytearray()
+        self.ready = True
+
+    def send(self, message: bytes) -> None:
+        self.sent += message
 
 
 class EventsFollowResidency(ResidencyAgainstModel):
     def __init__(self) -> None:
         super().__init__()
-        self.records = bytearray()
-        self.stream = EventStream(PLACES, encoder("map"), KEPT, lambda: 0.0)
+        self.outlet = Outlet()
+        self.due: list[Callable[[], None]] = []
+        self.stream = EventStream(PLACES, encoder("map"), KEPT, lambda: 0.0, kept_bytes=KEPT_BYTES)
         self.feed = EventFeed(
-            self.residency, (), lambda kind: (self.topic(self.residency.kinds[kind].tenant), 0),
-            self.records.extend, lambda action: action(),
+            self.residency, (), lambda kind: (self.topic(self.residency.kinds[kind].tenant), 0), self.outlet,
+            lambda delay_s, action: self.due.append(action),
         )  # fmt: skip
-        self.residency.observe(self.feed)
+        self.feed.announce_all()
         self.live: dict[bytes, Subscriber] = {}
         self.lossy: dict[bytes, Subscriber] = {}
         self.loses = False
+
+    def teardown(self) -> None:
+        self.subscribers_have_what_residency_has()
+        super().teardown()
 
     @staticmethod
     def topic(tenant: int) -> bytes:
@@ -45,13 +61,28 @@ class EventsFollowResidency(ResidencyAgainstModel):
         """Whether the lossy subscriber gets what is sent from now on."""
         self.loses = loses
 
+    @rule(ready=st.booleans())
+    def the_publisher_is_ready(self, ready: bool) -> None:
+        self.outlet.ready = ready
+
+    @rule()
+    def time_passes(self) -> None:
+        due, self.due = self.due, []
+        for action in due:
+            action()
+
     @rule()
     def the_publisher_starts_again(self) -> None:
         self.feed.announce_all()
 
+    def drain(self) -> None:
+        self.outlet.ready = True
+        while self.due:
+            self.time_passes()
+
     @rule()
     def publish(self) -> None:
-        self.stream.apply(unpack(self.records))
+        self.stream.apply(unpack(self.outlet.sent))
         for topic, number, payload in self.stream.batches():
             live = self.live.setdefault(topic, Subscriber())
             assert not live.misses(number) and number == live.last + 1
@@ -75,8 +106,9 @@ class EventsFollowResidency(ResidencyAgainstModel):
                         found.setdefault((place.medium, ""), set()).add(hash_of(key))
         return found
 
-    @invariant()
+    @rule()
     def subscribers_have_what_residency_has(self) -> None:
+        self.drain()
         self.publish()
         for topic in self.stream.topics:
             expected = self._stored(int(topic.removeprefix(b"tenant-")))

@@ -12,16 +12,14 @@ import msgspec
 
 from kvstored.events.encoding import Place, encoder, hash_of
 from kvstored.events.records import (
-    CHANGED,
-    CHANGED_HEAD,
+    CHANGES,
+    CHANGES_HEAD,
     RESET,
-    STORED,
-    STORED_HEAD,
-    ChangedRecord,
+    Changes,
     KindRecord,
     Record,
     ResetRecord,
-    StoredRecord,
+    StoredBlock,
     pack_kind,
     unpack,
 )
@@ -42,17 +40,20 @@ def tokens(number: int) -> bytes:
     return struct.pack("<ii", number, -number)
 
 
-def stored(number: int, mask: int = 1, parent: int | None = None, *, with_tokens: bool = True) -> StoredRecord:
+def stored(
+    number: int, mask: int = 1, parent: int | None = None, *, with_tokens: bool = True, kind: int = 0
+) -> Changes:
     above = NO_PARENT if parent is None else key(parent)
-    return StoredRecord(mask, 0, key(number), above, tokens(number) if with_tokens else b"")
+    block = StoredBlock(number, kind, mask, key(number), above, tokens(number) if with_tokens else b"")
+    return Changes(stored=[block])
 
 
-def changed(number: int, mask: int) -> ChangedRecord:
-    return ChangedRecord(mask, 0, key(number))
+def changed(number: int, mask: int) -> Changes:
+    return Changes(changed=[(number, mask)]) if mask else Changes(gone=[number])
 
 
-def stream(encoding: str = "map", buffer: int = 100) -> EventStream:
-    made = EventStream(PLACES, encoder(encoding), buffer, lambda: 1.5)
+def stream(encoding: str = "map", buffer: int = 100, kept_bytes: int = 1 << 20) -> EventStream:
+    made = EventStream(PLACES, encoder(encoding), buffer, lambda: 1.5, kept_bytes=kept_bytes)
     made.apply([KIND])
     list(made.batches())
     return made
@@ -92,7 +93,6 @@ def test_a_medium_is_left_with_its_last_copy() -> None:
     assert events_of(made, changed(1, 0)) == [
         block_removed(1, medium="STORAGE"), {**block_removed(1, medium="STORAGE"), "locality": "REMOTE"},
     ]  # fmt: skip
-    assert events_of(made, changed(1, 0)) == [], "a block that is gone goes once"
 
 
 def test_tokens_that_become_known_are_published_for_every_medium() -> None:
@@ -127,21 +127,50 @@ def test_a_batch_of_either_encoding_byte_for_byte() -> None:
 def test_groups_of_layers_are_apart() -> None:
     made = stream()
     made.apply([KindRecord(1, 2, 3, TOPIC)])
-    events = events_of(made, stored(1), StoredRecord(1, 1, key(2), key(1), tokens(2)))
+    events = events_of(made, stored(1), stored(2, parent=1, kind=1))
     assert events == [block_stored(1), {**block_stored(2, parent=1), "group_idx": 3}]
 
 
-def test_records_survive_any_cut() -> None:
-    raw = (
-        pack_kind(0, 2, 0, TOPIC) + STORED_HEAD.pack(STORED, 1, 0, key(1), NO_PARENT, 2) + tokens(1)
-        + CHANGED_HEAD.pack(CHANGED, 0, 0, key(1)) + bytes([RESET])
+def test_a_block_that_is_stored_again_elsewhere_is_not_removed() -> None:
+    made = stream()
+    events_of(made, stored(1))
+    again = StoredBlock(9, 0, 1, key(1), NO_PARENT, tokens(1))
+    assert events_of(made, Changes(stored=[again])) == [], "it never left"
+    assert events_of(made, changed(1, 0)) == [], "its old row did"
+    assert events_of(made, changed(9, 0)) == [block_removed(1)]
+
+
+def test_messages_survive_any_cut() -> None:
+    changes = (
+        CHANGES_HEAD.pack(CHANGES, 1, 1, 2, 1, 2) + struct.pack("<I", 8) + struct.pack("<IB", 7, 4)
+        + struct.pack("<II", 1, 2) + struct.pack("<II", 0, 0) + bytes([1, 3]) + struct.pack("<HH", 0, 2)
+        + bytes([0, 1]) + key(1) + key(2) + NO_PARENT + tokens(2)
     )  # fmt: skip
-    expected = [KIND, stored(1), changed(1, 0), ResetRecord()]
+    raw = pack_kind(0, 2, 0, TOPIC) + changes + bytes([RESET])
+    blocks = [StoredBlock(1, 0, 1, key(1), NO_PARENT, b""), StoredBlock(2, 0, 3, key(2), key(1), tokens(2))]
     for cut in range(len(raw) + 1):
         data = bytearray(raw[:cut])
         found = list(unpack(data))
         data += raw[cut:]
-        assert found + list(unpack(data)) == expected and not data
+        kind, middle, end = found + list(unpack(data))
+        assert (kind, end) == (KIND, ResetRecord()) and not data
+        assert isinstance(middle, Changes)
+        assert (list(middle.gone), middle.changed, middle.stored) == ([8], [(7, 4)], blocks)
+
+
+def test_batches_for_replay_are_bounded_by_their_bytes() -> None:
+    made = stream(kept_bytes=1000)
+    made.apply([KindRecord(1, 2, 0, b"kv@n.other@m")])
+    for number in range(1, 40):
+        events_of(made, stored(number, kind=number % 2))
+        assert made.kept_bytes <= 1000
+        for topic in made.topics:
+            kept = made.replay(1, topic)
+            assert len(kept) == 1 or sum(len(batch.payload) for batch in kept) <= 1000
+    late = Subscriber()
+    for batch in made.replay(0, TOPIC):
+        late.apply(batch.number, batch.payload)
+    assert set(late.held()["CPU", ""]) == {hash_of(key(number)) for number in range(2, 40, 2)}
 
 
 def test_replay_has_the_batches_or_the_whole_state() -> None:

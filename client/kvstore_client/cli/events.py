@@ -17,7 +17,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 
 EXTRA: Final = "events"
 POLL_MS: Final = 200
-_COUNTERS: Final = ("published_events", "replayed_batches", "event_snapshots", "dropped_events", "event_restarts")
+_COUNTERS: Final = ("published_events", "replayed_batches", "event_snapshots", "event_restarts")
 _FIELDS: Final = {  # of events that are arrays, in order
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
                     "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),

@@ -1,104 +1,230 @@
-"""The control thread's part: each change of where a block can be read becomes a record. It neither encodes nor sends.
+"""The control thread's part: it notes the row of each change, and a little later sends what the rows have become.
 
-Owns which blocks the publisher knows, and with or without their token ids. Invariant: after `announce_all` has run to
-its end, the publisher's model has what residency has, but for records that wait.
+A put pays for an append; everything else is done for all rows of some milliseconds together, in columns. A block that
+was stored and has gone meanwhile is never heard of. While the publisher cannot take more, rows wait; noted twice, they
+are sent once.
+
+Owns which blocks the publisher knows, by row and generation, and with or without their token ids. Invariants: a row
+that the publisher knows otherwise than residency has it waits in `_rows`; a block is sent after its parent.
 """
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from kvstore_proto.arena import MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
+import numpy as np
+import numpy.typing as npt
+
 from kvstore_tiers.base import Tier
-from kvstored.events.records import CHANGED, CHANGED_HEAD, RESET, STORED, STORED_HEAD, pack_kind
+from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
+from kvstored.events.token_columns import TokenColumns
 from kvstored.store.blocks import Residency
 
-ROWS_A_SLICE = 2000  # some 2 ms of the control thread
+DELAY_S = 0.1  # from the first change to sending it
+ROWS_A_SLICE = 1000  # some half a millisecond of the control thread
+ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are looked for
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
 KindText = Callable[[int], tuple[bytes, int] | None]
+Numbers = npt.NDArray[np.int64]
+
+
+class Outlet(Protocol):
+    """What takes messages. Sent to while it is not ready, it keeps them."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def send(self, message: bytes) -> None: ...
 
 
 class EventFeed:
-    """A presence listener. `kind_text` gives a row kind's topic and its tokens a block; None: not published. `append`
-    takes records. `tiers`: by position; those in memory are where token ids are read; none where they are private."""
+    """`kind_text` gives a row kind's topic and its tokens a block; None: not published. `tiers`: by position; those in
+    memory are where token ids are read; none where they are private. `call_later`: after seconds, on this thread."""
 
     def __init__(
         self,
         residency: Residency,
         tiers: Sequence[Tier],
         kind_text: KindText,
-        append: Callable[[bytes], object],
-        schedule: Callable[[Callable[[], None]], object],
+        outlet: Outlet,
+        call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._residency = residency
-        self._tiers = tiers
-        self._readable = sum(1 << position for position, tier in enumerate(tiers) if tier.info.is_in_memory)
+        self._tokens = TokenColumns(residency, tiers)
         self._kind_text = kind_text
-        self._append = append
-        self._schedule = schedule
-        self._known = bytearray()  # by row
-        self._kinds: dict[int, bool] = {}  # the publisher knows them; whether it is to
-        self._round = 0  # of announcing everything
+        self._outlet = outlet
+        self._call_later = call_later
+        self._rows = array("I")  # that wait, from `_taken` on
+        self._taken = 0
+        self._is_on = self._is_waiting = False  # changes are noted; `_flush` is to be called
+        self._known = np.zeros(0, np.uint8)  # by row
+        self._generation = np.zeros(0, np.uint32)  # of the block that is known
+        self._place = np.zeros(0, np.int32)  # in the slice in hand, from 1; else 0
+        self._published = np.zeros(0, np.uint8)  # by row kind
 
-    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """See `PresenceListener`."""
-        rows = self._residency.rows
-        kind = rows.kind[row]
-        if not self._kinds.get(kind) and not self._learn(kind):
-            return
-        if row >= len(self._known):
-            self._known.extend(bytes(rows.capacity - len(self._known)))
-        known = self._known[row]
-        if not mask:
-            if known:
-                self._known[row] = UNKNOWN
-                self._append(CHANGED_HEAD.pack(CHANGED, 0, kind, key))
-        elif known == WITH_TOKENS or (known and not mask & self._readable):
-            self._append(CHANGED_HEAD.pack(CHANGED, mask, kind, key))
-        else:
-            tokens = self._tokens(row, mask)
-            self._known[row] = WITH_TOKENS if mask & self._readable else KNOWN
-            parent = self._residency.parent_key(row)
-            self._append(STORED_HEAD.pack(STORED, mask, kind, key, parent, len(tokens) // 4) + tokens)
+    @property
+    def waiting_rows(self) -> int:
+        """Changes that have not been sent."""
+        return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """Let the publisher forget what it knows, and announce everything, a slice at a time; changes meanwhile are
-        announced as they happen."""
-        self._round += 1
-        self._known = bytearray(self._residency.rows.capacity)
-        self._kinds.clear()
-        self._append(bytes([RESET]))
-        self._announce(0, self._round)
-
-    def _announce(self, first: int, number: int) -> None:
-        if number != self._round:
-            return
+        """From now on notice changes. Let the publisher forget what it knows, and send it everything."""
         rows = self._residency.rows
-        end = min(first + ROWS_A_SLICE, rows.capacity)
-        for row in range(first, end):
-            mask = rows.mask[row]
-            if mask and not (row < len(self._known) and self._known[row]):
-                self.changed(self._residency.tenant_of(row), self._residency.key(row), mask, row)
-        if end < rows.capacity:
-            self._schedule(lambda: self._announce(end, number))
+        self._known = np.zeros(rows.capacity, np.uint8)
+        self._published = np.zeros(0, np.uint8)
+        self._outlet.send(bytes([RESET]))
+        self._is_on = True
+        self._wait_for(np.flatnonzero(np.frombuffer(rows.mask, np.uint8)))
+        self._wake()
 
-    def _learn(self, kind: int) -> bool:
-        """Whether blocks of this kind are published; the publisher hears of it first."""
-        if kind not in self._kinds:
-            text = self._kind_text(kind)
-            self._kinds[kind] = text is not None
+    def stop(self) -> None:
+        """Notice no more changes."""
+        self._is_on = False
+        self._residency.note_with(None)
+        del self._rows[:]
+        self._taken = 0
+
+    # What waits
+
+    def _wait_for(self, rows: Numbers) -> None:
+        """These rows wait, parents before children, in place of those that did."""
+        depth = np.frombuffer(self._residency.rows.depth, np.uint32)[rows]
+        depth = np.minimum(depth, 0xFFFF).astype(np.uint16)  # which numpy sorts in a tenth of the time
+        del self._rows[:]
+        self._taken = 0
+        self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
+
+    def _first(self, row: int) -> None:
+        self._rows.append(row)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._residency.note_with(self._rows.append)
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._call_later(DELAY_S, self._flush)
+
+    def _flush(self) -> None:
+        self._is_waiting = False
+        if not self._outlet.ready:
+            if self.waiting_rows > max(ROWS_AT_LEAST, 2 * self._residency.rows.capacity):
+                self._wait_for(np.unique(np.array(self._rows[self._taken :], np.int64)))
+        elif self.waiting_rows:
+            noted = np.array(self._rows[self._taken : self._taken + ROWS_A_SLICE], np.int64)
+            self._taken += len(noted)
+            if self._taken == len(self._rows):
+                del self._rows[:]
+                self._taken = 0
+            self._send(noted)
+        if self.waiting_rows:
+            self._is_waiting = True
+            self._call_later(0.0 if self._outlet.ready else DELAY_S, self._flush)
+        elif self._is_on:
+            self._residency.note_with(self._first)
+
+    # One slice
+
+    def _send(self, noted: Numbers) -> None:
+        """What these rows are now."""
+        columns = self._residency.rows
+        self._grow(columns.capacity)
+        if len(self._residency.kinds) > len(self._published):
+            self._learn_kinds()
+        wanted = self._published[np.frombuffer(columns.kind, np.uint32)[noted]] | self._known[noted]
+        rows = self._parents_first(noted[wanted != 0])
+        mask = np.frombuffer(columns.mask, np.uint8)[rows]
+        kind = np.frombuffer(columns.kind, np.uint32)[rows]
+        generation = np.frombuffer(columns.generation, np.uint32)[rows]
+        mask = mask * self._published[kind]
+        known, is_stored = self._known[rows], mask != 0
+        is_same = (known != UNKNOWN) & (self._generation[rows] == generation)
+        in_memory = mask & self._tokens.readable != 0
+        is_new = is_stored & (~is_same | ((known == KNOWN) & in_memory))
+        gone = rows[(known != UNKNOWN) & ~(is_same & is_stored)]
+        other = is_same & is_stored & ~is_new
+        new = rows[is_new]
+        self._known[gone] = UNKNOWN
+        self._known[new] = np.where(in_memory[is_new], WITH_TOKENS, KNOWN)
+        self._generation[new] = generation[is_new]
+        if len(gone) or len(new) or other.any():
+            stored, parents, ids = self._stored_columns(new, kind[is_new], mask[is_new])
+            head = CHANGES_HEAD.pack(
+                CHANGES, len(gone), int(other.sum()), len(new), len(parents) // 16, len(ids) // 4
+            )  # fmt: skip
+            changed = rows[other].astype(np.uint32).tobytes() + mask[other].tobytes()
+            self._outlet.send(b"".join((head, gone.astype(np.uint32).tobytes(), changed, stored, parents, ids)))
+
+    def _stored_columns(
+        self, rows: Numbers, kind: npt.NDArray[np.uint32], mask: npt.NDArray[np.uint8]
+    ) -> tuple[bytes, bytes, bytes]:
+        """Of blocks that are stored: what each has, the keys of parents, token ids."""
+        if not len(rows):
+            return b"", b"", b""
+        counts, ids = self._tokens.read(rows, mask)
+        parent = np.frombuffer(self._residency.rows.parent, np.int32)[rows]
+        follows = np.zeros(len(rows), np.uint8)
+        follows[1:] = parent[1:] == rows[:-1]
+        stored = (rows.astype(np.uint32).tobytes(), kind.tobytes(), mask.tobytes(), counts.tobytes(), follows.tobytes())
+        parent_key = self._residency.parent_key
+        parents = b"".join([parent_key(row) for row in rows[follows == 0].tolist()])
+        return b"".join(stored) + self._keys(rows), parents, ids
+
+    def _keys(self, rows: Numbers) -> bytes:
+        keys, key = self._residency.rows.keys, self._residency.key
+        return b"".join([keys[row] or key(row) for row in rows.tolist()])
+
+    def _parents_first(self, noted: Numbers) -> Numbers:
+        """Each of these rows once, at its last change, and before them what is stored above them that the publisher
+        does not know yet."""
+        columns = self._residency.rows
+        order = np.arange(1, len(noted) + 1)
+        self._place[noted] = order  # the last of those that are the same row stays
+        is_last = self._place[noted] == order
+        noted, order = noted[is_last], order[is_last]
+        parents = np.frombuffer(columns.parent, np.int32)
+        above = parents[noted]
+        places = np.where(above >= 0, self._place[above], 0)
+        lost = (above >= 0) & (places == 0) & self._is_news(above)
+        late = places > order
+        found = noted
+        if lost.any():
+            extra: list[int] = []
+            for row in above[lost].tolist():
+                while row >= 0 and not self._place[row] and self._is_news(np.array([row]))[0]:
+                    self._place[row] = 1
+                    extra.append(row)
+                    row = int(parents[row])
+            found = np.concatenate((np.array(extra, np.int64), noted))
+        self._place[found] = 0
+        if lost.any() or late.any():
+            depth = np.frombuffer(columns.depth, np.uint32)[found]
+            found = found[np.argsort(depth, kind="stable")]
+        return found
+
+    def _is_news(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
+        columns = self._residency.rows
+        stored = np.frombuffer(columns.mask, np.uint8)[rows] != 0
+        other = np.frombuffer(columns.generation, np.uint32)[rows] != self._generation[rows]
+        found: npt.NDArray[np.bool_] = stored & (other | (self._known[rows] == UNKNOWN))
+        return found
+
+    def _learn_kinds(self) -> None:
+        """Which kinds of rows are published; the publisher hears of them first."""
+        kinds = self._residency.kinds
+        texts = [self._kind_text(number) for number in range(len(self._published), len(kinds))]
+        for number, text in enumerate(texts, len(self._published)):
             if text is not None:
-                topic, block_tokens = text
-                self._append(pack_kind(kind, block_tokens, self._residency.kinds[kind].group, topic))
-        return self._kinds[kind]
+                self._outlet.send(pack_kind(number, text[1], kinds[number].group, text[0]))
+        more = np.array([text is not None for text in texts], np.uint8)
+        self._published = np.concatenate((self._published, more))
 
-    def _tokens(self, row: int, mask: int) -> bytes:
-        """The token ids in the header of a copy in memory, packed; empty where there is none."""
-        mask &= self._readable
-        if not mask:
-            return b""
-        position = (mask & -mask).bit_length() - 1
-        address = self._tiers[position].slot_segment(self._residency.slot(row, position)).address
-        count = int.from_bytes(ctypes.string_at(address + TOKEN_COUNT_OFFSET, 4), "little")
-        return ctypes.string_at(address + TOKENS_OFFSET, 4 * count) if count <= MAX_TOKENS else b""
+    def _grow(self, capacity: int) -> None:
+        more = capacity - len(self._place)
+        if more > 0:
+            self._generation = np.concatenate((self._generation, np.zeros(more, np.uint32)))
+            self._place = np.concatenate((self._place, np.zeros(more, np.int32)))
+        if capacity > len(self._known):
+            self._known = np.concatenate((self._known, np.zeros(capacity - len(self._known), np.uint8)))

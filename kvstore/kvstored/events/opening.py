@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import re
@@ -77,11 +78,10 @@ def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, 
             return names.topic(tenant, digest.hex()[:12]), 0
         return names.topic(tenant, fingerprint.model_name), fingerprint.block_tokens
 
-    feed = EventFeed(
-        residency, store.tiers if section.tokens else (), kind_text, publisher.append, publisher.schedule
-    )  # fmt: skip
+    call_later = asyncio.get_running_loop().call_later
+    feed = EventFeed(residency, store.tiers if section.tokens else (), kind_text, publisher, call_later)
     publisher.announce_all = feed.announce_all
-    residency.observe(feed)
+    stack.callback(feed.stop)
     feed.announce_all()
     log.info("KV events are published on %s", section.listen)
 

@@ -1,8 +1,7 @@
-"""The daemon's side of the process that publishes events: starts it, sends it records, replaces it when it has died.
+"""The daemon's side of the process that publishes events: starts it, sends it messages, replaces it when it has died.
 
-Records are sent a few milliseconds after the first that waits. When more wait than `BACKLOG_BYTES`, later ones are
-dropped, and everything is announced anew once those are sent: a subscriber then sees a clear and all blocks.
-Single-threaded, on the control loop, and never blocks it once it has started.
+A message is sent at once, as far as the process takes it; until it has taken all, `ready` says no. Single-threaded, on
+the control loop, and never blocks it once it has started.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from kvstored.telemetry import Counters
 log = logging.getLogger(__name__)
 START_S = 20.0
 AGAIN_S = 1.0  # from a death to the next start
-SEND_S = 0.005
 SEND_BYTES = 256 << 10  # at once: some 50 us
-BACKLOG_BYTES = 64 << 20
 EXTRA = "events"
 _NAMES = ("published_events", "replayed_batches", "event_snapshots")
 
@@ -45,11 +42,11 @@ class Publisher:
         self._loop = asyncio.get_running_loop()
         self.announce_all: Callable[[], None] = lambda: None
         self._waiting = bytearray()
-        self._timer: asyncio.TimerHandle | None = None
-        self._overflowed = False
         self._is_writing = self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | None = None  # of a process that publishes
+        self._coming: socket.socket | None = None  # of one that has not answered yet
+        self._timer: asyncio.TimerHandle | None = None  # of the next start, or of the end of waiting for one
         self._statistics = (0, 0, 0)
         self._start()
 
@@ -58,38 +55,27 @@ class Publisher:
         return self._process.pid if self._process is not None else -1
 
     @property
-    def waiting_bytes(self) -> int:
-        """Records that have not been sent to the process."""
-        return len(self._waiting)
+    def ready(self) -> bool:
+        """Whether there is a process, and it has taken everything so far."""
+        return self._socket is not None and not self._waiting
 
-    def append(self, record: bytes) -> None:
-        if self._socket is None or self._overflowed:
-            self._counters.add("dropped_events")
+    def send(self, message: bytes) -> None:
+        """Without a process it is lost: everything is announced to the next one."""
+        if self._socket is None:
             return
-        self._waiting += record
-        if self._timer is None and not self._is_writing:
-            self._timer = self._loop.call_later(SEND_S, self._send)
-        elif len(self._waiting) > BACKLOG_BYTES:
-            self._overflowed = True
-            log.warning("KV events: the queue is full; all blocks are announced again when it has drained")
-
-    def schedule(self, action: Callable[[], None]) -> None:
-        """Run a piece of a long announcement soon, once little waits."""
-        if len(self._waiting) < SEND_BYTES:
-            self._loop.call_soon(action)
-        elif not self._closed:
-            self._loop.call_later(SEND_S, self.schedule, action)
+        self._waiting += message
+        if not self._is_writing:
+            self._write()
 
     def close(self) -> None:
         """End the process. Idempotent."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         self._leave()
 
     # The process
 
-    def _start(self) -> None:
+    def _launch(self) -> socket.socket:
+        """A new process, which is to answer."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -97,19 +83,26 @@ class Publisher:
                 pass_fds=(theirs.fileno(),), env=variables_of_children(), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         raw = json.dumps(dict(self._settings)).encode()
+        ours.sendall(struct.pack("<I", len(raw)) + raw)  # which a new socket takes at once
+        return ours
+
+    def _start(self) -> None:
+        """The first process; waits for it. Raises PublisherError."""
+        ours = self._launch()
         ours.settimeout(START_S)
         try:
-            ours.sendall(struct.pack("<I", len(raw)) + raw)
             answer = _line(ours)
         except OSError:
             answer = ""
         if answer != "ready":
-            self._process.kill()
-            self._process.wait()
             ours.close()
+            self._leave()
             raise PublisherError(
                 answer or f"the process for KV events did not start; is there `pip install 'kvstored[{EXTRA}]'`?"
             )
+        self._use(ours)
+
+    def _use(self, ours: socket.socket) -> None:
         ours.setblocking(False)
         self._socket, self._statistics = ours, (0, 0, 0)
         self._loop.add_reader(ours.fileno(), self._receive)
@@ -134,39 +127,61 @@ class Publisher:
         self._leave()
         if not self._closed:
             log.warning("the process for KV events has died; it is started again")
-            self._loop.call_later(AGAIN_S, self._start_again)
+            self._timer = self._loop.call_later(AGAIN_S, self._start_again)
 
     def _start_again(self) -> None:
-        if self._closed:
-            return
+        """As `_start`, but nothing waits for the answer."""
         self._counters.add("event_restarts")
         try:
-            self._start()
-        except (PublisherError, OSError) as error:
-            log.error("no KV events: %s", error)
-            self._loop.call_later(10 * AGAIN_S, self._start_again)
+            self._coming = self._launch()
+        except OSError as error:
+            self._failed(str(error))
             return
+        self._coming.setblocking(False)
+        self._loop.add_reader(self._coming.fileno(), self._answered)
+        self._timer = self._loop.call_later(START_S, self._failed, f"it did not answer for {START_S:g} s")
+
+    def _answered(self) -> None:
+        """The process that was started again says a line."""
+        assert self._coming is not None and self._timer is not None
+        try:
+            answer = _line(self._coming)
+        except OSError as error:
+            answer = str(error)
+        if answer != "ready":
+            self._failed(answer or "it ended")
+            return
+        self._timer.cancel()
+        ours, self._coming, self._timer = self._coming, None, None
+        self._loop.remove_reader(ours.fileno())
+        self._use(ours)
         self.announce_all()
 
+    def _failed(self, why: str) -> None:
+        log.error("no KV events: %s", why)
+        self._leave()
+        self._timer = self._loop.call_later(10 * AGAIN_S, self._start_again)
+
     def _leave(self) -> None:
-        if self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_writer(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+        for connection in (self._socket, self._coming):
+            if connection is not None:
+                self._loop.remove_reader(connection.fileno())
+                self._loop.remove_writer(connection.fileno())
+                connection.close()
+        self._socket = self._coming = None
         self._waiting.clear()
-        self._overflowed = self._is_writing = False
-        self._timer = None
+        self._is_writing = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     # Sending
 
-    def _send(self) -> None:
-        self._timer = None
-        if self._socket is None:
-            return
+    def _write(self) -> None:
+        assert self._socket is not None
         sent = 0
         with (
             contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionError),
@@ -174,17 +189,13 @@ class Publisher:
         ):
             sent = self._socket.send(part)
         del self._waiting[:sent]
-        if self._waiting:
-            if not self._is_writing:
-                self._is_writing = True
-                self._loop.add_writer(self._socket.fileno(), self._send)
+        if bool(self._waiting) == self._is_writing:
             return
+        self._is_writing = bool(self._waiting)
         if self._is_writing:
-            self._is_writing = False
+            self._loop.add_writer(self._socket.fileno(), self._write)
+        else:
             self._loop.remove_writer(self._socket.fileno())
-        if self._overflowed:
-            self._overflowed = False
-            self.announce_all()
 
 
 def _line(connection: socket.socket) -> str:

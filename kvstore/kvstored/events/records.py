@@ -1,24 +1,32 @@
-"""What the daemon writes to the process that publishes events: a stream of records, each a change of one block.
+"""What the daemon writes to the process that publishes events: messages, each of changes that are sent together.
 
     kind     u8 1, u32 number, u32 tokens a block, u16 group, u16 length, topic
-    stored   u8 2, u8 mask, u32 kind, 16 key, 16 parent, u16 count, count * 4 bytes of token ids
-    changed  u8 3, u8 mask, u32 kind, 16 key            a block that has been `stored` before; mask 0: gone
-    reset    u8 4                                       forget everything: all blocks are `stored` again
+    changes  u8 2, u32 each: gone, changed, stored, parents, token ids; then columns, of as many entries:
+             gone     u32 row                           its block is stored nowhere now
+             changed  u32 row; u8 mask                  its block is stored elsewhere now
+             stored   u32 row; u32 kind; u8 mask; u16 token ids; u8 follows; 16 key
+             parents  16 key                            in order, of the stored that do not follow the one before
+             tokens   i32                               in order
+    reset    u8 3                                       forget everything: all blocks are `stored` again
 The first message of a connection is the settings: u32 length, JSON. Little-endian.
-Invariants: a kind comes before its first block; a block's `stored` before its `changed`.
+Invariants: a kind comes before its first block. In `changes` what is gone is to be applied first, then what changed,
+then what is stored: a row that is gone may be another block's already.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-KIND, STORED, CHANGED, RESET = 1, 2, 3, 4
+from kvstore_proto.identity import KEY_BYTES
+
+KIND, CHANGES, RESET = 1, 2, 3
 KIND_HEAD = struct.Struct("<BIIHH")
-STORED_HEAD = struct.Struct("<BBI16s16sH")
-CHANGED_HEAD = struct.Struct("<BBI16s")
-_SIZES = {KIND: KIND_HEAD.size, STORED: STORED_HEAD.size, CHANGED: CHANGED_HEAD.size, RESET: 1}
+CHANGES_HEAD = struct.Struct("<BIIIII")
+_SIZES = {KIND: KIND_HEAD.size, CHANGES: CHANGES_HEAD.size, RESET: 1}
+GONE_BYTES, CHANGED_BYTES, STORED_BYTES = 4, 5, 12 + KEY_BYTES
 STATISTICS = struct.Struct("<QQQ")  # from the process: events published, batches replayed, snapshots; since its start
 
 
@@ -29,25 +37,28 @@ class KindRecord(NamedTuple):
     topic: bytes
 
 
-class StoredRecord(NamedTuple):
-    mask: int
+class StoredBlock(NamedTuple):
+    row: int
     kind: int
+    mask: int
     key: bytes
     parent: bytes
     tokens: bytes
 
 
-class ChangedRecord(NamedTuple):
-    mask: int
-    kind: int
-    key: bytes
+class Changes(NamedTuple):
+    """`gone`: rows. `changed`: rows with their masks."""
+
+    gone: Sequence[int] = ()
+    changed: Sequence[tuple[int, int]] = ()
+    stored: Sequence[StoredBlock] = ()
 
 
 class ResetRecord(NamedTuple):
     pass
 
 
-Record = KindRecord | StoredRecord | ChangedRecord | ResetRecord
+Record = KindRecord | Changes | ResetRecord
 
 
 def pack_kind(number: int, block_tokens: int, group: int, topic: bytes) -> bytes:
@@ -55,7 +66,7 @@ def pack_kind(number: int, block_tokens: int, group: int, topic: bytes) -> bytes
 
 
 def unpack(data: bytearray) -> Iterator[Record]:
-    """The whole records at the start of `data`, which keeps what is after them."""
+    """The whole messages at the start of `data`, which keeps what is after them."""
     at, end = 0, len(data)
     try:
         while at < end:
@@ -63,16 +74,14 @@ def unpack(data: bytearray) -> Iterator[Record]:
             begin, at_next = at, at + _SIZES[form]
             if at_next > end:
                 return
-            if form == CHANGED:
-                _, mask, kind, key = CHANGED_HEAD.unpack_from(data, begin)
-                at = at_next
-                yield ChangedRecord(mask, kind, key)
-            elif form == STORED:
-                _, mask, kind, key, parent, count = STORED_HEAD.unpack_from(data, begin)
-                if at_next + 4 * count > end:
+            if form == CHANGES:
+                _, gone, changed, stored, parents, tokens = CHANGES_HEAD.unpack_from(data, begin)
+                nbytes = gone * GONE_BYTES + changed * CHANGED_BYTES + stored * STORED_BYTES
+                nbytes += parents * KEY_BYTES + 4 * tokens
+                if at_next + nbytes > end:
                     return
-                at = at_next + 4 * count
-                yield StoredRecord(mask, kind, key, parent, bytes(data[at_next:at]))
+                at = at_next + nbytes
+                yield _changes(bytes(data[at_next:at]), gone, changed, stored, parents)
             elif form == KIND:
                 _, number, block_tokens, group, length = KIND_HEAD.unpack_from(data, begin)
                 if at_next + length > end:
@@ -84,3 +93,39 @@ def unpack(data: bytearray) -> Iterator[Record]:
                 yield ResetRecord()
     finally:
         del data[:at]
+
+
+def _changes(data: bytes, gone: int, changed: int, stored: int, parents: int) -> Changes:
+    at = 0
+
+    def column(code: str, count: int) -> array[int]:
+        nonlocal at
+        found = array(code)
+        end = at + count * found.itemsize
+        found.frombytes(data[at:end])
+        at = end
+        return found
+
+    gone_rows = column("I", gone)
+    masks = list(zip(column("I", changed), column("B", changed), strict=True))
+    heads = list(
+        zip(
+            column("I", stored), column("I", stored), column("B", stored), column("H", stored), column("B", stored),
+            strict=True,
+        )
+    )  # fmt: skip
+    key_at, parent_at = at, at + stored * KEY_BYTES
+    tokens_at = parent_at + parents * KEY_BYTES
+    blocks: list[StoredBlock] = []
+    key = b""
+    for row, kind, mask, count, follows in heads:
+        if follows:
+            parent = key
+        else:
+            parent = data[parent_at : parent_at + KEY_BYTES]
+            parent_at += KEY_BYTES
+        key = data[key_at : key_at + KEY_BYTES]
+        key_at += KEY_BYTES
+        blocks.append(StoredBlock(row, kind, mask, key, parent, data[tokens_at : tokens_at + 4 * count]))
+        tokens_at += 4 * count
+    return Changes(gone_rows, masks, blocks)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstored.events.encoding import Cleared, Encode, Place, Removed, Stored, hash_of
-from kvstored.events.records import ChangedRecord, KindRecord, Record, ResetRecord, StoredRecord
+from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock
 
 NO_PARENT = bytes(16)
 MAX_RUN = 1024  # blocks in one event
+KEPT_BYTES = 64 << 20  # of batches for replay, of all topics together
 
 
 class Block(NamedTuple):
@@ -27,6 +28,7 @@ class Block(NamedTuple):
     parent: bytes
     tokens: bytes
     kind: int
+    row: int
 
 
 class Batch(NamedTuple):
@@ -38,20 +40,27 @@ class Batch(NamedTuple):
 @dataclass
 class _Topic:
     name: bytes
-    kept: deque[tuple[int, bytes]]
-    next_number: int = 0
+    next_number: int
+    kept: deque[tuple[int, bytes]] = field(default_factory=deque)
+    forgotten: int = 0  # batches that the stream's order of all still counts
     blocks: dict[bytes, Block] = field(default_factory=dict)
     events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
     last_key: bytes = b""  # of the last block in the last event
 
 
 class EventStream:
-    """`places`: by tier position. `buffer`: batches kept for each topic. `now_s`: wall time. `first_number`: of each
-    topic; larger than any of a process before this one, so that a subscriber that lost the end of the one and the
-    beginning of the other sees a gap."""
+    """`places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` those of all. `now_s`: wall time.
+    `first_number`: of each topic; larger than any of a process before this one, so that a subscriber that lost the end
+    of the one and the beginning of the other sees a gap."""
 
     def __init__(
-        self, places: Sequence[Place], encode: Encode, buffer: int, now_s: Callable[[], float], first_number: int = 0
+        self,
+        places: Sequence[Place],
+        encode: Encode,
+        buffer: int,
+        now_s: Callable[[], float],
+        first_number: int = 0,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._first_number = first_number
         self._places = list(dict.fromkeys(places))
@@ -61,6 +70,10 @@ class EventStream:
         ]
         self._encode = encode
         self._buffer = buffer
+        self._most_bytes = kept_bytes
+        self.kept_bytes = 0
+        self._kept: deque[_Topic] = deque()  # whose each batch is, oldest first
+        self._rows: dict[int, tuple[_Topic, bytes]] = {}
         self._now_s = now_s
         self._kinds: dict[int, KindRecord] = {}
         self._topics: dict[bytes, _Topic] = {}
@@ -74,18 +87,18 @@ class EventStream:
     def apply(self, records: Iterable[Record]) -> None:
         """Take in changes; `batches` has what follows from them."""
         for record in records:
-            if isinstance(record, ChangedRecord):
-                self._changed(record)
-            elif isinstance(record, StoredRecord):
-                self._stored(record)
+            if isinstance(record, Changes):
+                for row in record.gone:
+                    self._changed(row, 0)
+                for row, mask in record.changed:
+                    self._changed(row, mask)
+                for block in record.stored:
+                    self._stored(block)
             elif isinstance(record, KindRecord):
-                topic = self._topics.get(record.topic)
-                if topic is None:
-                    topic = self._topics[record.topic] = _Topic(
-                        record.topic, deque(maxlen=self._buffer), self._first_number
-                    )
+                topic = self._topics.setdefault(record.topic, _Topic(record.topic, self._first_number))
                 self._kinds[record.number], self._topic_of_kind[record.number] = record, topic
             elif isinstance(record, ResetRecord):
+                self._rows.clear()
                 for topic in self._topics.values():
                     topic.blocks.clear()
                     topic.events = [Cleared()]  # what has not been sent yet is void
@@ -97,7 +110,7 @@ class EventStream:
             if topic.events:
                 events, topic.events, topic.last_key = topic.events, [], b""
                 payload, number = self._encode(self._now_s(), events), topic.next_number
-                topic.kept.append((number, payload))
+                self._keep(topic, number, payload)
                 topic.next_number += 1
                 self.published_events += len(events)
                 yield Batch(topic.name, number, payload)
@@ -108,9 +121,9 @@ class EventStream:
         if name is None:
             name = next(iter(self._topics)) if len(self._topics) == 1 else None
         topic = self._topics.get(name) if name is not None else None
-        if topic is None or not topic.kept:
+        if topic is None or first == topic.next_number or topic.next_number == self._first_number:
             return []
-        if first < topic.kept[0][0] or first > topic.next_number:  # numbers of a process before this one
+        if not topic.kept or not topic.kept[0][0] <= first < topic.next_number:  # or a process before this one's
             self.snapshots += 1
             self.replayed_batches += 1
             return [Batch(topic.name, topic.next_number - 1, self._encode(self._now_s(), self._snapshot(topic)))]
@@ -118,29 +131,47 @@ class EventStream:
         self.replayed_batches += len(found)
         return found
 
+    def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
+        topic.kept.append((number, payload))
+        self._kept.append(topic)
+        self.kept_bytes += len(payload)
+        if len(topic.kept) > self._buffer:
+            topic.forgotten += 1
+            self.kept_bytes -= len(topic.kept.popleft()[1])
+        while self.kept_bytes > self._most_bytes:
+            oldest = self._kept.popleft()
+            if oldest.forgotten:
+                oldest.forgotten -= 1
+            else:
+                self.kept_bytes -= len(oldest.kept.popleft()[1])
+
     # One block
 
-    def _stored(self, record: StoredRecord) -> None:
-        topic = self._topic_of_kind[record.kind]
-        before = topic.blocks.get(record.key)
-        block = Block(self._places_of_mask[record.mask], record.parent, record.tokens, record.kind)
-        topic.blocks[record.key] = block
+    def _stored(self, new: StoredBlock) -> None:
+        topic = self._topic_of_kind[new.kind]
+        before = topic.blocks.get(new.key)
+        block = Block(self._places_of_mask[new.mask], new.parent, new.tokens, new.kind, new.row)
+        topic.blocks[new.key] = block
+        self._rows[new.row] = topic, new.key
         known = before.places if before is not None else 0
-        if before is not None and record.tokens and not before.tokens:
+        if before is not None and new.tokens and not before.tokens:
             known &= ~block.places  # announced without its tokens so far
-        self._announce(topic, record.key, block, known)
+        self._announce(topic, new.key, block, known)
 
-    def _changed(self, record: ChangedRecord) -> None:
-        topic = self._topic_of_kind[record.kind]
-        before = topic.blocks.get(record.key)
-        if before is None:
+    def _changed(self, row: int, mask: int) -> None:
+        """The block of `row` is in the places of `mask`; 0: it has gone."""
+        topic, key = self._rows[row]
+        if not mask:
+            del self._rows[row]
+        before = topic.blocks.get(key)
+        if before is None or before.row != row:  # it was stored again, in another row
             return
-        block = before._replace(places=self._places_of_mask[record.mask])
+        block = before._replace(places=self._places_of_mask[mask])
         if block.places:
-            topic.blocks[record.key] = block
+            topic.blocks[key] = block
         else:
-            del topic.blocks[record.key]
-        self._announce(topic, record.key, block, before.places)
+            del topic.blocks[key]
+        self._announce(topic, key, block, before.places)
 
     def _announce(self, topic: _Topic, key: bytes, block: Block, known: int) -> None:
         for number, place in enumerate(self._places):
@@ -182,7 +213,7 @@ class EventStream:
     # All blocks
 
     def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
-        whole = _Topic(topic.name, deque())
+        whole = _Topic(topic.name, 0)
         order = list(_parents_first(topic.blocks))
         for number, place in enumerate(self._places):
             for key in order:

@@ -26,6 +26,7 @@ from kvstored.events.stream import EventStream
 
 HIGH_WATER = 100_000  # batches that wait for one subscriber, at most; it misses those after
 READ_BYTES = 1 << 20
+LOWER = 5  # priority: where processors are short, events wait for puts, not puts for events
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -109,6 +110,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the daemon ends this process
     daemon = socket.socket(fileno=int(sys.argv[1]))
     settings = _receive_settings(daemon)
+    os.nice(LOWER)
     context = zmq.Context()
     name = ""
     try:

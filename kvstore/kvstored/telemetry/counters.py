@@ -68,7 +68,6 @@ COUNTERS = {
     "published_events": "KV events sent to subscribers",
     "replayed_batches": "batches of KV events sent again to subscribers that asked",
     "event_snapshots": "those that were the whole state instead, since older batches were gone",
-    "dropped_events": "changes that found the queue of KV events full; all blocks are announced again then",
     "event_restarts": "how often the process that publishes KV events was started again",
     "grpc_payload_bytes": "bytes of K/V that travelled inside gRPC: 0 but for unary calls",
 }

@@ -142,7 +142,7 @@ class Arrival:
         copies.put_run(found, slots, tenant)
         index.fingerprints.add(fingerprint_id)
         self._listeners.by_tier[tier].inserted_run(found, now_ns)
-        if self._listeners.presence is not None:
+        if self._listeners.is_followed:
             for row in found:
                 self._listeners.presence_changed(row)
         return found
@@ -177,7 +177,7 @@ class Arrival:
         rows.mask[row] = others | 1 << tier
         rows.filling[row] &= ~(1 << tier)
         self._listeners.by_tier[tier].inserted(row, now_ns)
-        if self._listeners.presence is not None:
+        if self._listeners.is_followed:
             self._listeners.presence_changed(row)
         if others:
             self._listeners.release(row, others)
@@ -200,10 +200,13 @@ class Arrival:
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
         """`rows` are new in `tier`, all at once."""
         listener, presence, view = self._listeners.by_tier[tier], self._listeners.presence, self._view
-        if isinstance(listener, NullListener) and presence is None:
+        noted = self._listeners.noted
+        if isinstance(listener, NullListener) and presence is None and noted is None:
             return
         for row in rows:
             listener.inserted(row, now_ns)
+            if noted is not None:
+                noted(row)
             if presence is not None:
                 presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row], row)
 

@@ -70,14 +70,17 @@ class _Each:
 
 class Listeners:
     """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one,
-    or all of them. `forgets`: who else keeps names of blocks, if there is one; `uses`: who else follows their uses."""
+    or all of them; `noted`: takes the row alone of each change, if it is set; `is_followed`: one of them is there.
+    `forgets`: who else keeps names of blocks, if there is one; `uses`: who else follows their uses."""
 
-    __slots__ = ("_view", "by_tier", "forgets", "presence", "uses")
+    __slots__ = ("_view", "by_tier", "forgets", "is_followed", "noted", "presence", "uses")
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: PresenceListener | None = None
+        self.noted: Callable[[int], object] | None = None
+        self.is_followed = False
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
         self.uses: Callable[[Sequence[int]], None] | None = None
 
@@ -88,6 +91,14 @@ class Listeners:
     def observe(self, listener: PresenceListener) -> None:
         """Notify `listener`, too, where blocks can be read, from now on."""
         self.presence = listener if self.presence is None else _Each(self.presence, listener)
+        self.is_followed = True
+
+    def note_with(self, note: Callable[[int], object] | None) -> None:
+        """Call `note` with the row of every change of where a block can be read, from now on, in place of what was
+        called before (None: nothing). It is called for each block of every put, so it should append the row and do its
+        work later, from what residency has by then: the row may be another block's, under another generation."""
+        self.noted = note
+        self.is_followed = note is not None or self.presence is not None
 
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
         """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
@@ -99,6 +110,8 @@ class Listeners:
 
     def presence_changed(self, row: int) -> None:
         """Where `row` can be read has changed."""
+        if self.noted is not None:
+            self.noted(row)
         if self.presence is not None:
             rows = self._view.rows
             key: bytes = rows.keys[row]  # type: ignore[assignment]  # a live row has a key

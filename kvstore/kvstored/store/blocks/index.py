@@ -48,6 +48,7 @@ class Residency(ResidencyView):
         listeners = Listeners(self)
         self.listen = listeners.listen
         self.observe = listeners.observe
+        self.note_with = listeners.note_with
         self.forget_with = listeners.forget_with
         self.use_with = listeners.use_with
         tree = ChainTree(self, listeners)

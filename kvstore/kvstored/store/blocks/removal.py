@@ -116,7 +116,7 @@ class Removal:
             mask[row] = 0
             del index.readable[key]
             removed(row)
-            if self._listeners.presence is not None:
+            if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
             index.ghost.remember(key, cause, now_ns, accesses[row])
             keys[row] = None
@@ -170,7 +170,7 @@ class Removal:
             self._listeners.by_tier[tier].removed_run(gone)
             readable = index.readable
             for row in gone:
-                if self._listeners.presence is not None:
+                if self._listeners.is_followed:
                     self._listeners.presence_changed(row)
                 key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
                 del readable[key]
@@ -231,7 +231,7 @@ class Removal:
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
             self._listeners.by_tier[tier].removed(row)
-            if self._listeners.presence is not None:
+            if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
         parent = rows.parent[row]
         if parent >= 0:

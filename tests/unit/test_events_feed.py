@@ -1,0 +1,149 @@
+"""What a put pays for events is a note; later the feed sends what rows have become: parents first, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstore_proto.arena import TOKEN_COUNT_OFFSET, TOKENS_OFFSET
+from kvstore_proto.identity import NO_PARENT
+from kvstore_tiers.base import Tier
+from kvstore_tiers.host import HostTier
+from kvstored.events.feed import ROWS_A_SLICE, EventFeed
+from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock, unpack
+from kvstored.lifecycle import Cause
+from tests.reference.blocks import Shelf, key
+
+SLOT_BYTES = 8192
+
+
+class Outlet:
+    def __init__(self) -> None:
+        self.sent = bytearray()
+        self.ready = True
+
+    def send(self, message: bytes) -> None:
+        self.sent += message
+
+
+class Feeding:
+    def __init__(self, *tiers: Tier, published: bool = True) -> None:
+        self.shelf = Shelf("host", "nvme")
+        self.residency = self.shelf.residency
+        self.outlet = Outlet()
+        self.due: list[Callable[[], None]] = []
+        self.feed = EventFeed(
+            self.residency, tiers, lambda kind: (b"topic", 2) if published else None, self.outlet,
+            lambda delay_s, action: self.due.append(action),
+        )  # fmt: skip
+        self.feed.announce_all()
+        self.sent()
+
+    def sent(self, flushes: int = 1000) -> list[Record]:
+        """What was sent once time has passed."""
+        while self.due and flushes:
+            flushes -= 1
+            due, self.due = self.due, []
+            for action in due:
+                action()
+        return list(unpack(self.outlet.sent))
+
+    def blocks(self) -> list[StoredBlock]:
+        return [block for each in self.sent() if isinstance(each, Changes) for block in each.stored]
+
+    def remove(self, number: int) -> None:
+        self.residency.remove(self.residency.find_any(0, key(number)), Cause.DROPPED, 2)
+
+
+def test_a_chain_is_sent_in_order_with_its_parents() -> None:
+    feeding = Feeding()
+    for number in range(4):
+        feeding.shelf.store(number, number - 1 if number else None, depth=number)
+    assert feeding.outlet.sent == b"", "a put waits for nothing"
+    kind, changes = feeding.sent()
+    assert kind == KindRecord(0, 2, 0, b"topic") and isinstance(changes, Changes)
+    assert [(block.key, block.parent) for block in changes.stored] == [
+        (key(number), key(number - 1) if number else NO_PARENT) for number in range(4)
+    ]
+
+
+def test_what_came_and_went_is_not_sent_and_what_changed_twice_is_sent_once() -> None:
+    feeding = Feeding()
+    row = feeding.shelf.store(1)
+    feeding.shelf.store(2)
+    feeding.residency.attach(row, 1, feeding.shelf.slot(), 2)
+    feeding.remove(2)
+    (block,) = feeding.blocks()
+    assert (block.key, block.mask) == (key(1), 0b11)
+    feeding.remove(1)
+    (gone,) = feeding.sent()
+    assert gone == Changes(gone=gone.gone, changed=[], stored=[]) and list(gone.gone) == [row]  # type: ignore[union-attr]
+
+
+def test_a_row_that_is_used_again_is_gone_and_stored() -> None:
+    feeding = Feeding()
+    row = feeding.shelf.store(1)
+    feeding.sent()
+    feeding.remove(1)
+    assert feeding.shelf.store(2) == row
+    (changes,) = feeding.sent()
+    assert isinstance(changes, Changes)
+    assert list(changes.gone) == [row] and [block.key for block in changes.stored] == [key(2)]
+
+
+def test_a_parent_that_is_noted_later_is_sent_first() -> None:
+    feeding = Feeding()
+    above = feeding.shelf.store(0)
+    feeding.shelf.store(1, 0, depth=1)
+    for number in range(2, ROWS_A_SLICE + 10):
+        feeding.shelf.store(number)
+    feeding.residency.attach(above, 1, feeding.shelf.slot(), 2)  # its last change is in the second slice
+    keys = [block.key for block in feeding.blocks()]
+    assert keys.index(key(0)) < keys.index(key(1)) and len(keys) == len(set(keys)) == ROWS_A_SLICE + 10
+
+
+def test_while_the_publisher_takes_nothing_rows_wait() -> None:
+    feeding = Feeding()
+    feeding.outlet.ready = False
+    row = feeding.shelf.store(1)
+    assert feeding.sent(5) == [] and feeding.feed.waiting_rows
+    assert row >= 0
+    feeding.outlet.ready = True
+    assert [block.key for block in feeding.blocks()] == [key(1)] and not feeding.feed.waiting_rows
+
+
+def test_a_new_publisher_hears_everything_again() -> None:
+    feeding = Feeding()
+    feeding.shelf.store(1)
+    feeding.shelf.store(2, 1, depth=1)
+    feeding.sent()
+    feeding.feed.announce_all()
+    reset, _, changes = feeding.sent()
+    assert reset == ResetRecord() and isinstance(changes, Changes)
+    assert [block.key for block in changes.stored] == [key(1), key(2)]
+
+
+def test_what_is_not_to_be_published_is_not_sent() -> None:
+    feeding = Feeding(published=False)
+    feeding.shelf.store(1)
+    assert feeding.sent() == []
+
+
+@pytest.mark.parametrize("count", [0, 2, 2000])
+def test_token_ids_are_those_of_the_copy_in_memory(count: int) -> None:
+    tier = HostTier(64 << 20, arena_bytes=2 << 20, copy_threads=1)
+    try:
+        feeding = Feeding(tier)
+        for number in range(600):  # in two arenas
+            slot = tier.allocate(SLOT_BYTES)
+            assert slot is not None
+            memory = tier.view(slot)
+            memory[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4] = list(count.to_bytes(4, "little"))
+            memory[TOKENS_OFFSET : TOKENS_OFFSET + 8] = list(number.to_bytes(8, "little"))
+            row = feeding.shelf.insert(number)
+            feeding.residency.attach(row, 0, slot, 1)
+        expected = [number.to_bytes(8, "little") if count == 2 else b"" for number in range(600)]
+        assert [block.tokens for block in feeding.blocks()] == expected
+    finally:
+        tier.close()
