@@ -221,6 +221,9 @@ def _rows(name: str, well: Seen, during: Seen, recovery_s: float) -> list[Row]:
         [(percentile(one.gets, part) * 1e3, percentile(one.puts, part) * 1e3) for one in (well, during)]
         for part in (50, 99)
     )
+    for what, at in (("get", 0), ("put", 1)):
+        ratios = ", ".join(f"{each[1][at] / each[0][at]:.2f}x" for each in (p50, p99))
+        progress(f"{name}: p50 and p99 of a {what}: {ratios}")
     whole = [seen.whole / max(1, seen.wanted) for seen in (well, during)]
     return [
         within(f"{name}: failed requests", during.failed, "", 1e-9),

@@ -55,7 +55,7 @@ class Demotion:
     def wants(self, row: int) -> bool:
         """Whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the gate
         does not want it."""
-        if self._residency.state(row, self._link.destination) or not self._link.is_open:
+        if self._residency.is_in(row, self._link.destination) or not self._link.is_open:
             return False
         if self._residency.token(row) in self._under_way:
             return True
@@ -119,7 +119,7 @@ class Demotion:
         if slot is None:
             return False
         row = residency.current(token)
-        if row < 0 or not residency.has(row, link.source) or residency.state(row, link.destination):
+        if row < 0 or not residency.has(row, link.source) or residency.is_in(row, link.destination):
             link.free(slot)
             return False
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

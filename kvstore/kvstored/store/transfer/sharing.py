@@ -97,7 +97,7 @@ class Sharing:
         residency, row = self._residency, self._residency.current(token)
         is_wanted = False
         for _ in range(MOST_WALKED):
-            if row < 0 or residency.state(row, self._link.destination):
+            if row < 0 or residency.is_in(row, self._link.destination):
                 break  # the blocks before it are there too: a tier is left from the end of a chain
             is_wanted = is_wanted or self._gate.shares(row)
             if is_wanted and self._is_lacking(row):
@@ -105,12 +105,12 @@ class Sharing:
             row = residency.parent(row)
 
     def _is_lacking(self, row: int) -> bool:
-        return self._residency.has(row, MAPPED) and not self._residency.state(row, self._link.destination)
+        return self._residency.has(row, MAPPED) and not self._residency.is_in(row, self._link.destination)
 
     def _begin(self, token: int) -> None:
         row = self._residency.current(token)
-        if row < 0 or not self._is_lacking(row):
-            return
+        if row < 0 or token in self._under_way or not self._is_lacking(row):
+            return  # under way too: it may still wait for room
         self._residency.pin(row)
         self._gate.spend(row)
         task = asyncio.get_running_loop().create_task(self._share(token))
