@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_tiers.base import Slot
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.policy_names import ALL, EVICTED, REUSED
@@ -16,6 +17,7 @@ from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import AT_ONCE
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, SLOT_BYTES, small_store
@@ -122,6 +124,33 @@ def test_a_deletion_waits_for_our_own_copies(tmp_path: Path) -> None:
         await shared_all(driven)
         assert not store.objects
 
+    run(tmp_path, scenario, store, ALL)
+
+
+def test_a_block_that_waits_for_room_is_shared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has_room, asked, broken = LossyStore(), asyncio.Event(), [0], list[str]()
+    allocate = Room.allocate
+
+    async def late(room: Room, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
+        asked[0] += not is_patient
+        if not is_patient:
+            await has_room.wait()
+        return await allocate(room, nbytes, tenant, is_patient=is_patient)
+
+    async def scenario(driven: DrivenStore) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(str(context)))
+        keys = keys_of(1, BLOCKS)
+        await driven.put(keys, DurabilityMode.NONE)
+        (sharing,) = driven.small.store.sharing
+        await driven.small.until(lambda: asked[0] == BLOCKS)
+        sharing.used([driven.small.residency.find(driven.client.tenant_id, key) for key in keys])
+        sharing.tick()
+        await driven.small.until(lambda: sharing.waiting == BLOCKS)
+        has_room.set()
+        await shared_all(driven)
+        assert (asked[0], broken) == (BLOCKS, [])
+
+    monkeypatch.setattr(Room, "allocate", late)
     run(tmp_path, scenario, store, ALL)
 
 
