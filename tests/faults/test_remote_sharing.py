@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_tiers.base import Slot
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.policy_names import ALL, EVICTED, REUSED
 from kvstored.store.blocks.check import check
+from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import AT_ONCE
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, SLOT_BYTES, small_store
@@ -39,6 +42,11 @@ def run(directory: Path, scenario: Scenario, store: LossyStore, share: str, byte
 
 def shared(store: LossyStore) -> set[bytes]:
     return {name[16:] for name in store.objects}
+
+
+def is_pinned(driven: DrivenStore, key: bytes) -> bool:
+    residency = driven.small.residency
+    return residency.pin_count(residency.find(driven.client.tenant_id, key)) > 0
 
 
 async def shared_all(driven: DrivenStore) -> None:
@@ -97,6 +105,53 @@ def test_an_answer_that_comes_late_is_there_for_the_next_request(tmp_path: Path)
     run(tmp_path / "first", first, store, ALL)
     run(tmp_path / "second", second, store, EVICTED)
     run(tmp_path / "third", third, store, EVICTED)
+
+
+def test_a_deletion_waits_for_our_own_copies(tmp_path: Path) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        keys = keys_of(1, 3 * AT_ONCE)
+        await driven.put(keys, DurabilityMode.NONE)
+        (sharing,) = driven.small.store.sharing
+        store.hang()
+        await driven.small.until(lambda: sharing.waiting > 1 and is_pinned(driven, keys[0]))
+        deleting = asyncio.create_task(driven.operations.delete.delete(driven.client, keys))
+        await asyncio.sleep(0)
+        assert not deleting.done()
+        store.let_go()
+        assert (await deleting).fates == [Fate.DELETED] * len(keys)
+        await shared_all(driven)
+        assert not store.objects
+
+    run(tmp_path, scenario, store, ALL)
+
+
+def test_a_block_that_waits_for_room_is_shared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has_room, asked, broken = LossyStore(), asyncio.Event(), [0], list[str]()
+    allocate = Room.allocate
+
+    async def late(room: Room, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
+        asked[0] += not is_patient
+        if not is_patient:
+            await has_room.wait()
+        return await allocate(room, nbytes, tenant, is_patient=is_patient)
+
+    async def scenario(driven: DrivenStore) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(str(context)))
+        keys = keys_of(1, BLOCKS)
+        await driven.put(keys, DurabilityMode.NONE)
+        (sharing,) = driven.small.store.sharing
+        await driven.small.until(lambda: asked[0] == BLOCKS)
+        sharing.used([driven.small.residency.find(driven.client.tenant_id, key) for key in keys])
+        sharing.tick()
+        await driven.small.until(lambda: sharing.waiting == BLOCKS)
+        has_room.set()
+        await shared_all(driven)
+        assert (asked[0], broken) == (BLOCKS, [])
+
+    monkeypatch.setattr(Room, "allocate", late)
+    run(tmp_path, scenario, store, ALL)
 
 
 def test_reused_shares_what_is_used_again_with_the_blocks_before_it(tmp_path: Path) -> None:

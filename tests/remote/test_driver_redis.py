@@ -284,24 +284,33 @@ def test_an_unknown_credential_is_refused() -> None:
         open_driver("redis://host", timeout_s=1, threads=1, credentials={"pasword": "x"})
 
 
-def test_a_write_that_was_given_up_does_not_come_back_after_a_removal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["the same process", "the next process"])
+def test_a_write_that_was_given_up_does_not_come_back_after_a_removal(tmp_path: Path, by: str) -> None:
     """The server was stopped: the bytes of the write wait in a connection that was closed."""
     port = free_port()
-    with (
-        redis_server(tmp_path, port=str(port), bind="127.0.0.1") as server,
-        closing(open_driver(f"redis://127.0.0.1:{port}/0", timeout_s=1.0, threads=4, credentials={})) as driver,
-        ThreadPoolExecutor(2) as threads,
-    ):
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server(tmp_path, port=str(port), bind="127.0.0.1"))
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        drivers = [
+            stack.enter_context(
+                closing(open_driver(f"redis://127.0.0.1:{port}/0", timeout_s=1.0, threads=4, credentials={}))
+            )
+            for _ in range(2)
+        ]
+        for generation, driver in enumerate(drivers):
+            driver.follow("test", generation)
+        writer, remover = drivers[0], drivers[by == "the next process"]
         names, value = new_names(3), memoryview(bytearray(noise(64 << 10, 1)))
         large = [memoryview(bytearray(8 * MIB)) for _ in range(2)]
-        driver.write([Placed(name, memory) for name, memory in zip(names[1:], large, strict=True)])
-        list(threads.map(lambda at: driver.read([Placed(names[1 + at], large[at])]), range(2)))  # two connections
+        writer.write([Placed(name, memory) for name, memory in zip(names[1:], large, strict=True)])
+        for driver in {writer, remover}:  # two connections of each
+            list(threads.map(lambda at, of=driver: of.read([Placed(names[1 + at], large[at])]), range(2)))
         server.freeze()
         with pytest.raises(TimeoutError):
-            driver.write([Placed(names[0], value)])
-        removed = threads.submit(driver.remove, names[:1])
+            writer.write([Placed(names[0], value)])
+        removed = threads.submit(remover.remove, names[:1])
         time.sleep(0.2)  # the bytes of the removal are with the stopped server, too
         server.thaw()
         removed.result()
         for _ in range(50):
-            assert driver.sizes(names[:1]) == [0]
+            assert remover.sizes(names[:1]) == [0]

@@ -166,6 +166,16 @@ def test_a_wrong_tier_is_named(tmp_path: Path, text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
+def test_an_option_that_an_object_store_does_not_know_is_named(tmp_path: Path) -> None:
+    """A process of its own loads the store's library."""
+    pytest.importorskip("obstore", reason="the extra remote is not installed: obstore")
+    tier = '[[tier]]\nname = "far"\nkind = "remote"\nurl = "s3://bucket/prefix?{}"'
+    with pytest.raises(ConfigError, match=r"far\.url: s3://bucket/prefix: .*regoin"):
+        of_file(tmp_path, tier.format("regoin=here"), *FIXED)
+    assert "far" in names(of_file(tmp_path, tier.format("region=here"), *FIXED))
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

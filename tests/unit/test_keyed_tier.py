@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 
 import numpy as np
+import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Outcome, OutcomeKind
@@ -14,6 +15,7 @@ from kvstore_tiers.objects import object_name
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from tests.reference.running_daemon import eventually
 
 CAPACITY_BYTES = 1 << 20
 PAYLOAD_BYTES = 5000
@@ -101,6 +103,26 @@ def test_operations_on_one_name_keep_their_order() -> None:
             tier.free(slot)
         assert finish(tier.sync).ok
         assert store.objects == {}
+
+
+def test_removals_that_failed_are_tried_again_and_of_many_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_tiers.keyed.MOST_UNREMOVED", 2)
+    store = LossyStore(refused=1.0)
+    keys = [bytes([number]) * 16 for number in range(4)]
+    with closing(KeyedTier(store, CAPACITY_BYTES, writers=1)) as tier:
+        store.hang()
+        for key in keys:
+            store.objects[object_name(b"t" * 16, key)] = b"x"
+            tier.remove(b"t" * 16, [key])
+        ended: list[Outcome] = []
+        tier.sync(ended.append)
+        store.let_go()
+        assert eventually(lambda: bool(ended)) and not ended[0].ok
+        store.refused = 0.0
+        assert finish(tier.sync).ok
+        assert sorted(name[16:] for name in store.objects) == keys[:2]
+        tier.remove(b"t" * 16, keys)
+        assert finish(tier.sync).ok and not store.objects, "an order that is given again is carried out"
 
 
 def test_sync_waits_for_what_came_before_and_for_nothing_else() -> None:

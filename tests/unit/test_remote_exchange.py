@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
+from tests.reference.running_daemon import eventually
 
 PATIENCE_S = 30.0
 
@@ -44,6 +45,25 @@ def test_a_caller_waits_for_room_and_ends_with_the_tier() -> None:
     parts.close()
     with pytest.raises(OSError, match="closed"):
         parts.take(1)
+
+
+def test_a_large_part_is_not_passed_by_small_ones() -> None:
+    parts = Parts(0, 4 * PART_ALIGNMENT)
+    small, large = parts.take(PART_ALIGNMENT), parts.take(3 * PART_ALIGNMENT)
+    taken: dict[int, tuple[int, int]] = {}
+
+    def take(pages: int) -> None:
+        taken[pages] = parts.take(pages * PART_ALIGNMENT)
+
+    threads = [threading.Thread(target=take, args=(pages,)) for pages in (3, 1)]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        assert eventually(lambda number=number: parts.waiting == number)  # type: ignore[misc]
+    parts.give_back(small)
+    parts.give_back(large)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert taken == {3: (0, 3 * PART_ALIGNMENT), 1: (3 * PART_ALIGNMENT, PART_ALIGNMENT)}, "who asked first"
 
 
 def test_the_memory_is_that_of_the_descriptor() -> None:

@@ -46,6 +46,7 @@ from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
 UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed
+MOST_UNREMOVED = 65536  # names: of older ones the orders were answered as failed, and have to be given again
 READERS, WRITERS = 32, 16  # operations at once; questions have a thread of their own
 
 
@@ -71,7 +72,7 @@ class KeyedTier(Tier):
         self._holders: Counter[bytes] = Counter()  # slots of one name
         self._order: dict[bytes, deque[_Operation]] = {}  # by name; the first is under way
         self._pending = PendingWrites()  # removals too
-        self._unremoved: set[bytes] = set()  # names that the store refused to remove
+        self._unremoved: dict[bytes, None] = {}  # names that the store refused to remove, oldest first
         self._quiet = threading.Condition(self._lock)
         self._running = 0
         self._closed = False
@@ -162,11 +163,11 @@ class KeyedTier(Tier):
 
     def sync(self, done: Completion) -> None:
         """The store has what was written before this call, and no longer what was removed; FAILED where it refuses to
-        remove something. The next sync tries that again."""
+        remove something. The next sync tries that again, for the last `MOST_UNREMOVED` names."""
         with self._lock:
-            again, self._unremoved = self._unremoved - self._holders.keys(), set()
+            again, self._unremoved = [name for name in self._unremoved if name not in self._holders], {}
         if again:
-            self._remove(list(again))
+            self._remove(again)
 
         def ended(all_well: bool) -> None:
             kind = OutcomeKind.DONE if all_well else OutcomeKind.FAILED
@@ -282,7 +283,9 @@ class KeyedTier(Tier):
             if not outcome.ok:
                 self._counters.failed()
                 with self._lock:
-                    self._unremoved.update(names)
+                    self._unremoved.update(dict.fromkeys(names))
+                    while len(self._unremoved) > MOST_UNREMOVED:
+                        del self._unremoved[next(iter(self._unremoved))]
 
         self._submit(
             self._writers, names, partial(self._store.remove, names), self._pending.begin(removed, must_succeed=True)

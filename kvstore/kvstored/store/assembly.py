@@ -44,7 +44,7 @@ from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.evacuation import Evacuation
-from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
+from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
 from kvstored.store.transfer.items import LaneSettings, Limits, Priority
@@ -63,7 +63,8 @@ from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
 KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
-KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
+KEYED_AT_ONCE, KEYED_WAIT_S = 16, 0.02  # demotions to a key-addressed tier: one that hangs keeps so many blocks in
+# place, and what makes room above it goes on without it after so long
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 # Before the first read no engine should wait for a hope; after it, what was seen says more.
 KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
@@ -133,6 +134,7 @@ class Store:
         self.mover = Mover(self._make_lanes(), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
+        self.copiers: list[Copier] = []
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
         demoter, below = self._make_rooms_of_keyed()
         if nvme is not None and self.breaker is not None:
@@ -145,6 +147,7 @@ class Store:
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
         self.sharing = self._make_sharing()
+        self.copiers += self.sharing
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_breaker(self, position: int) -> TierBreaker:
@@ -194,6 +197,7 @@ class Store:
                 self.residency, self._link(position - 1, position), rooms[0], demoter, self.damage, self.flows,
                 Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(MAPPED, position)),
             )  # fmt: skip
+            self.copiers.append(demoter)
         return demoter, rooms
 
     def _make_remote_gate(self, position: int) -> RemoteGate:
@@ -241,6 +245,7 @@ class Store:
             if position + 1 < in_memory:
                 link = self._link(position, position + 1)
                 demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
+                self.copiers.append(demoter)
             copies = MemoryRelocation(self.tiers[position], self.completions)
             rooms = [self._make_room(position, demoter, copies), *rooms]
         return rooms

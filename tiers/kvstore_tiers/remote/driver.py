@@ -53,6 +53,10 @@ class Driver(ABC):
         """Called once before all else: every `Placed.memory` will be a part of this, so that a library may register
         it."""
 
+    def follow(self, owner: str, generation: int) -> None:  # noqa: B027  # optional
+        """Called once before the first call: processes of this `owner` and of lower generations are dead. What they
+        began may still be carried out by the store; a removal has to end that, or wait for it, before it returns."""
+
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Bytes of each value; 0 where there is none."""

@@ -1,7 +1,8 @@
 """Memory that a daemon and the worker of a remote tier share: a file descriptor, and who has which part of it.
 
-Only the daemon gives out parts. Invariant: two parts that are out never overlap; a part is given back only when the
-worker has answered for it, or is dead.
+Only the daemon gives out parts. Invariants: two parts that are out never overlap; a part is given back only when the
+worker has answered for it, or is dead; callers have their parts in the order in which they asked, so that large ones
+are not passed by small ones for ever.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections import deque
 
 PART_ALIGNMENT = 4096
 
@@ -30,26 +32,44 @@ class Exchange:
 
 
 class Parts:
-    """Gives out parts of the bytes `begin` to `end`, the first that fits; a caller waits for one."""
+    """Gives out parts of the bytes `begin` to `end`, the first that fits; a caller waits for its turn and for one."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.largest_bytes = end - begin
         self._free = [(begin, end)]  # sorted, no two adjacent
         self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()  # one for each caller, in their order
         self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Callers that have no part yet."""
+        return len(self._waiting)
 
     def take(self, nbytes: int) -> tuple[int, int]:
         """Offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once closed."""
         nbytes = -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        turn = object()
         with self._changed:
-            while True:
-                if self._closed:
-                    raise OSError("the tier is closed")
-                for at, (begin, end) in enumerate(self._free):
-                    if end - begin >= nbytes:
-                        self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
-                        return begin, nbytes
-                self._changed.wait()
+            self._waiting.append(turn)
+            try:
+                while True:
+                    if self._closed:
+                        raise OSError("the tier is closed")
+                    part = self._first_fit(nbytes) if self._waiting[0] is turn else None
+                    if part is not None:
+                        return part
+                    self._changed.wait()
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
+        for at, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                return begin, nbytes
+        return None
 
     def give_back(self, part: tuple[int, int]) -> None:
         with self._changed:

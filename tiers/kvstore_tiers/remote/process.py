@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import socket
 import struct
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +33,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver."""
+    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver. `owner`: a
+    name that all workers of one tier share and no others; `generation`: how many of them there were before."""
 
     url: str
     timeout_s: float
@@ -40,6 +42,8 @@ class Settings:
     secret: str
     readers: int
     writers: int
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    generation: int = 0
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -204,5 +208,6 @@ class WorkerProcess:
             if time.monotonic() - running.began_s < PAUSE_S:
                 raise ConnectionError(errno.ECONNRESET, running.why_dead())
             self.restarts += 1
-            self._running = _Running(self._name, self._settings, self._memory_fd)
+            settings = replace(self._settings, generation=self.restarts)
+            self._running = _Running(self._name, settings, self._memory_fd)
             return self._running

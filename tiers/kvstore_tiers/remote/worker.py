@@ -195,6 +195,7 @@ def main() -> int:
             settings.url, timeout_s=settings.timeout_s, threads=settings.readers + settings.writers + 1,
             credentials=settings.credentials,
         )  # fmt: skip
+        driver.follow(settings.owner, settings.generation)
         driver.lend(memoryview(mapping))
     except Exception as error:
         connection.send_bytes(json.dumps({"refused": str(error) or type(error).__name__}).encode())

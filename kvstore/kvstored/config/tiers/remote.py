@@ -81,6 +81,17 @@ class RemoteSection(TierSection):
                 find_spec("cryptography") is not None,
                 f"{name}: a tier of kind remote needs more packages: pip install 'kvstored[remote]'",
             )
+            mistake = self._wrong_option()
+            need(not mistake, f"{name}.url: {mistake}")
+
+    def _wrong_option(self) -> str:
+        """What the library of an object store does not understand in the URL. The other drivers have few options, and a
+        worker that refuses them says so in the log."""
+        from kvstore_tiers.remote.check import mistake_in
+        from kvstore_tiers.remote.drivers import DRIVERS
+
+        parts = urlsplit(self.url)
+        return mistake_in(self.url) if parts.query and DRIVERS[parts.scheme] == "object_store" else ""
 
     def open(self, start: Start) -> KeyedTier:
         """Its worker process is started; the store need not be reachable. Raises ConfigError for a credentials file

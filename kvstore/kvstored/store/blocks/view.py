@@ -155,6 +155,10 @@ class ResidencyView:
     def state(self, row: int, tier: int) -> CopyState:
         return CopyState(self.copies[tier].state[row])
 
+    def is_in(self, row: int, tier: int) -> bool:
+        """Whether `tier` has a copy, readable or not."""
+        return bool(self.copies[tier].state[row])
+
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has a readable copy."""
         return bool(self.rows.mask[row] >> tier & 1)

@@ -48,5 +48,6 @@ class Operations:
             prefetch_budget_bytes=movement.prefetch_budget_bytes,
         )  # fmt: skip
         self.delete = Delete(
-            residency, store.writeback, [*store.keyed.values()], store.discard, store.completions, clock, deletions
-        )
+            residency, store.writeback, [*store.keyed.values()], store.copiers, store.discard, store.completions, clock,
+            deletions,
+        )  # fmt: skip

@@ -20,11 +20,12 @@ from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
+from kvstored.store.transfer.eviction import Copier
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import DeletionLog
 
 SLICE_BLOCKS = 64
-SETTLE_TIMEOUT_S = 2.0  # for blocks that are being written to NVMe just now
+SETTLE_TIMEOUT_S = 2.0  # for blocks that are being copied to another tier just now
 
 
 class Fate(Enum):
@@ -49,13 +50,14 @@ class Deleted:
 
 class Delete:
     """`retire[tier](slot, tenant)` takes the slots; `writeback` is None without a durable tier; `keyed` are tiers in
-    which a block that was deleted could be found again."""
+    which a block that was deleted could be found again. A copy under way of one of `copiers` is waited for."""
 
     def __init__(
         self,
         residency: Residency,
         writeback: WriteBack | None,
         keyed: Sequence[KeyedTier],
+        copiers: Sequence[Copier],
         retire: list[Callable[[Slot, int], None]],
         completions: CompletionQueue,
         clock: Clock,
@@ -65,6 +67,7 @@ class Delete:
         self._writeback = writeback
         self._retire = retire
         self._keyed = keyed
+        self._copiers = copiers
         self._completions = completions
         self._clock = clock
         self._log = deletions
@@ -76,8 +79,10 @@ class Delete:
         again, though nothing is left to delete, tries that again."""
         tenant = client.tenant_id
         residency, writeback = self._residency, self._writeback
-        if writeback is not None and any(self._is_pinned(tenant, key) for key in keys):
-            await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
+        if any(self._is_pinned(tenant, key) for key in keys):
+            if writeback is not None:
+                await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
+            await self._settle(tenant, keys)
         fates = [Fate.MISSING] * len(keys)
         nbytes = 0
         for position in range(len(keys) - 1, -1, -1):
@@ -95,6 +100,14 @@ class Delete:
             self._log.note(client, fates.count(Fate.DELETED), nbytes)
         await self._make_final()
         return Deleted(fates, nbytes)
+
+    async def _settle(self, tenant: int, keys: Sequence[bytes]) -> None:
+        """Wait for copies of the blocks that are being made, and let no more begin."""
+        residency = self._residency
+        tokens = {residency.token(row) for key in keys if (row := residency.find(tenant, key)) >= 0}
+        copies = [copy for copier in self._copiers for copy in copier.copies_of(tokens)]
+        if copies:
+            await asyncio.wait(copies, timeout=SETTLE_TIMEOUT_S)
 
     async def _make_final(self) -> None:
         """Sync what was removed, here or by a call that was cancelled before it could."""

@@ -9,6 +9,7 @@ Invariants: a block is demoted once however many callers ask; its row is pinned 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind
@@ -24,8 +25,9 @@ from kvstored.telemetry import Flows
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """At most `at_once` blocks are under way, and a caller waits `wait_s` at most: a tier that is slow must not hold up
-    what fills the one above. `gate` says what is worth it. `direct`: the link from DRAM, for blocks that DRAM has."""
+    """At most `at_once` blocks are under way, and a caller waits until one of them has been so for `wait_s`: a tier
+    that hangs holds up what fills the one above once, not for each block. `gate` says what is worth it. `direct`: the
+    link from DRAM, for blocks that DRAM has."""
 
     at_once: int = 1 << 30
     wait_s: float | None = None
@@ -47,12 +49,13 @@ class Demotion:
         self._damage = damage
         self._flow = flows.tiers[link.source]
         self._bounds = bounds or Bounds()
-        self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token
+        self._under_way: dict[int, asyncio.Task[bool]] = {}  # by token, oldest first
+        self._began_s: dict[int, float] = {}  # the same, by the loop's time
 
     def wants(self, row: int) -> bool:
         """Whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the gate
         does not want it."""
-        if self._residency.state(row, self._link.destination) or not self._link.is_open:
+        if self._residency.is_in(row, self._link.destination) or not self._link.is_open:
             return False
         if self._residency.token(row) in self._under_way:
             return True
@@ -65,27 +68,40 @@ class Demotion:
         demotion = self._under_way.get(token)
         if demotion is None:
             self._residency.pin(row)
+            self._began_s[token] = asyncio.get_running_loop().time()
             demotion = self._under_way[token] = asyncio.create_task(self._demote(token))
-        ended, _ = await asyncio.wait([demotion], timeout=self._bounds.wait_s)
+        ended, _ = await asyncio.wait([demotion], timeout=self._patience_s())
         return bool(ended) and demotion.result()
+
+    def _patience_s(self) -> float | None:
+        """How long a caller waits: until the oldest demotion has taken too long."""
+        wait_s = self._bounds.wait_s
+        if wait_s is None:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        return max(0.0, next(iter(self._began_s.values()), now_s) + wait_s - now_s)
 
     async def _demote(self, token: int) -> bool:
         moved = False
         try:
             moved = await self._move(token)
         finally:
-            del self._under_way[token]
+            del self._under_way[token], self._began_s[token]
             self._residency.unpin_run([token])
         row = self._residency.current(token)
         if moved or row < 0:
             return moved
         return self._beyond.wants(row) and await self._beyond.write_back(row)
 
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
+        """The demotions of these blocks that are under way."""
+        return [task for token, task in self._under_way.items() if token in tokens]
+
     async def progress(self) -> bool:
         """Wait until a demotion under way has ended; False when there is none here nor beyond."""
         if self._under_way:
             ended, _ = await asyncio.wait(
-                self._under_way.values(), timeout=self._bounds.wait_s, return_when=asyncio.FIRST_COMPLETED
+                self._under_way.values(), timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED
             )
             return bool(ended)
         return await self._beyond.progress()
@@ -103,7 +119,7 @@ class Demotion:
         if slot is None:
             return False
         row = residency.current(token)
-        if row < 0 or not residency.has(row, link.source) or residency.state(row, link.destination):
+        if row < 0 or not residency.has(row, link.source) or residency.is_in(row, link.destination):
             link.free(slot)
             return False
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

@@ -8,8 +8,9 @@ limit.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Collection, Sequence
+from typing import Any, Protocol
 
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
@@ -29,6 +30,14 @@ class Demoter(Protocol):
 
     async def progress(self) -> bool:
         """Wait until a write under way has ended; False when there is none. Blocks being written cannot be evicted."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies blocks to another tier, for no request; they are pinned meanwhile."""
+
+    def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Task[Any]]:
+        """The copies of these blocks that are under way."""
         ...
 
 

@@ -23,7 +23,7 @@ more than each priority's own limit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic
@@ -32,6 +32,7 @@ from kvstored.store.transfer.items import Dispatch, LaneSettings, LaneStatistics
 from kvstored.store.transfer.pauses import DemandPauses
 from kvstored.store.transfer.rates import NS_PER_S, RateMeter, ServiceModel, TokenBucket
 
+_PRIORITIES = tuple(Priority)  # an Enum is slower to iterate over, and this is done for each block
 _LEAST_STALE = 64  # entries of items that were taken back, before they are dropped
 
 
@@ -83,6 +84,11 @@ class Lane(Generic[Work]):
         prefetch.
         """
         self._neighbours = [lane for lane in others if lane is not self]
+
+    @property
+    def neighbours(self) -> Sequence[Lane[Work]]:
+        """The lanes that share the medium."""
+        return self._neighbours
 
     # What the caller does to items
 
@@ -159,7 +165,7 @@ class Lane(Generic[Work]):
     def next(self, now_ns: int) -> list[Dispatch[Work]]:
         """Everything that should start now; it counts as in flight from here on."""
         started: list[Dispatch[Work]] = []
-        while len(self._running) < self.settings.max_in_flight:
+        while self.has_queued and len(self._running) < self.settings.max_in_flight:
             ticket = self._choose(now_ns)
             if ticket is None:
                 break
@@ -188,9 +194,9 @@ class Lane(Generic[Work]):
         """When to call `next` again if nothing else happens; None when only a submit or a completion can
         change it.
         """
-        if len(self._running) >= self.settings.max_in_flight:
+        if len(self._running) >= self.settings.max_in_flight or not self.has_queued:
             return None
-        times = [at for priority in Priority if (at := self._startable_at(priority, now_ns)) is not None]
+        times = [at for priority in _PRIORITIES if (at := self._startable_at(priority, now_ns)) is not None]
         return min(times, default=None)
 
     def estimate_us(self, nbytes: int, *, queued: bool = True) -> float:
@@ -207,6 +213,16 @@ class Lane(Generic[Work]):
     def demand_here(self) -> bool:
         """Whether demand is queued or in flight."""
         return bool(self._queues[Priority.DEMAND]) or self._in_flight[Priority.DEMAND] > 0
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether anything waits to be started."""
+        return any(self._queues)
+
+    @property
+    def has_prefetch_queued(self) -> bool:
+        """Whether something waits for demand to end, here or in a lane that shares a medium."""
+        return bool(self._queues[Priority.PREFETCH])
 
     def __len__(self) -> int:
         """Items queued or in flight."""
@@ -234,7 +250,7 @@ class Lane(Generic[Work]):
         aged = self._aged(now_ns)
         if aged is not None:
             return aged
-        for priority in Priority:
+        for priority in _PRIORITIES:
             at_ns = self._startable_at(priority, now_ns, aged=False)
             if at_ns is not None and at_ns <= now_ns:
                 return self._most_urgent() if priority == Priority.DEMAND else next(iter(self._queues[priority]))

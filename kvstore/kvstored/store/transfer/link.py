@@ -88,9 +88,10 @@ class Mover:
     def _ended(self, lane: Lane[Transfer], dispatch: Dispatch[Transfer], outcome: Outcome) -> None:
         lane.completed(dispatch.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
         dispatch.work.done(outcome)
-        # Prefetch waits for silence on every lane that shares its medium, so all of them look again.
-        for other in self.lanes.values():
-            if len(other):
+        if lane.has_queued:
+            self._schedule(lane)
+        for other in lane.neighbours:  # prefetch waits for silence on every lane that shares its medium
+            if other.has_prefetch_queued:
                 self._schedule(other)
 
     def _set_timer(self, lane: Lane[Transfer], now_ns: int) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from kvstore_tiers.base import Outcome
 from kvstored.store.blocks import Residency
@@ -44,7 +45,7 @@ class Sharing:
         self._counters = counters
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
         self._timer: asyncio.TimerHandle | None = None
 
     def used(self, rows: Sequence[int]) -> None:
@@ -61,6 +62,14 @@ class Sharing:
     def waiting(self) -> int:
         """Chains and blocks that wait, and copies under way."""
         return len(self._chains) + len(self._path) + len(self._under_way)
+
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[None]]:
+        """The copies of these blocks that are under way. None of them is begun by what was used before this call."""
+        if any(token in tokens for token in self._path):
+            self._path.clear()  # the blocks after it could not be found without it
+        for token in tokens:
+            self._chains.pop(token, None)
+        return [task for token, task in self._under_way.items() if token in tokens]
 
     def tick(self) -> None:
         """Begin what may begin now. At most one chain is walked; another one a little later."""
@@ -88,7 +97,7 @@ class Sharing:
         residency, row = self._residency, self._residency.current(token)
         is_wanted = False
         for _ in range(MOST_WALKED):
-            if row < 0 or residency.state(row, self._link.destination):
+            if row < 0 or residency.is_in(row, self._link.destination):
                 break  # the blocks before it are there too: a tier is left from the end of a chain
             is_wanted = is_wanted or self._gate.shares(row)
             if is_wanted and self._is_lacking(row):
@@ -96,17 +105,17 @@ class Sharing:
             row = residency.parent(row)
 
     def _is_lacking(self, row: int) -> bool:
-        return self._residency.has(row, MAPPED) and not self._residency.state(row, self._link.destination)
+        return self._residency.has(row, MAPPED) and not self._residency.is_in(row, self._link.destination)
 
     def _begin(self, token: int) -> None:
         row = self._residency.current(token)
-        if row < 0 or not self._is_lacking(row):
-            return
+        if row < 0 or token in self._under_way or not self._is_lacking(row):
+            return  # under way too: it may still wait for room
         self._residency.pin(row)
         self._gate.spend(row)
         task = asyncio.get_running_loop().create_task(self._share(token))
-        self._under_way.add(task)
-        task.add_done_callback(self._ended)
+        self._under_way[token] = task
+        task.add_done_callback(partial(self._ended, token))
 
     async def _share(self, token: int) -> None:
         residency, link = self._residency, self._link
@@ -132,7 +141,7 @@ class Sharing:
         finally:
             residency.unpin_run([token])
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
+    def _ended(self, token: int, task: asyncio.Task[None]) -> None:
+        del self._under_way[token]
         if not task.cancelled() and (self._path or self._chains):
             self.tick()

@@ -8,7 +8,8 @@
 server's certificate; the system's by default). Credentials: `username`, `password`, `ca`, `certificate` and
 `private_key` (paths, for TLS).
 A value is a string key without an expiry. The server's memory limit and its policy are the operator's: they are read
-and never set. Commands used: GET, SET NX, STRLEN, UNLINK, PING, INFO memory.
+and never set. Commands used: GET, SET NX, STRLEN, UNLINK, PING, INFO memory, CLIENT ID,
+SETNAME, LIST and KILL.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
         raise ValueError(f"redis takes no credential {min(unknown)!r}: the names are {', '.join(sorted(CREDENTIALS))}")
     kind, settings, prefix = _connection_of(url, credentials)
     settings |= {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    return RedisDriver(lambda: Line(kind, settings), f"redis at {url.partition('?')[0]}", prefix, timeout_s)
+    return RedisDriver(lambda name: Line(kind, settings, name), f"redis at {url.partition('?')[0]}", prefix, timeout_s)
 
 
 class RedisDriver(Driver):
-    """A connection for each thread that is calling, made by `new_line` and kept."""
+    """A connection for each thread that is calling, made by `new_line(name)` and kept."""
 
     largest_value_bytes = LARGEST_VALUE_BYTES
 
-    def __init__(self, new_line: Callable[[], Line], place: str, prefix: str, timeout_s: float) -> None:
+    def __init__(self, new_line: Callable[[str], Line], place: str, prefix: str, timeout_s: float) -> None:
         self._new_line = new_line
         self._place = place
         self._prefix = prefix
@@ -61,6 +62,7 @@ class RedisDriver(Driver):
         self._lock = threading.Lock()
         self._idle: list[Line] = []
         self._lost: set[int] = set()  # connections that a call was given up on: the server may still carry it out
+        self._former = self._name = ""  # what the names of connections of dead processes begin with; of ours
         self._evicts: bool | None = None  # not known since the last connection was made
         self._is_closed = False
 
@@ -74,6 +76,10 @@ class RedisDriver(Driver):
                 policy, limit = memory.get("maxmemory_policy", ""), memory.get("maxmemory", "0")
                 self._evicts = policy.startswith("allkeys-") and limit != "0"
             return self._evicts
+
+    def follow(self, owner: str, generation: int) -> None:
+        self._name = f"kvstored-{owner}-{generation}"
+        self._former = f"kvstored-{owner}-" if generation else ""
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         sizes = [0] * len(names)
@@ -109,12 +115,29 @@ class RedisDriver(Driver):
         return written
 
     def remove(self, names: Sequence[str]) -> None:
+        self._find_former()
         with self._lock:
             lost = list(self._lost)
         fences: list[tuple[str | memoryview, ...]] = [("CLIENT", "KILL", "ID", str(number)) for number in lost]
         self._exchange([*fences, *(("UNLINK", self._prefix + name) for name in names)])
         with self._lock:
             self._lost.difference_update(lost)
+
+    def _find_former(self) -> None:
+        """Count the connections of dead processes as lost, once: the server may still have their writes before it."""
+        if not self._former:
+            return
+        with self._line() as line:
+            line.send("CLIENT", "LIST")
+            listed = line.answer()
+        text = listed.decode(errors="replace") if isinstance(listed, bytes) else ""
+        clients = [dict(word.partition("=")[::2] for word in client.split()) for client in text.splitlines()]
+        with self._lock:
+            self._lost |= {
+                int(client["id"]) for client in clients
+                if client.get("name", "").startswith(self._former) and client["name"] != self._name
+            }  # fmt: skip
+            self._former = ""
 
     def probe(self) -> None:
         self._exchange([("PING",)])
@@ -148,7 +171,7 @@ class RedisDriver(Driver):
         with self._lock:
             if self._is_closed:
                 raise ConnectionError(f"{self._place}: the driver is closed")
-            line = self._idle.pop() if self._idle else self._new_line()
+            line = self._idle.pop() if self._idle else self._new_line(self._name)
         is_whole = False  # every reply to what was sent has been read
         try:
             if line.use(time.monotonic() + self._timeout_s):

@@ -148,9 +148,11 @@ class Replies:
 
 
 class Line:
-    """A connection of redis-py's `kind` with these `settings`. One thread at a time uses it."""
+    """A connection of redis-py's `kind` with these `settings`, which the server knows by `name`, where it has one, from
+    before the first command of a caller. One thread at a time uses it."""
 
-    def __init__(self, kind: Callable[..., Any], settings: dict[str, Any]) -> None:
+    def __init__(self, kind: Callable[..., Any], settings: dict[str, Any], name: str = "") -> None:
+        self._name = name
         self.replies = Replies()
         # Where hiredis is installed, redis-py would take its packer, which copies every value twice.
         packer = PythonRespSerializer(JOINED_BYTES, _encoded)
@@ -171,6 +173,9 @@ class Line:
         self.send("CLIENT", "ID")
         number = self.replies.read_response()
         self.client_id = number if isinstance(number, int) else 0
+        if self._name:
+            self.send("CLIENT", "SETNAME", self._name)
+            self.replies.read_response()  # not allowed to all users of a server
         return True
 
     def send(self, *words: str | memoryview) -> None:

@@ -1,0 +1,45 @@
+"""Whether a driver understands the URL of a tier: asked in a process of its own, since no library of a store is loaded
+by the daemon.
+
+    python -m kvstore_tiers.remote.check
+
+The URL comes by standard input; what is wrong with it goes to standard output. The store is not asked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from functools import lru_cache
+
+from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.remote.drivers import open_driver
+
+PATIENCE_S = 20.0
+
+
+@lru_cache(16)
+def mistake_in(url: str) -> str:
+    """What is wrong with the URL; "" where nothing is, or where its library is missing or hangs."""
+    command = [sys.executable, "-m", "kvstore_tiers.remote.check"]
+    try:
+        checked = subprocess.run(
+            command, input=url, capture_output=True, text=True, timeout=PATIENCE_S, env=variables_of_children()
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return checked.stdout.strip()
+
+
+def main() -> int:
+    with suppress(OSError, ImportError):
+        try:
+            open_driver(sys.stdin.read(), timeout_s=1.0, threads=1, credentials={}).close()
+        except ValueError as mistake:
+            print(mistake)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
