@@ -93,10 +93,11 @@ class NodeStorage:
 
     def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
         """All tiers, fastest first; `mapped` is open."""
-        tiers = [mapped]
-        for section in self._config.tiers[len(tiers) :]:
-            tiers.append(section.open(start))
-            self._stack.callback(tiers[-1].close)
+        tiers = []
+        for section in self._config.tiers:
+            tiers.append(mapped if section is self._config.host else section.open(start))
+            if section is not self._config.host:
+                self._stack.callback(tiers[-1].close)
         return tiers
 
     def _recover(self, tier: Tier, residency: Residency, *, forget: bool) -> None:

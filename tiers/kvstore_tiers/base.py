@@ -78,12 +78,14 @@ Column = npt.NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten."""
+    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
+    clients map its memory, so puts are stored there and leases are given on it."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
     memory: MemoryKind
     is_durable: bool = False
+    is_mapped: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
 
     @property

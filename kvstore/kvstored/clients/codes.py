@@ -5,12 +5,11 @@ from __future__ import annotations
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.tiering import MAPPED
 
 
 def tier_code(residency: ResidencyView, position: int) -> int:
     """The TierCode of the tier at `position`."""
-    if position == MAPPED:
+    if position == residency.mapped:
         return pb.TIER_CODE_HOST
     if position == residency.durable:
         return pb.TIER_CODE_NVME
@@ -18,8 +17,12 @@ def tier_code(residency: ResidencyView, position: int) -> int:
 
 
 def codes_by_mask(residency: ResidencyView) -> bytes:
-    """By a row's tier mask, the TierCode of the fastest tier that has it; 0 for none."""
-    fastest = ((mask & -mask).bit_length() - 1 for mask in range(1, 1 << len(residency.tiers)))
+    """By a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
+    mapped = residency.mapped
+    fastest = (
+        mapped if mask >> mapped & 1 else (mask & -mask).bit_length() - 1
+        for mask in range(1, 1 << len(residency.tiers))
+    )
     return bytes([0, *(tier_code(residency, position) for position in fastest)])
 
 

@@ -38,7 +38,6 @@ from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.remote.absences import Absences
 from kvstored.store.remote.compute import ComputeTimes
 from kvstored.store.reservations import Reservations
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
@@ -72,7 +71,8 @@ PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget."""
+    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
+    ValueError where clients map none of them."""
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
     return Residency(
@@ -80,13 +80,15 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
         ghost_keys=config.limits.ghosts_per_tenant,
         durable=durable,
         in_memory=sum(info.is_memory for info in infos),
+        mapped=[info.is_mapped for info in infos].index(True),
     )
 
 
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
-    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
-    of the slowest of the others are demoted there, and blocks that other processes stored there can be found.
+    `host` is the first that clients map; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
+    of the slowest of the others are demoted there, and blocks that other processes stored there can be found. Tiers
+    before `host` get copies of what is used often, and demote to it.
     `predictor`, `remote_writes`: instead of the configuration's."""
 
     def __init__(
@@ -101,7 +103,7 @@ class Store:
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
-        self.host = host = cast(HostTier, tiers[MAPPED])
+        self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
         self.keyed = {
             position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
@@ -122,8 +124,10 @@ class Store:
         self.leases = LeaseTable(
             residency.unpin_run, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
         )
-        self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
-        self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
+        self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
+        self.exits: list[SlotExit] = [
+            self.leases if position == residency.mapped else UnmappedExit(tier) for position, tier in enumerate(tiers)
+        ]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.discard = list(self.retire)  # for blocks that are removed by order
         for position, tier in self.keyed.items():
@@ -141,11 +145,20 @@ class Store:
         self.rooms = self._make_rooms_in_memory(demoter, below)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
-            residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
+            residency, [self._link(source, residency.mapped) for source in self._unmapped], self.room,
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
         self.sharing = self._make_sharing()
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
+
+    @property
+    def room(self) -> Room:
+        """That of the mapped tier."""
+        return self.rooms[self.residency.mapped]
+
+    @property
+    def _unmapped(self) -> list[int]:
+        return [position for position in range(len(self.tiers)) if position != self.residency.mapped]
 
     def _make_breaker(self, position: int) -> TierBreaker:
         def on_open() -> None:
@@ -188,11 +201,12 @@ class Store:
         """What demotes to the first of them, and their rooms."""
         demoter: Demoter = NoDemotion()
         rooms: list[Room] = []
+        mapped = self.residency.mapped
         for position, tier in reversed(self.keyed.items()):
             rooms = [self._make_room(position, demoter, MemoryRelocation(tier, self.completions)), *rooms]
             demoter = Demotion(
                 self.residency, self._link(position - 1, position), rooms[0], demoter, self.damage, self.flows,
-                Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(MAPPED, position)),
+                Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(mapped, position)),
             )  # fmt: skip
         return demoter, rooms
 
@@ -220,7 +234,7 @@ class Store:
         residency, made = self.residency, []
         for position, gate in self.remote_gates.items():
             if gate.shares_early:
-                link, back = self._link(MAPPED, position), self._link(position, MAPPED)
+                link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
                 made.append(Sharing(residency, link, back, room, gate, self.absences, self.counters))
 
@@ -234,15 +248,19 @@ class Store:
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
-        those of another one to the next slower first."""
+        those of another one to the next slower first; that of a tier before the mapped one is the mapped one."""
         rooms = below
-        in_memory = self.residency.in_memory
+        mapped, in_memory = self.residency.mapped, self.residency.in_memory
         for position in reversed(range(in_memory)):
-            if position + 1 < in_memory:
-                link = self._link(position, position + 1)
-                demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
+            lower = max(position + 1, mapped)
+            passed_on = demoter
+            if lower < in_memory:
+                link, room = self._link(position, lower), rooms[lower - position - 1]
+                passed_on = Demotion(self.residency, link, room, demoter, self.damage, self.flows)
+            if position >= mapped:
+                demoter = passed_on
             copies = MemoryRelocation(self.tiers[position], self.completions)
-            rooms = [self._make_room(position, demoter, copies), *rooms]
+            rooms = [self._make_room(position, passed_on, copies), *rooms]
         return rooms
 
     def _link(self, source: int, destination: int) -> Link:
@@ -256,7 +274,7 @@ class Store:
     @property
     def _write_lane(self) -> str:
         """One for all tiers that blocks come from: the writes of one medium wait in one queue."""
-        return self._lane_name(MAPPED, self.residency.durable)
+        return self._lane_name(self.residency.mapped, self.residency.durable)
 
     def _relocation_on(self, nvme: Tier, breaker: TierBreaker) -> Relocation:
         return LaneRelocation(nvme, self.mover, self._write_lane, breaker, self.endurance, self.completions)
@@ -286,7 +304,8 @@ class Store:
             self.writeback.gate.admission = self._make_admission(config)
 
     def _make_admission(self, config: Config) -> Admission:
-        return create_admission(config.nvme.admission, self.residency, self.residency.durable, self.policies[MAPPED])
+        above = self.policies[self.residency.mapped]
+        return create_admission(config.nvme.admission, self.residency, self.residency.durable, above)
 
     def _make_room(self, position: int, demoter: Demoter, relocation: Relocation) -> Room:
         tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
@@ -297,7 +316,8 @@ class Store:
         return Room(tier, residency, victims, eviction, evacuation)
 
     def _make_lanes(self) -> list[Lane[Transfer]]:
-        """One lane a direction. Lanes of one lower tier share it, so that prefetch waits for demand on any of them."""
+        """One lane a direction. Lanes of one tier that is not mapped share it, so that prefetch waits for demand on any
+        of them."""
         movement, limits = self.config.movement, self.config.limits
         settings = LaneSettings(
             max_in_flight=movement.in_flight,
@@ -323,12 +343,13 @@ class Store:
             prior_bytes=KEYED_PRIOR_BYTES,
         )  # fmt: skip
         lanes: list[Lane[Transfer]] = []
-        for lower in range(1, len(self.tiers)):
-            upper = MAPPED if lower == self.residency.durable else lower - 1
-            names = [self._lane_name(lower, MAPPED), self._lane_name(upper, lower)]
-            if lower in self.keyed and upper != MAPPED:
-                names.append(self._lane_name(MAPPED, lower))
-            pair: list[Lane[Transfer]] = [Lane(name, keyed if lower in self.keyed else settings) for name in names]
+        mapped = self.residency.mapped
+        for other in self._unmapped:
+            source = mapped if other < mapped or other == self.residency.durable else other - 1
+            names = [self._lane_name(other, mapped), self._lane_name(source, other)]
+            if other in self.keyed and source != mapped:
+                names.append(self._lane_name(mapped, other))
+            pair: list[Lane[Transfer]] = [Lane(name, keyed if other in self.keyed else settings) for name in names]
             for lane in pair:
                 lane.share_medium(pair)
             lanes += pair

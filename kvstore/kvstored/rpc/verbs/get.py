@@ -14,7 +14,6 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.operations.get import Acquired, Expected, Get, LeasedRun, Wanted
 from kvstored.store.policies import RequestContext
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
@@ -54,7 +53,7 @@ class AcquireVerb:
                 if isinstance(answer, Expected):
                     tiers = bytes(self._codes[position] for position in answer.tiers)
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
-                    if not answer.tiers or MAPPED in answer.tiers:
+                    if not answer.tiers or self._residency.mapped in answer.tiers:
                         continue  # another answer comes at once
                     reply = pb.AcquireReply(more=True)
                 elif isinstance(answer, LeasedRun):

@@ -24,7 +24,6 @@ from kvstored.store.operations.loader import Loader, Loading
 from kvstored.store.policies import RequestContext
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.remote.value import DEADLINE_MS
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
 MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
@@ -126,8 +125,8 @@ class Get:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
         be promoted or verified first."""
         resident = rows = self._run(client, wanted)
-        mask = self._residency.rows.mask
-        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
+        mask, bit = self._residency.rows.mask, 1 << self._residency.mapped
+        mapped = next((position for position, row in enumerate(rows) if not mask[row] & bit), len(rows))
         if mapped < len(rows):
             if not wanted.mapped_only:
                 return None
@@ -279,7 +278,7 @@ class Get:
     ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
-        tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, MAPPED)
+        tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, residency.mapped)
         now_ns = self._clock.monotonic_ns()
         expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
@@ -293,7 +292,7 @@ class Get:
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(client, len(rows))
-        self._flows.hit(MAPPED, len(rows) - promoted.total())
+        self._flows.hit(residency.mapped, len(rows) - promoted.total())
         for position, blocks in promoted.items():
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)

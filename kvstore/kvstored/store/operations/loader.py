@@ -14,7 +14,6 @@ from functools import partial
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.discovery import Discovery
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.promote import Promoter
@@ -44,7 +43,7 @@ class Loader:
         bad = await self.dram_check.verify(rows)
         for position, token in enumerate(tokens):
             row = self._residency.current(token)
-            if row < 0 or (token in bad and self._residency.has(row, MAPPED)):
+            if row < 0 or (token in bad and self._residency.has(row, self._residency.mapped)):
                 return position
         return len(rows)
 
@@ -89,7 +88,7 @@ class Loading:
         lacking = []
         for position in positions:
             row = residency.current(self.tokens[position])
-            if residency.has(row, MAPPED):
+            if residency.has(row, residency.mapped):
                 self._arrived.append(position)
             else:
                 self.sources[position] = residency.fastest(row)
@@ -116,7 +115,7 @@ class Loading:
 
     def is_mapped(self, position: int) -> bool:
         row = self._residency.current(self.tokens[position])
-        return row >= 0 and self._residency.has(row, MAPPED)
+        return row >= 0 and self._residency.has(row, self._residency.mapped)
 
     def lease(self, positions: Iterable[int]) -> list[int]:
         """The rows of blocks whose pins are a lease's from now on."""

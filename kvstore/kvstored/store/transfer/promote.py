@@ -20,7 +20,6 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
@@ -83,7 +82,7 @@ class Promoter:
     @property
     def _reach(self) -> int:
         """The tiers that can be read now, as a mask."""
-        return 1 << MAPPED | sum(1 << link.source for link in self._links.values() if link.is_open)
+        return 1 << self._residency.mapped | sum(1 << link.source for link in self._links.values() if link.is_open)
 
     def is_out_of_reach(self, row: int) -> bool:
         """Whether the block is stored, but cannot be read now."""
@@ -128,9 +127,11 @@ class Promoter:
                 known.link.raise_priority(known.ticket, priority, known.due_ns)
             return known.future
         link = self._link_of(row)
-        if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
+        if link is None or self._residency.state(
+            row, self._residency.mapped
+        ):  # a put is filling it: its tier was out of reach
             future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            future.set_result(self._residency.has(row, MAPPED))
+            future.set_result(self._residency.has(row, self._residency.mapped))
             return future
         slot = self._room.allocate_now(self._residency.slot_bytes(row), self._residency.tenant_of(row))
         return self._new(row, priority, link, slot, due_ns).future
@@ -195,7 +196,7 @@ class Promoter:
 
     def is_coming(self, row: int) -> bool:
         """Whether the block is mapped, or is being promoted or put."""
-        return bool(self._residency.state(row, MAPPED)) or self._residency.token(row) in self._under_way
+        return bool(self._residency.state(row, self._residency.mapped)) or self._residency.token(row) in self._under_way
 
     def seconds_of(self, row: int) -> tuple[int, float]:
         """The tier that the block would be read from, and how long its bytes take on the way; -1: from none."""
@@ -235,7 +236,7 @@ class Promoter:
             if row < 0:
                 estimates.append(0)
                 continue
-            if mask[row] >> MAPPED & 1:
+            if mask[row] >> self._residency.mapped & 1:
                 estimates.append(MAPPED_US)
                 continue
             source = self._residency.fastest(row)
@@ -267,11 +268,11 @@ class Promoter:
         self._seeking.discard(promotion.token)
         current = residency.current(promotion.token)
         is_there = current >= 0 and residency.has(current, link.source)
-        if slot is None or not promotion.waiters or not is_there or residency.state(current, MAPPED):
+        if slot is None or not promotion.waiters or not is_there or residency.state(current, residency.mapped):
             if slot is not None:
                 link.free(slot)
             # While room was made its tier was shed, perhaps, and a put brought the block again.
-            self._finish(promotion, current >= 0 and residency.has(current, MAPPED))
+            self._finish(promotion, current >= 0 and residency.has(current, residency.mapped))
             return
         self._begin(promotion, slot)
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from kvstore_tiers.base import Outcome
 from kvstored.store.blocks import Residency
 from kvstored.store.remote.absences import Absences
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.remote_gate import RemoteGate
@@ -96,7 +95,9 @@ class Sharing:
             row = residency.parent(row)
 
     def _is_lacking(self, row: int) -> bool:
-        return self._residency.has(row, MAPPED) and not self._residency.state(row, self._link.destination)
+        return self._residency.has(row, self._residency.mapped) and not self._residency.state(
+            row, self._link.destination
+        )
 
     def _begin(self, token: int) -> None:
         row = self._residency.current(token)
