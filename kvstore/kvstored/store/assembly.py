@@ -7,7 +7,6 @@ tiers, a clock and a completion queue gets exactly the movement and the decision
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -19,8 +18,9 @@ from kvstore_tiers.objects import DIGEST_BYTES
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
+from kvstored.config.tiers.gpu import GpuSection
 from kvstored.config.tiers.remote import RemoteSection
-from kvstored.policy_names import ALL, REUSED
+from kvstored.policy_names import ALL, REUSED, SECOND_TOUCH
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
@@ -46,9 +46,8 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
-from kvstored.store.transfer.items import LaneSettings, Limits, Priority
-from kvstored.store.transfer.lane import Lane
-from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
+from kvstored.store.transfer.lane_plan import make_lanes
+from kvstored.store.transfer.link import Link, Mover, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
@@ -61,11 +60,8 @@ from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
-KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
-# Before the first read no engine should wait for a hope; after it, what was seen says more.
-KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
@@ -134,7 +130,7 @@ class Store:
             self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
-        self.mover = Mover(self._make_lanes(), completions, clock)
+        self.mover = Mover(make_lanes(config, residency, self.keyed), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
@@ -230,7 +226,7 @@ class Store:
         return RemoteWrites(section.share, section.admission, section.rate_bytes)
 
     def _make_sharing(self) -> list[Sharing]:
-        """What writes blocks early, to each key-addressed tier that shares them."""
+        """What writes blocks early, to each key-addressed tier that shares them and to those before the mapped one."""
         residency, made = self.residency, []
         for position, gate in self.remote_gates.items():
             if gate.shares_early:
@@ -242,9 +238,25 @@ class Store:
             for sharing in made:
                 sharing.used(rows)
 
+        for position in range(residency.mapped):
+            link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
+            gate, room = self._make_device_gate(position), self.rooms[position]
+            made.append(Sharing(residency, link, back, room, gate, None, self.counters, "device_blocks"))
+
         if made:
             residency.use_with(used)
         return made
+
+    def _make_device_gate(self, position: int) -> RemoteGate:
+        """Of a tier before the mapped one."""
+        section = self.config.tier(self.residency.tiers[position])
+        name, rate_bytes = SECOND_TOUCH, 0
+        if isinstance(section, GpuSection):
+            name, rate_bytes = section.admission, section.rate_bytes
+        admission = create_admission(name, self.residency, position, self.policies[self.residency.mapped])
+        return RemoteGate(
+            self.residency, admission, admission, rate_bytes, self.clock, self.counters, lambda _tenant: False
+        )
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
@@ -314,46 +326,6 @@ class Store:
         on_damage = partial(self.damage.found, position)
         evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)
         return Room(tier, residency, victims, eviction, evacuation)
-
-    def _make_lanes(self) -> list[Lane[Transfer]]:
-        """One lane a direction. Lanes of one tier that is not mapped share it, so that prefetch waits for demand on any
-        of them."""
-        movement, limits = self.config.movement, self.config.limits
-        settings = LaneSettings(
-            max_in_flight=movement.in_flight,
-            limits={
-                Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
-                Priority.PREFETCH: Limits(movement.queue_blocks, 1),
-                Priority.DEMOTION: Limits(
-                    movement.queue_blocks,
-                    max(1, movement.in_flight // 2),
-                    movement.demotion_rate_bytes or None,
-                ),
-                Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
-            },
-            quiet_s=movement.prefetch_quiet_ms / 1000,
-            prefetch_item_bytes=limits.max_block_bytes + 8192,
-        )
-        keyed = replace(
-            settings, max_in_flight=max(KEYED_IN_FLIGHT, movement.in_flight),
-            limits=settings.limits | {
-                Priority.DEMAND: Limits(movement.queue_blocks, max(KEYED_IN_FLIGHT, movement.in_flight))
-            },
-            prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
-            prior_bytes=KEYED_PRIOR_BYTES,
-        )  # fmt: skip
-        lanes: list[Lane[Transfer]] = []
-        mapped = self.residency.mapped
-        for other in self._unmapped:
-            source = mapped if other < mapped or other == self.residency.durable else other - 1
-            names = [self._lane_name(other, mapped), self._lane_name(source, other)]
-            if other in self.keyed and source != mapped:
-                names.append(self._lane_name(mapped, other))
-            pair: list[Lane[Transfer]] = [Lane(name, keyed if other in self.keyed else settings) for name in names]
-            for lane in pair:
-                lane.share_medium(pair)
-            lanes += pair
-        return lanes
 
     async def sync_keyed(self) -> bool:
         """Whether key-addressed tiers have no longer what was removed from them."""

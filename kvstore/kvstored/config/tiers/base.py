@@ -73,6 +73,11 @@ class TierSection(ABC):
     enabled: bool = True
 
     @classmethod
+    def is_before_host(cls, table: Table) -> bool:
+        """Whether a tier with these keys stands before the one that clients map."""
+        return False
+
+    @classmethod
     @abstractmethod
     def read(cls, name: str, table: Table, machine: Machine) -> Self:
         """From the keys of reference.toml or `DEFAULTS`, every one of them there. Raises ConfigError."""

@@ -47,7 +47,7 @@ class _Promotion:
 
 
 class Promoter:
-    """`links` lead to the mapped tier from each tier below it, fastest first."""
+    """`links` lead to the mapped tier from every other one, fastest first."""
 
     def __init__(
         self,
@@ -148,12 +148,15 @@ class Promoter:
         if slot is not None:
             self._begin(promotion, slot)
         else:
-            if priority is Priority.PREFETCH:
-                self._seeking.add(promotion.token)
-            task = asyncio.create_task(self._find_room(promotion, row))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._seek_room(promotion, row)
         return promotion
+
+    def _seek_room(self, promotion: _Promotion, row: int) -> None:
+        if promotion.priority is Priority.PREFETCH:
+            self._seeking.add(promotion.token)
+        task = asyncio.create_task(self._find_room(promotion, row))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def give_up(self, token: int) -> None:
         """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
@@ -306,11 +309,30 @@ class Promoter:
             self._damage.lost(promotion.link.source, row, outcome.message)
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
-        self._finish(promotion, outcome.ok)
+        if outcome.ok or outcome.kind is OutcomeKind.CANCELLED or not self._reads_elsewhere(promotion):
+            self._finish(promotion, outcome.ok)
+
+    def _reads_elsewhere(self, promotion: _Promotion) -> bool:
+        """A copy in memory was of no use: begin again with that of another tier, if there is one."""
+        residency, row = self._residency, self._residency.current(promotion.token)
+        link = self._link_of(row) if row >= 0 else None
+        if promotion.link.breaker is not None or link is None or link is promotion.link:
+            return False
+        promotion.link, promotion.ticket = link, 0
+        slot = self._room.allocate_now(promotion.nbytes, residency.tenant_of(row))
+        if slot is not None:
+            self._begin(promotion, slot)
+        else:
+            self._seek_room(promotion, row)
+        return True
 
     def _unreadable(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
-        """The medium refused. Once may be chance; a block that fails twice while others are read is given up."""
-        key = self._residency.key(row).hex()
+        """The medium refused. Once may be chance; a block that fails twice while others are read is given up. A copy in
+        memory is given up at once where another tier has one."""
+        source, key = promotion.link.source, self._residency.key(row).hex()
+        if promotion.link.breaker is None and self._residency.tier_mask(row) & ~(1 << source):
+            self._damage.lost(source, row, outcome.message)
+            return
         self._counters.add("read_failures")
         if promotion.token not in self._suspects:
             log.warning("block %s cannot be read: %s", key, outcome.message)
