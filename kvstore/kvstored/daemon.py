@@ -264,8 +264,8 @@ class Daemon:
         staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
         self._factory = SessionFactory(self._sessions, self._tenants, residency, self._shares, staging)
         reception = Reception(
-            config, self._factory, ArenaGrants(store.host, config), indexes, self._streams, store.counters,
-            end_session, self._former,
+            config, self._factory, ArenaGrants(store.host, config, store.exporter_of), indexes, self._streams,
+            store.counters, end_session, self._former,
         )  # fmt: skip
         self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
         self.lifetime = Lifetime(

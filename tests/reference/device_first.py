@@ -39,7 +39,8 @@ steps_of_stores = st.lists(
 
 
 async def settle(store: DrivenStore) -> None:
-    """Until no copy to device memory is under way."""
+    """Until no copy to device memory is under way. An access is counted once its answer is on its way."""
+    await asyncio.sleep(0)
     async with asyncio.timeout(FAR_S):
         while any(sharing.waiting for sharing in store.small.store.sharing):
             await asyncio.sleep(0.001)

@@ -41,6 +41,7 @@ def drive(directory: Path, what: Drive, *settings: str) -> None:
 
 
 async def idle(sharing: list) -> None:  # type: ignore[type-arg]
+    await asyncio.sleep(0)  # an access is counted once its answer is on its way
     for each in sharing:
         async with asyncio.timeout(60):
             while each.waiting:

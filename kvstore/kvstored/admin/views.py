@@ -145,8 +145,9 @@ class Views:
         for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
             report, flow = tier.statistics(), parts.flows.tiers[position]
             used_by = dict(report.used_by)
-            if position == parts.residency.mapped:
-                used_by["limbo"] = parts.leases.limbo_bytes()  # slots that the tier still counts as blocks
+            if position == parts.residency.mapped or parts.residency.exported >> position & 1:
+                containers = {report.container for report in tier.containers()}
+                used_by["limbo"] = parts.leases.limbo_in(containers.__contains__)  # the tier counts them as blocks
                 used_by["blocks"] -= used_by["limbo"]
             reply.tiers.add(
                 name=parts.residency.tiers[position],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvstore_predictor.base import Predictor
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
@@ -60,6 +61,9 @@ from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
+
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 1.0  # demotions to a key-addressed tier: one that hangs keeps so many blocks in place
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
@@ -71,12 +75,14 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
     ValueError where clients map none of them."""
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
+    mapped = [info.is_mapped for info in infos].index(True)
     return Residency(
         [info.name for info in infos],
         ghost_keys=config.limits.ghosts_per_tenant,
         durable=durable,
         in_memory=sum(info.is_memory for info in infos),
-        mapped=[info.is_mapped for info in infos].index(True),
+        mapped=mapped,
+        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
     )
 
 
@@ -118,11 +124,15 @@ class Store:
             self.counters,
         )  # fmt: skip
         self.leases = LeaseTable(
-            residency.unpin_run, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
+            residency.unpin_run,
+            self._free_leased,
+            self._mark_retired,
+            limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
         )
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
         self.exits: list[SlotExit] = [
-            self.leases if position == residency.mapped else UnmappedExit(tier) for position, tier in enumerate(tiers)
+            self.leases if position == residency.mapped or residency.exported >> position & 1 else UnmappedExit(tier)
+            for position, tier in enumerate(tiers)
         ]
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.discard = list(self.retire)  # for blocks that are removed by order
@@ -146,6 +156,20 @@ class Store:
         )  # fmt: skip
         self.sharing = self._make_sharing()
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
+
+    def exporter_of(self, container: int) -> GpuTier | None:
+        """The tier of device memory that a container is of, where clients may import that."""
+        if container < DEVICE_ARENAS:
+            return None
+        exported = [cast("GpuTier", tier) for tier in self.tiers if tier.info.is_exported]
+        return next((tier for tier in exported if tier.owner(container) is not None), None)
+
+    def _free_leased(self, slot: Slot) -> None:
+        (self.exporter_of(slot.container) or self.host).free(slot)
+
+    def _mark_retired(self, slot: Slot) -> None:
+        if self.exporter_of(slot.container) is None:
+            self.host.retire(slot)
 
     @property
     def room(self) -> Room:

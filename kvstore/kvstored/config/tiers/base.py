@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore_console.units import human_bytes
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, size
 from kvstored.policy_names import POLICIES
@@ -49,10 +50,12 @@ class Cluster:
 @dataclass(frozen=True)
 class Start:
     """What a start of the daemon has for a tier to open with: the witness of arenas that a restart keeps, the number
-    of the first new one, an early scan of the NVMe directory, and the cluster."""
+    of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe directory,
+    and the cluster."""
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
+    first_chunk: int = DEVICE_ARENAS
     early_scan: EarlyRecordScan | None = None
     cluster: Cluster | None = None
 

@@ -77,6 +77,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
+                first_number=start.first_chunk,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None

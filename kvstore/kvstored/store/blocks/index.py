@@ -44,8 +44,9 @@ class Residency(ResidencyView):
         durable: int | None = None,
         in_memory: int | None = None,
         mapped: int = 0,
+        exported: int = 0,
     ) -> None:
-        super().__init__(tiers, durable, in_memory, mapped)
+        super().__init__(tiers, durable, in_memory, mapped, exported)
         listeners = Listeners(self)
         self.listen = listeners.listen
         self.observe = listeners.observe

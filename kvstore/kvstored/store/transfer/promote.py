@@ -227,10 +227,10 @@ class Promoter:
         """Blocks of the tenant (None: of all) that were promoted because a request waited for them."""
         return self._demanded.total() if tenant is None else self._demanded[tenant]
 
-    def estimate_us(self, rows: Sequence[int]) -> list[int]:
+    def estimate_us(self, rows: Sequence[int], readable: int = 0) -> list[int]:
         """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
-        run is its load time. 0 for what is absent (-1)."""
-        mask = self._residency.rows.mask
+        run is its load time. 0 for what is absent (-1). `readable`: tiers that the caller reads in place, as a mask."""
+        mask, readable = self._residency.rows.mask, readable | 1 << self._residency.mapped
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}
         load_us = 0  # of the rows so far
@@ -239,7 +239,7 @@ class Promoter:
             if row < 0:
                 estimates.append(0)
                 continue
-            if mask[row] >> self._residency.mapped & 1:
+            if mask[row] & readable:
                 estimates.append(MAPPED_US)
                 continue
             source = self._residency.fastest(row)
