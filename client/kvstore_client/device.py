@@ -27,6 +27,7 @@ from kvstore_client.arenas import ArenaGrants
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES
+from kvstore_proto.cuda_driver import cuda_driver
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1
@@ -57,10 +58,10 @@ class DeviceMemory:
     is no driver, no library for it or no such device."""
 
     def __init__(self, index: int) -> None:
-        self._cuda = _library()
         self._lock = threading.Lock()  # of the buffer
         self._index = index
         try:
+            self._cuda = cuda_driver()
             self._call("cuInit", 0)
             count = self._call("cuDeviceGetCount")
             if not 0 <= index < count:
@@ -77,7 +78,7 @@ class DeviceMemory:
                     self._call("cuMemHostRegister", self._address, _BUFFER_BYTES, _PORTABLE)
                 undo.callback(_unregister, self._cuda, self._context, self._address, buffer)
                 ending = undo.pop_all()
-        except DeviceError as error:
+        except OSError as error:
             raise invalid(f"CUDA device {index} cannot be used: {error}") from None
         weakref.finalize(self, ending.close).atexit = False  # the driver may be gone already then
 
@@ -210,18 +211,3 @@ def _unregister(cuda: ModuleType, context: Any, address: int, buffer: mmap.mmap)
     _quietly(cuda, "cuMemHostUnregister", address)
     _quietly(cuda, "cuCtxSetCurrent", before)
     del buffer
-
-
-def _library() -> ModuleType:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise invalid("device memory needs the library cuda-bindings: pip install 'kvstored[gpu]'") from None
-    try:
-        driver.cuDriverGetVersion()
-    except Exception as error:  # of the library's own, which says at length where it looked
-        raise invalid(
-            f"libcuda.so.1 cannot be loaded, is the NVIDIA driver installed? ({type(error).__name__})"
-        ) from None
-    library: ModuleType = driver
-    return library

@@ -130,10 +130,7 @@ class Store:
             limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
         )
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
-        self.exits: list[SlotExit] = [
-            self.leases if position == residency.mapped or residency.exported >> position & 1 else UnmappedExit(tier)
-            for position, tier in enumerate(tiers)
-        ]
+        self.exits = self._make_exits()
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.discard = list(self.retire)  # for blocks that are removed by order
         for position, tier in self.keyed.items():
@@ -156,6 +153,12 @@ class Store:
         )  # fmt: skip
         self.sharing = self._make_sharing()
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
+
+    def _make_exits(self) -> list[SlotExit]:
+        leased = self.residency.readable(maps_device=True)
+        return [
+            self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
+        ]
 
     def exporter_of(self, container: int) -> GpuTier | None:
         """The tier of device memory that a container is of, where clients may import that."""

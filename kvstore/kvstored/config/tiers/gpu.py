@@ -34,7 +34,6 @@ class GpuSection(TierSection):
         "before_host": False, "admission": SECOND_TOUCH, "rate": "0", "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
-    before_host: bool
     admission: str
     rate_bytes: int
     device: int
