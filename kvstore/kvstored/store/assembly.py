@@ -164,8 +164,9 @@ class Store:
         """The tier of device memory that a container is of, where clients may import that."""
         if container < DEVICE_ARENAS:
             return None
-        exported = [cast("GpuTier", tier) for tier in self.tiers if tier.info.is_exported]
-        return next((tier for tier in exported if tier.owner(container) is not None), None)
+        exported = self.residency.exported
+        tiers = (cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1)
+        return next((tier for tier in tiers if tier.owner(container) is not None), None)
 
     def _free_leased(self, slot: Slot) -> None:
         (self.exporter_of(slot.container) or self.host).free(slot)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore_console.units import human_bytes
-from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, size
 from kvstored.policy_names import POLICIES
@@ -55,7 +54,7 @@ class Start:
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
-    first_chunk: int = DEVICE_ARENAS
+    first_chunk: int = 0  # the tier's own choice
     early_scan: EarlyRecordScan | None = None
     cluster: Cluster | None = None
 

@@ -67,6 +67,7 @@ class GpuSection(TierSection):
 
     def open(self, start: Start) -> GpuTier:
         """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
+        from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier
 
         try:
@@ -76,7 +77,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
-                first_number=start.first_chunk,
+                first_number=start.first_chunk or DEVICE_ARENAS,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None
