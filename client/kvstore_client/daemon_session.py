@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
 from kvstore_client.call import Call, Health, Late
@@ -35,6 +36,9 @@ from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import handshake_pb2
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceArenas, DeviceMemory
+
 DEFAULT_DEADLINE_S = 0.25
 _DEFAULT_MAX_KEYS = 1024
 PREFAULT_THREAD = "kvstore-prefault"
@@ -49,6 +53,7 @@ class ClientOptions:
     client_name: str
     staging_bytes: int
     deadline_s: float = DEFAULT_DEADLINE_S  # of a call that is given none
+    device: DeviceMemory | None = None  # where leases may be read, beside host memory
     prefers_grpc: bool = False  # for the stream, even where the daemon has a direct one
 
     def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
@@ -58,6 +63,7 @@ class ClientOptions:
             client_name=self.client_name,
             fingerprint=self.fingerprint.canonical(),
             staging_bytes=self.staging_bytes,
+            maps_device_memory=self.device is not None,
         )
 
 
@@ -94,6 +100,11 @@ class DaemonSession:
         self.reads_only = options.staging_bytes == 0
         self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
         self.arenas = Arenas(handshake, welcome.arena_ids, former._arenas_in(welcome) if former is not None else None)
+        self.device_arenas: DeviceArenas | None = None
+        if options.device is not None:
+            from kvstore_client.device import DeviceArenas
+
+            self.device_arenas = DeviceArenas(handshake, options.device)
         self.writable = WritableArenas(handshake, welcome.writable_arena_ids, is_offered=welcome.put_in_place)
         self.slots = SlotRequests(self.begin, self._call_later)
         self.staging: Staging | None = None  # also None when the daemon had no room to grant any

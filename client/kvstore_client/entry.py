@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import DEFAULT_DEADLINE_S, ClientOptions
@@ -18,6 +18,9 @@ from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceMemory
 
 DEFAULT_CONNECT_TIMEOUT_S = 0.5
 DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
@@ -34,6 +37,7 @@ def connect(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     prefault: bool = False,
     stream: Literal["direct", "grpc"] = "direct",
+    device: int | None = None,
     rng: random.Random | None = None,
 ) -> Session:
     """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
@@ -42,6 +46,8 @@ def connect(
     is raised instead. A daemon that answers and refuses for good (fingerprint, protocol, permission by policy) is the
     caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
     uses the gRPC stream even where the daemon has a direct one, which is four times as fast.
+    `device`: the CUDA device that the engine computes on, counted as in this process; leases may then name blocks in
+    the memory of a GPU tier (`Lease.device_address`), to be read there. KVStoreError where it cannot be used.
     """
     if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
         raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
@@ -54,6 +60,7 @@ def connect(
         staging_bytes,
         deadline_s,
         prefers_grpc=stream == "grpc",
+        device=_device_memory(device),
     )
     connection = Connection(options, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
     try:
@@ -68,3 +75,11 @@ def connect(
                 str(error), is_denied=error.is_denied, is_refused=error.refused_as is not None
             ) from None
     return Session(connection, prefault=prefault)
+
+
+def _device_memory(device: int | None) -> DeviceMemory | None:
+    if device is None:
+        return None
+    from kvstore_client.device import DeviceMemory
+
+    return DeviceMemory(device)

@@ -20,7 +20,7 @@ from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_LATE, REASON_LIMIT, REASON_NO_ARENA, REASON_VERIFY_FAILED, miss_reason
 from kvstore_client.verify import mismatch
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, slot_bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.identity import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -116,6 +116,8 @@ class Get:
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
         blocks: list[LeasedBlock] = []
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
+        devices = self._prefix.daemon.device_arenas
+        on_device = devices.headers(reply.arena_ids, reply.offsets, timeout_s) if devices is not None else {}
         places = zip(
             chain.keys,
             reply.arena_ids,
@@ -127,21 +129,27 @@ class Get:
         for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
             if index == reply.blocks:
                 break
-            known = mapped.get(arena_id)
+            known, at, chunk = mapped.get(arena_id), offset, None
+            if arena_id >= DEVICE_ARENAS:
+                if index not in on_device:
+                    return blocks, REASON_NO_ARENA
+                chunk, page = on_device[index]
+                known, at = (page, page.data), 0
             if known is None:
                 found = self._prefix.daemon.arenas.arena(arena_id, max(timeout_s, 0.001))
                 if found is None:
                     return blocks, REASON_NO_ARENA
                 known = mapped[arena_id] = (found, found.data)
             arena, view = known
-            inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= len(view)
+            end = len(view) if chunk is None else chunk.nbytes
+            inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= end
             is_right = inside and fixed_payload_bytes in (0, payload_bytes)
             if is_right and self._verify:
-                is_right = not mismatch(view, offset, key, chain.tokens_of(index), payload_bytes, generation)
+                is_right = not mismatch(view, at, key, chain.tokens_of(index), payload_bytes, generation)
             if not is_right:
                 self._counters.add(verify_failures=1)
                 return blocks, REASON_VERIFY_FAILED
-            blocks.append(LeasedBlock(arena, offset, payload_bytes, generation, key))
+            blocks.append(LeasedBlock(arena, offset, payload_bytes, generation, key, chunk))
         return blocks, ""
 
 
@@ -181,6 +189,8 @@ def _prefault(blocks: list[LeasedBlock]) -> None:
     by_arena: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     arenas: dict[int, Bytes] = {}
     for block in blocks:
+        if block.chunk is not None:
+            continue
         arenas[id(block.arena)] = block.arena
         length = min(slot_bytes(block.payload_bytes), len(block.arena) - block.offset)
         by_arena[id(block.arena)].append((block.offset, length))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +22,23 @@ from kvstore_client.verify import mismatch
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import TokenIds
 
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceChunk
+
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
 
 
 class LeasedBlock(NamedTuple):
-    """Where one block is: `offset` is that of its header in `arena`. (A tuple: 64 of them are made for a get.)"""
+    """Where one block is: `offset` is that of its header in `arena`, or in `chunk` for one that is on a device; then
+    `arena` is a copy of the header alone. (A tuple: 64 of them are made for a get.)"""
 
     arena: Bytes
     offset: int
     payload_bytes: int
     generation: int
     key: bytes
+    chunk: DeviceChunk | None = None
 
 
 class Grant(Protocol):
@@ -108,10 +113,19 @@ class Lease:
         return self._grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
-        """uint8[payload_bytes], read-only, zero-copy. Raises KVStoreError after release, IndexError out of range."""
+        """uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError after
+        release, IndexError out of range, DeviceError where the device gives no copy."""
         leased = self._held(block)
         start = leased.offset + HEADER_BYTES
+        if leased.chunk is not None:
+            return leased.chunk.read(start, leased.payload_bytes)
         return leased.arena[start : start + leased.payload_bytes]
+
+    def device_address(self, block: int) -> int:
+        """Where a block's payload is in device memory, to be read there; 0 for one in host memory. Work that reads it
+        has to end before the lease is released. Raises as `payload`."""
+        leased = self._held(block)
+        return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
 
     def layer(self, block: int, layer: int) -> Bytes:
         """uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
@@ -144,7 +158,7 @@ class Lease:
         return len(chain) >= len(self._blocks) and all(
             not mismatch(
                 block.arena.data,
-                block.offset,
+                block.offset if block.chunk is None else 0,
                 chain.keys[index],
                 chain.tokens_of(index),
                 block.payload_bytes,

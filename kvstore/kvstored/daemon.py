@@ -87,7 +87,6 @@ from kvstored.storage import NodeStorage
 from kvstored.store.degraded.memory import MemoryWatch
 from kvstored.store.operations import Operations
 from kvstored.store.operations.put import Put
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.pressure import HostSizer
 from kvstored.store.transfer.resize import SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
@@ -242,7 +241,7 @@ class Daemon:
         self._streams = DirectStreams(self._answering, limits.message_bytes)
         self._sampler = Sampler(self._parts, self._latencies)
         sizer = self._host_sizer()
-        self._host_resize = TierResize(store.host.info.name, store.host, store.rooms[MAPPED], sizer.give_back)
+        self._host_resize = TierResize(store.host.info.name, store.host, store.room, sizer.give_back)
         self._stack.push_async_callback(self._host_resize.close)
         self._maintenance = Maintenance(
             store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
@@ -265,8 +264,8 @@ class Daemon:
         staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
         self._factory = SessionFactory(self._sessions, self._tenants, residency, self._shares, staging)
         reception = Reception(
-            config, self._factory, ArenaGrants(store.host, config), indexes, self._streams, store.counters,
-            end_session, self._former,
+            config, self._factory, ArenaGrants(store.host, config, store.exporter_of), indexes, self._streams,
+            store.counters, end_session, self._former,
         )  # fmt: skip
         self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
         self.lifetime = Lifetime(
@@ -277,7 +276,7 @@ class Daemon:
     def _host_sizer(self) -> HostSizer:
         store, host = self._store, self.config.host
         sizer = HostSizer(
-            store.host, store.rooms[MAPPED], MemoryWatch().read, store.modes, self._clock, store.counters,
+            store.host, store.room, MemoryWatch().read, store.modes, self._clock, store.counters,
             min_free_bytes=host.min_free_bytes, arena_bytes=host.arena_bytes,
         )  # fmt: skip
         self._stack.push_async_callback(sizer.close)

@@ -23,10 +23,11 @@ POLICIES: Final[dict[str, str]] = {
     CHAIN_HAZARD: "kvstored.store.policies.chain_hazard:ChainHazard",
 }
 ALWAYS: Final = "always"  # the admission of everything
+SECOND_TOUCH: Final = "second-touch"
 WITH_WORTH: Final = (CHAIN_HAZARD,)  # those that say what a block is worth
 ADMISSIONS: Final[dict[str, str]] = {
     ALWAYS: "kvstored.store.policies.admission:Always",
-    "second-touch": "kvstored.store.policies.admission:SecondTouch",
+    SECOND_TOUCH: "kvstored.store.policies.admission:SecondTouch",
     "worth": "kvstored.store.policies.admission:ByWorth",
 }
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
 from kvstore_tiers.base import Tier
 from kvstore_tiers.nvme.directory import TierDirectory
@@ -29,6 +31,7 @@ from kvstored.store.assembly import Store, make_residency
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
+CHUNKS_A_TIER = 1 << 26  # numbers of device memory that one tier may use
 
 
 class NodeStorage:
@@ -93,10 +96,12 @@ class NodeStorage:
 
     def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
         """All tiers, fastest first; `mapped` is open."""
-        tiers = [mapped]
-        for section in self._config.tiers[len(tiers) :]:
-            tiers.append(section.open(start))
-            self._stack.callback(tiers[-1].close)
+        tiers = []
+        for position, section in enumerate(self._config.tiers):
+            own = replace(start, first_chunk=DEVICE_ARENAS + position * CHUNKS_A_TIER)
+            tiers.append(mapped if section is self._config.host else section.open(own))
+            if section is not self._config.host:
+                self._stack.callback(tiers[-1].close)
         return tiers
 
     def _recover(self, tier: Tier, residency: Residency, *, forget: bool) -> None:

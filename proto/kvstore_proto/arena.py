@@ -38,6 +38,7 @@ import numpy.typing as npt
 import xxhash
 
 ALIGNMENT_BYTES = 4096
+DEVICE_ARENAS = 1 << 31  # numbers of arenas from here on name chunks of device memory
 HEADER_BYTES = 4096
 TOKEN_COUNT_OFFSET = 108
 TOKENS_OFFSET = 256

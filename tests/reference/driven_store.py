@@ -16,7 +16,6 @@ from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode, Offer, Stored
 from kvstored.telemetry import DeletionLog
 from tests.reference.small_store import PAYLOAD_BYTES, SmallStore
-from tests.reference.tiers import HOST
 
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0),))
 
@@ -95,8 +94,7 @@ class DrivenStore:
         """Take blocks out of DRAM that another tier has."""
         for key in keys:
             row = self.small.residency.find(self.client.tenant_id, key)
-            assert self.small.residency.tier_mask(row) > 1 << HOST
-            self.small.store.retire[HOST](self.small.residency.detach(row, HOST), self.client.tenant_id)
+            self.small.leave_host(row)
 
     def tiers_of(self, key: bytes, client: Client | None = None) -> int:
         """The mask of the tiers that have a block; 0 for one that is not stored."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
-from kvstore_tiers.base import Outcome, Slot
+from kvstore_tiers.base import Outcome, Slot, Tier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
@@ -29,7 +29,6 @@ from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.remote_gate import RemoteWrites
-from tests.reference.tiers import HOST
 
 PAYLOAD_BYTES = 10_000
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -56,7 +55,9 @@ class SmallStore:
         keyed: Sequence[KeyedTier] = (),
         predictor: Predictor | None = None,
         remote_writes: RemoteWrites | None = None,
+        before: Sequence[Tier] = (),
     ) -> None:
+        """`before`: tiers before those of the configuration."""
         chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
         self.config = load_config(None, chosen)
         self.clock = clock
@@ -71,10 +72,10 @@ class SmallStore:
         )
         self.disk = FaultyTier(self.nvme)
         memory = [section.open(Start()) for section in self.config.tiers if section is not nvme]
-        tiers = [*memory, self.disk, *keyed]
+        tiers = [*before, *memory, self.disk, *keyed]
         residency = make_residency(self.config, tiers)
         self.store = Store(self.config, clock, self.completions, residency, tiers, predictor, remote_writes)
-        self.residency = self.store.residency
+        self.residency, self.mapped = residency, residency.mapped
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
 
@@ -102,7 +103,7 @@ class SmallStore:
         self, number: int, parent: int | None = None, *, mode: str = "batch", tenant: str = "tenant", uses: int = 1
     ) -> asyncio.Future[bool] | None:
         """Store a block in DRAM and hand it to write-back; what will say whether it is durable, None: volatile."""
-        row = await self.store_in(HOST, number, parent, tenant=tenant, uses=uses)
+        row = await self.store_in(self.mapped, number, parent, tenant=tenant, uses=uses)
         assert row >= 0, "no room in DRAM"
         if mode == "always" or self.writeback.admits(row):
             return self.writeback.write_through(row, at_once=mode == "always")
@@ -163,9 +164,11 @@ class SmallStore:
     def drop_from_dram(self, *numbers: int) -> None:
         """Leave blocks that are on NVMe too there alone."""
         for number in numbers:
-            row = self.find(number)
-            assert self.residency.tier_mask(row) > 1 << HOST
-            self.store.retire[HOST](self.residency.detach(row, HOST), self.residency.tenant_of(row))
+            self.leave_host(self.find(number))
+
+    def leave_host(self, row: int) -> None:
+        """Take the DRAM copy of a block that another tier has too."""
+        self.store.retire[self.mapped](self.residency.detach(row, self.mapped), self.residency.tenant_of(row))
 
     async def fetch(self, number: int) -> bool:
         """Promote a block, as a get does."""
@@ -201,10 +204,12 @@ class SmallStore:
 @asynccontextmanager
 async def small_store(
     directory: Path, *settings: str, clock: ManualClock | None = None, keyed: Sequence[KeyedTier] = (),
-    remote_writes: RemoteWrites | None = None,
+    remote_writes: RemoteWrites | None = None, before: Sequence[Tier] = (),
 ) -> AsyncIterator[SmallStore]:  # fmt: skip
     """Closed in the end, also when the test left tasks hanging."""
-    made = SmallStore(directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed, remote_writes=remote_writes)
+    made = SmallStore(
+        directory, clock or ManualClock(NS_PER_S), *settings, keyed=keyed, remote_writes=remote_writes, before=before
+    )
     try:
         yield made
     finally:

@@ -170,7 +170,9 @@ def test_tenants_beyond_the_first_few_are_summed_up() -> None:
         flows.tenants[number].hit_blocks = 10
     parts: Any = SimpleNamespace(
         clock=ManualClock(), tiers=[object()], flows=flows,
-        residency=SimpleNamespace(tenants=tenants, durable=-1, tenant_bytes=lambda number, tier: 100 + number),
+        residency=SimpleNamespace(
+            tenants=tenants, mapped=0, durable=-1, tenant_bytes=lambda number, tier: 100 + number
+        ),
         tenants=SimpleNamespace(name_of_index=lambda name: f"tenant {name}"),
     )  # fmt: skip
     found: dict[SeriesKey, int] = {}

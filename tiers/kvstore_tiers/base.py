@@ -78,12 +78,16 @@ Column = npt.NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten."""
+    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
+    clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
+    device memory may import its containers, to read."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
     memory: MemoryKind
     is_durable: bool = False
+    is_mapped: bool = False
+    is_exported: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
 
     @property

@@ -58,7 +58,9 @@ class HostTier(Tier):
         numa_node: int = -1,
     ) -> None:
         kind = "shared" if name == MAPPED_NAME else "memory"
-        self.info = TierInfo(name, kind, MemoryKind.SYSTEM, container_bytes=aligned_down(arena_bytes))
+        self.info = TierInfo(
+            name, kind, MemoryKind.SYSTEM, is_mapped=name == MAPPED_NAME, container_bytes=aligned_down(arena_bytes)
+        )
         self._numa_node = numa_node
         self._capacity_bytes = capacity_bytes
         self.ceiling_bytes = capacity_bytes

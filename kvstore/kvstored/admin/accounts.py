@@ -14,7 +14,6 @@ import numpy.typing as npt
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.views import Parts
 from kvstored.store.blocks import Residency
-from kvstored.store.tiering import MAPPED
 
 SLICE_ROWS = 100_000  # about 1 ms
 Sums = npt.NDArray[np.float64]
@@ -40,7 +39,7 @@ class Accounts:
             for kind, (tenant, name) in of_kind.items():
                 status = account(tenant, name)
                 status.blocks += int(blocks[kind])
-                status.host_bytes += int(tier_bytes[MAPPED][kind])
+                status.host_bytes += int(tier_bytes[parts.residency.mapped][kind])
                 status.nvme_bytes += int(tier_bytes[durable][kind]) if durable >= 0 else 0
         for session in parts.sessions.all():
             if session.account:

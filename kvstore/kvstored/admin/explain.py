@@ -18,7 +18,6 @@ from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Selection, page
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 KEY_DIGITS = 2 * KEY_BYTES
@@ -126,8 +125,8 @@ class Explain:
                 refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
             )
         self._describe_copies(row, block)
-        if self._parts.residency.has(row, MAPPED):
-            slot = self._parts.residency.slot(row, MAPPED)
+        if self._parts.residency.has(row, self._parts.residency.mapped):
+            slot = self._parts.residency.slot(row, self._parts.residency.mapped)
             created_ns = int.from_bytes(self._host.view(slot)[_CREATED].tobytes(), "little")
             block.has_age = True
             block.age_s = max(0.0, (self._parts.clock.wall_ns() - created_ns) / NS_PER_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstored.admin.views import Parts, resident_bytes
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import History, Latencies
 from kvstored.telemetry.history import Reading, SeriesKey
 
@@ -92,7 +91,10 @@ class Sampler:
 
     def _tenants(self) -> _Total:
         parts, residency = self._parts, self._parts.residency
-        tiers = [("host_bytes", MAPPED), *([("nvme_bytes", residency.durable)] if residency.durable >= 0 else [])]
+        tiers = [
+            ("host_bytes", residency.mapped),
+            *([("nvme_bytes", residency.durable)] if residency.durable >= 0 else []),
+        ]
         for number, index in enumerate(residency.tenants):
             name = parts.tenants.name_of_index(index.name) if number < NAMED_TENANTS else OTHER_TENANTS
             for what, position in tiers:

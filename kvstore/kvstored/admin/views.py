@@ -23,7 +23,6 @@ from kvstored.store.degraded import DegradedModes, Mode
 from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, ResidencyClass
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.link import Mover
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
@@ -146,8 +145,9 @@ class Views:
         for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
             report, flow = tier.statistics(), parts.flows.tiers[position]
             used_by = dict(report.used_by)
-            if position == MAPPED:
-                used_by["limbo"] = parts.leases.limbo_bytes()  # slots that the tier still counts as blocks
+            if position == parts.residency.mapped or parts.residency.exported >> position & 1:
+                containers = {report.container for report in tier.containers()}
+                used_by["limbo"] = parts.leases.limbo_in(containers.__contains__)  # the tier counts them as blocks
                 used_by["blocks"] -= used_by["limbo"]
             reply.tiers.add(
                 name=parts.residency.tiers[position],
@@ -182,7 +182,8 @@ class Views:
             reply.tenants.add(
                 name=parts.tenants.name_of_index(index.name),
                 blocks=residency.tenant_blocks(number),
-                host_bytes=residency.tenant_bytes(number, MAPPED) + residency.reserved_bytes(number, MAPPED),
+                host_bytes=residency.tenant_bytes(number, residency.mapped)
+                + residency.reserved_bytes(number, residency.mapped),
                 nvme_bytes=residency.tenant_bytes(number, residency.durable) if residency.durable >= 0 else 0,
                 clients=len(sessions),
                 lookups=flow.lookups,

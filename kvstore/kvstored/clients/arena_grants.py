@@ -1,8 +1,11 @@
 """Which arenas a client may map: read-only those of its own tenant and no other's, and writable only those for puts in
-place, where its tenant may do that.
+place, where its tenant may do that. A client that maps device memory may import that of its tenant.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
@@ -12,13 +15,18 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import Tenant
 from kvstored.config import Config
 
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
+
 
 class ArenaGrants:
     """See the module."""
 
-    def __init__(self, host: HostTier, config: Config) -> None:
+    def __init__(self, host: HostTier, config: Config, exporter_of: Callable[[int], GpuTier | None]) -> None:
+        """`exporter_of(number)`: the tier of a chunk of device memory that clients may import."""
         self._host = host
         self._config = config
+        self._exporter_of = exporter_of
 
     def puts_in_place(self, tenant: Tenant) -> bool:
         return tenant.puts_in_place(self._config.put)
@@ -40,6 +48,13 @@ class ArenaGrants:
     def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
         number, index_name = request.arena_id, session.tenant.index_name
+        exporter = self._exporter_of(number) if session.maps_device and not request.writable else None
+        if exporter is not None and exporter.owner(number) == index_name:
+            try:
+                descriptor, nbytes = exporter.export(number)
+            except OSError as error:
+                raise KVStoreError(ErrorKind.UNAVAILABLE, str(error)) from None
+            return hs.ArenaGrant(arena_id=number, size_bytes=nbytes), descriptor
         owners = {writable_owner(index_name)} if request.writable else {index_name, writable_owner(index_name)}
         if self._host.owner(number) not in owners:
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {number}")

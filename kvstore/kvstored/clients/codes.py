@@ -5,22 +5,27 @@ from __future__ import annotations
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.tiering import MAPPED
 
 
-def tier_code(residency: ResidencyView, position: int) -> int:
-    """The TierCode of the tier at `position`."""
-    if position == MAPPED:
+def tier_code(residency: ResidencyView, position: int, *, maps_device: bool = False) -> int:
+    """The TierCode of the tier at `position`. `maps_device`: for a client that reads device memory in place."""
+    if maps_device and residency.exported >> position & 1:
+        return pb.TIER_CODE_GPU
+    if position == residency.mapped:
         return pb.TIER_CODE_HOST
     if position == residency.durable:
         return pb.TIER_CODE_NVME
     return pb.TIER_CODE_MEMORY if position < residency.in_memory else pb.TIER_CODE_REMOTE
 
 
-def codes_by_mask(residency: ResidencyView) -> bytes:
-    """By a row's tier mask, the TierCode of the fastest tier that has it; 0 for none."""
-    fastest = ((mask & -mask).bit_length() - 1 for mask in range(1, 1 << len(residency.tiers)))
-    return bytes([0, *(tier_code(residency, position) for position in fastest)])
+def codes_by_mask(residency: ResidencyView, *, maps_device: bool = False) -> bytes:
+    """By a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
+    mapped = residency.mapped
+    fastest = (
+        mapped if mask >> mapped & 1 else (mask & -mask).bit_length() - 1
+        for mask in range(1, 1 << len(residency.tiers))
+    )
+    return bytes([0, *(tier_code(residency, position, maps_device=maps_device) for position in fastest)])
 
 
 def miss_reason(cause: Cause) -> pb.MissReason.ValueType:

@@ -133,6 +133,7 @@ class Reception:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
         tenant = self._factory.tenant_of(peer)
         session = self._factory.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
+        session.maps_device = hello.maps_device_memory
         if session.staging is not None:
             self._arenas.prepare(tenant)
         return session

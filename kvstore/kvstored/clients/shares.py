@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kvstored.clients.tenants import Tenant, TenantDirectory
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy, Share
-from kvstored.store.tiering import MAPPED
 
 
 class TenantShares:
@@ -32,7 +31,7 @@ class TenantShares:
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits = tenant.limits
         shares = {
-            MAPPED: Share(limits.host_min_bytes, limits.host_max_bytes or None),
+            self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
             self._residency.durable: Share(0, limits.nvme_max_bytes or None),
         }
         for policy in self._policies:

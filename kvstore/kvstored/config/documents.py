@@ -119,7 +119,12 @@ def tiers_in(merged: Table) -> dict[str, Table]:
     """The sections that are tiers, fastest first; those of one kind as they were written."""
     tiers = {name: table for name, table in merged.items() if isinstance(table, dict) and "kind" in table}
     order = [*KINDS]
-    return dict(sorted(tiers.items(), key=lambda item: order.index(item[1]["kind"])))
+
+    def place(item: tuple[str, Table]) -> tuple[bool, int]:
+        kind = item[1]["kind"]
+        return not KINDS[kind].is_before_host(item[1]), order.index(kind)
+
+    return dict(sorted(tiers.items(), key=place))
 
 
 def in_order(merged: Table) -> Table:

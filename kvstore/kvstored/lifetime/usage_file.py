@@ -30,7 +30,6 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, apply, collect
 from kvstored.store.policies import Origin, Policy
 from kvstored.store.prefetch.state import PrefetchState
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class UsageFile:
         self._path = state_dir / FILE
         self._residency = residency
         # The mapped tier's memory may outlive the daemon, the durable one does.
-        self._tiers = [MAPPED, *([residency.durable] if residency.durable >= 0 else [])]
+        self._tiers = [residency.mapped, *([residency.durable] if residency.durable >= 0 else [])]
         self._writing = threading.Lock()  # a stop saves while the last thread of `run` may still write
         self._clock = clock
         self._nvme: Tier | None = None

@@ -36,7 +36,6 @@ from kvstored.store.operations import Operations
 from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint, RequestContext
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.telemetry import DeletionLog
 
@@ -125,7 +124,14 @@ class NodeStore:
         host, *below = config.tiers
         self.tiers: list[SimulatedTier] = [
             SimulatedTier(
-                host.name, first, host.capacity_bytes, loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM
+                host.name,
+                first,
+                host.capacity_bytes,
+                loop,
+                self.from_engine,
+                self.to_engine,
+                MemoryKind.SYSTEM,
+                is_mapped=True,
             )
         ]
         above = first
@@ -189,7 +195,7 @@ class NodeStore:
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
         rows = promoter.reachable_run(rows)
         for position in range(len(rows) - 1, in_pool - 1, -1):
-            if not residency.has(rows[position], MAPPED):
+            if not residency.has(rows[position], residency.mapped):
                 source = residency.fastest(rows[position])
                 if not promoter.prefetch(rows[position]):
                     break
@@ -208,7 +214,7 @@ class NodeStore:
         below = list(enumerate(expected.tiers))[visit.in_pool :]
         sources = Counter(visit.fetched.get(position, tier) for position, tier in below)
         visit.found = [sources[tier] for tier in range(len(self.tiers))]
-        visit.ready = [True] * visit.in_pool + [tier == MAPPED for _, tier in below]
+        visit.ready = [True] * visit.in_pool + [tier == self.store.residency.mapped for _, tier in below]
         mapped = sum(visit.ready) - visit.in_pool
         if mapped:
             arrived(mapped)

@@ -42,9 +42,11 @@ class SimulatedTier(Tier):
         coming: SimulatedLane,
         going: SimulatedLane,
         memory: MemoryKind = MemoryKind.FILE,
+        is_mapped: bool = False,
     ) -> None:
         self.medium = medium
-        self.info = TierInfo(name, medium.spec.name, memory, is_durable=memory is MemoryKind.FILE)
+        is_durable = memory is MemoryKind.FILE
+        self.info = TierInfo(name, medium.spec.name, memory, is_durable=is_durable, is_mapped=is_mapped)
         self._loop = loop
         self._coming, self._going = coming, going
         self._slots = SingleSlots(capacity_bytes)

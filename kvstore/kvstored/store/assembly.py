@@ -7,11 +7,11 @@ tiers, a clock and a completion queue gets exactly the movement and the decision
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvstore_predictor.base import Predictor
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
@@ -19,8 +19,9 @@ from kvstore_tiers.objects import DIGEST_BYTES
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
+from kvstored.config.tiers.gpu import GpuSection
 from kvstored.config.tiers.remote import RemoteSection
-from kvstored.policy_names import ALL, REUSED
+from kvstored.policy_names import ALL, REUSED, SECOND_TOUCH
 from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import DegradedModes, TierBreaker
@@ -38,7 +39,6 @@ from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.remote.absences import Absences
 from kvstored.store.remote.compute import ComputeTimes
 from kvstored.store.reservations import Reservations
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
@@ -47,9 +47,8 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
-from kvstored.store.transfer.items import LaneSettings, Limits, Priority
-from kvstored.store.transfer.lane import Lane
-from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
+from kvstored.store.transfer.lane_plan import make_lanes
+from kvstored.store.transfer.link import Link, Mover, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
@@ -62,32 +61,37 @@ from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
 
-KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
+
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 0.02  # demotions to a key-addressed tier: one that hangs keeps so many blocks in
 # place, and what makes room above it goes on without it after so long
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
-# Before the first read no engine should wait for a hope; after it, what was seen says more.
-KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget."""
+    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
+    ValueError where clients map none of them."""
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
+    mapped = [info.is_mapped for info in infos].index(True)
     return Residency(
         [info.name for info in infos],
         ghost_keys=config.limits.ghosts_per_tenant,
         durable=durable,
         in_memory=sum(info.is_memory for info in infos),
+        mapped=mapped,
+        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
     )
 
 
 class Store:
     """`residency` may hold recovered blocks already; policies and rooms take them over. `tiers` as in `make_residency`:
-    clients map the first, `host`; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
-    of the slowest of the others are demoted there, and blocks that other processes stored there can be found.
+    `host` is the first that clients map; `nvme` is the durable one, if any; `keyed` are those addressed by key. Victims
+    of the slowest of the others are demoted there, and blocks that other processes stored there can be found. Tiers
+    before `host` get copies of what is used often, and demote to it.
     `predictor`, `remote_writes`: instead of the configuration's."""
 
     def __init__(
@@ -102,7 +106,7 @@ class Store:
     ) -> None:
         self.config, self.clock, self.completions = config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
-        self.host = host = cast(HostTier, tiers[MAPPED])
+        self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
         self.keyed = {
             position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
@@ -121,17 +125,20 @@ class Store:
             self.counters,
         )  # fmt: skip
         self.leases = LeaseTable(
-            residency.unpin_run, host.free, host.retire, limbo_limit_bytes=config.limits.limbo_per_tenant_bytes
+            residency.unpin_run,
+            self._free_leased,
+            self._mark_retired,
+            limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
         )
-        self.reservations = Reservations(host.free, residency.copies[MAPPED].reserve)
-        self.exits: list[SlotExit] = [self.leases, *map(UnmappedExit, self.tiers[1:])]
+        self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
+        self.exits = self._make_exits()
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
         self.discard = list(self.retire)  # for blocks that are removed by order
         for position, tier in self.keyed.items():
             self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
-        self.mover = Mover(self._make_lanes(), completions, clock)
+        self.mover = Mover(make_lanes(config, residency, self.keyed), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
         self.writeback: WriteBack | None = None
         self.copiers: list[Copier] = []
@@ -143,12 +150,42 @@ class Store:
         self.rooms = self._make_rooms_in_memory(demoter, below)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
-            residency, [self._link(source, MAPPED) for source in range(1, len(self.tiers))], self.rooms[MAPPED],
+            residency, [self._link(source, residency.mapped) for source in self._unmapped], self.room,
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
         self.sharing = self._make_sharing()
         self.copiers += self.sharing
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
+
+    def _make_exits(self) -> list[SlotExit]:
+        leased = self.residency.readable(maps_device=True)
+        return [
+            self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
+        ]
+
+    def exporter_of(self, container: int) -> GpuTier | None:
+        """The tier of device memory that a container is of, where clients may import that."""
+        if container < DEVICE_ARENAS:
+            return None
+        exported = self.residency.exported
+        tiers = (cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1)
+        return next((tier for tier in tiers if tier.owner(container) is not None), None)
+
+    def _free_leased(self, slot: Slot) -> None:
+        (self.exporter_of(slot.container) or self.host).free(slot)
+
+    def _mark_retired(self, slot: Slot) -> None:
+        if self.exporter_of(slot.container) is None:
+            self.host.retire(slot)
+
+    @property
+    def room(self) -> Room:
+        """That of the mapped tier."""
+        return self.rooms[self.residency.mapped]
+
+    @property
+    def _unmapped(self) -> list[int]:
+        return [position for position in range(len(self.tiers)) if position != self.residency.mapped]
 
     def _make_breaker(self, position: int) -> TierBreaker:
         def on_open() -> None:
@@ -191,11 +228,12 @@ class Store:
         """What demotes to the first of them, and their rooms."""
         demoter: Demoter = NoDemotion()
         rooms: list[Room] = []
+        mapped = self.residency.mapped
         for position, tier in reversed(self.keyed.items()):
             rooms = [self._make_room(position, demoter, MemoryRelocation(tier, self.completions)), *rooms]
             demoter = Demotion(
                 self.residency, self._link(position - 1, position), rooms[0], demoter, self.damage, self.flows,
-                Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(MAPPED, position)),
+                Bounds(KEYED_AT_ONCE, KEYED_WAIT_S, self.remote_gates[position], self._link(mapped, position)),
             )  # fmt: skip
             self.copiers.append(demoter)
         return demoter, rooms
@@ -220,11 +258,11 @@ class Store:
         return RemoteWrites(section.share, section.admission, section.rate_bytes)
 
     def _make_sharing(self) -> list[Sharing]:
-        """What writes blocks early, to each key-addressed tier that shares them."""
+        """What writes blocks early, to each key-addressed tier that shares them and to those before the mapped one."""
         residency, made = self.residency, []
         for position, gate in self.remote_gates.items():
             if gate.shares_early:
-                link, back = self._link(MAPPED, position), self._link(position, MAPPED)
+                link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
                 made.append(Sharing(residency, link, back, room, gate, self.absences, self.counters))
 
@@ -232,22 +270,42 @@ class Store:
             for sharing in made:
                 sharing.used(rows)
 
+        for position in range(residency.mapped):
+            link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
+            gate, room = self._make_device_gate(position), self.rooms[position]
+            made.append(Sharing(residency, link, back, room, gate, None, self.counters, "device_blocks"))
+
         if made:
             residency.use_with(used)
         return made
 
+    def _make_device_gate(self, position: int) -> RemoteGate:
+        """Of a tier before the mapped one."""
+        section = self.config.tier(self.residency.tiers[position])
+        name, rate_bytes = SECOND_TOUCH, 0
+        if isinstance(section, GpuSection):
+            name, rate_bytes = section.admission, section.rate_bytes
+        admission = create_admission(name, self.residency, position, self.policies[self.residency.mapped])
+        return RemoteGate(
+            self.residency, admission, admission, rate_bytes, self.clock, self.counters, lambda _tenant: False
+        )
+
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
-        those of another one to the next slower first."""
+        those of another one to the next slower first; that of a tier before the mapped one is the mapped one."""
         rooms = below
-        in_memory = self.residency.in_memory
+        mapped, in_memory = self.residency.mapped, self.residency.in_memory
         for position in reversed(range(in_memory)):
-            if position + 1 < in_memory:
-                link = self._link(position, position + 1)
-                demoter = Demotion(self.residency, link, rooms[0], demoter, self.damage, self.flows)
-                self.copiers.append(demoter)
+            lower = max(position + 1, mapped)
+            passed_on = demoter
+            if lower < in_memory:
+                link, room = self._link(position, lower), rooms[lower - position - 1]
+                passed_on = demotion = Demotion(self.residency, link, room, demoter, self.damage, self.flows)
+                self.copiers.append(demotion)
+            if position >= mapped:
+                demoter = passed_on
             copies = MemoryRelocation(self.tiers[position], self.completions)
-            rooms = [self._make_room(position, demoter, copies), *rooms]
+            rooms = [self._make_room(position, passed_on, copies), *rooms]
         return rooms
 
     def _link(self, source: int, destination: int) -> Link:
@@ -261,7 +319,7 @@ class Store:
     @property
     def _write_lane(self) -> str:
         """One for all tiers that blocks come from: the writes of one medium wait in one queue."""
-        return self._lane_name(MAPPED, self.residency.durable)
+        return self._lane_name(self.residency.mapped, self.residency.durable)
 
     def _relocation_on(self, nvme: Tier, breaker: TierBreaker) -> Relocation:
         return LaneRelocation(nvme, self.mover, self._write_lane, breaker, self.endurance, self.completions)
@@ -291,7 +349,8 @@ class Store:
             self.writeback.gate.admission = self._make_admission(config)
 
     def _make_admission(self, config: Config) -> Admission:
-        return create_admission(config.nvme.admission, self.residency, self.residency.durable, self.policies[MAPPED])
+        above = self.policies[self.residency.mapped]
+        return create_admission(config.nvme.admission, self.residency, self.residency.durable, above)
 
     def _make_room(self, position: int, demoter: Demoter, relocation: Relocation) -> Room:
         tier, residency, exits = self.tiers[position], self.residency, self.exits[position]
@@ -300,44 +359,6 @@ class Store:
         on_damage = partial(self.damage.found, position)
         evacuation = Evacuation(tier, residency, victims, eviction, exits, relocation, on_damage, self.counters)
         return Room(tier, residency, victims, eviction, evacuation)
-
-    def _make_lanes(self) -> list[Lane[Transfer]]:
-        """One lane a direction. Lanes of one lower tier share it, so that prefetch waits for demand on any of them."""
-        movement, limits = self.config.movement, self.config.limits
-        settings = LaneSettings(
-            max_in_flight=movement.in_flight,
-            limits={
-                Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
-                Priority.PREFETCH: Limits(movement.queue_blocks, 1),
-                Priority.DEMOTION: Limits(
-                    movement.queue_blocks,
-                    max(1, movement.in_flight // 2),
-                    movement.demotion_rate_bytes or None,
-                ),
-                Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
-            },
-            quiet_s=movement.prefetch_quiet_ms / 1000,
-            prefetch_item_bytes=limits.max_block_bytes + 8192,
-        )
-        keyed = replace(
-            settings, max_in_flight=max(KEYED_IN_FLIGHT, movement.in_flight),
-            limits=settings.limits | {
-                Priority.DEMAND: Limits(movement.queue_blocks, max(KEYED_IN_FLIGHT, movement.in_flight))
-            },
-            prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
-            prior_bytes=KEYED_PRIOR_BYTES,
-        )  # fmt: skip
-        lanes: list[Lane[Transfer]] = []
-        for lower in range(1, len(self.tiers)):
-            upper = MAPPED if lower == self.residency.durable else lower - 1
-            names = [self._lane_name(lower, MAPPED), self._lane_name(upper, lower)]
-            if lower in self.keyed and upper != MAPPED:
-                names.append(self._lane_name(MAPPED, lower))
-            pair: list[Lane[Transfer]] = [Lane(name, keyed if lower in self.keyed else settings) for name in names]
-            for lane in pair:
-                lane.share_medium(pair)
-            lanes += pair
-        return lanes
 
     async def sync_keyed(self) -> bool:
         """Whether key-addressed tiers have no longer what was removed from them."""

@@ -43,7 +43,8 @@ class LeaseBook(Protocol):
 
 class LeaseTable:
     """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
-    in a slot in limbo is no block any more) are the host tier's. A tenant has at most `limbo_limit_bytes` in limbo by
+    in a slot in limbo is no block any more) are those of the tiers that clients read, no two of which have a container
+    of the same number. A tenant has at most `limbo_limit_bytes` in limbo by
     eviction; what an operator drops may exceed it."""
 
     def __init__(
@@ -75,6 +76,10 @@ class LeaseTable:
 
     def limbo_bytes(self, tenant: int | None = None) -> int:
         return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
+
+    def limbo_in(self, is_here: Callable[[int], bool]) -> int:
+        """Bytes in limbo in those containers."""
+        return sum(slot.nbytes for slot, _ in self._limbo.values() if is_here(slot.container))
 
     def grant(self, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int) -> Lease:
         """A new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""

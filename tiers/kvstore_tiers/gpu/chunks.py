@@ -68,8 +68,9 @@ class Chunks:
     """`make` and `drop` are called with a chunk that is to be made, and with the number of one to give back."""
 
     def __init__(
-        self, capacity_bytes: int, chunk_bytes: int, make: Callable[[Chunk], None], drop: Callable[[int], None]
-    ) -> None:
+        self, capacity_bytes: int, chunk_bytes: int, make: Callable[[Chunk], None], drop: Callable[[int], None],
+        first_number: int = 1,
+    ) -> None:  # fmt: skip
         self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
         self.may_grow = True
         self._make, self._drop = make, drop
@@ -77,7 +78,7 @@ class Chunks:
         self._with_room: defaultdict[tuple[str, int], list[Chunk]] = defaultdict(list)  # each chunk once
         self._aside: set[int] = set()
         self._refused: set[int] = set()
-        self._next_number = 1
+        self._next_number = first_number
 
     @property
     def used_bytes(self) -> int:
@@ -122,6 +123,11 @@ class Chunks:
             raise RuntimeError(f"{slot} is in no chunk")
         chunk.require_out(slot)
         return chunk
+
+    def owner(self, number: int) -> str | None:
+        """Whose chunk that is; None where there is none."""
+        chunk = self._chunks.get(number)
+        return chunk.owner if chunk is not None else None
 
     def refuse(self, number: int) -> None:
         """The device has no memory for this chunk: hand out no slot of it, and forget it when it is empty."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
+
+from kvstore_proto.cuda_driver import cuda_driver
 
 BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in the form that the library calls
 BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
@@ -49,7 +50,10 @@ class Driver:
     """The primary context of device `index`, current in the thread that makes this. Raises NoDriver, DriverError."""
 
     def __init__(self, index: int) -> None:
-        self._cuda = _library()
+        try:
+            self._cuda = cuda_driver()
+        except OSError as error:
+            raise NoDriver(str(error)) from None
         try:
             self._call("cuInit", 0)
             count = self._call("cuDeviceGetCount")
@@ -194,18 +198,3 @@ class Driver:
             found, text = self._cuda.cuGetErrorName(code)
             raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")
         return answers[0] if len(answers) == 1 else tuple(answers)
-
-
-def _library() -> ModuleType:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise NoDriver("the GPU tier needs the library cuda-bindings: pip install 'kvstored[gpu]'") from None
-    try:
-        driver.cuDriverGetVersion()
-    except Exception as error:  # of the library's own, which says at length where it looked
-        raise NoDriver(
-            f"libcuda.so.1 cannot be loaded, is the NVIDIA driver installed? ({type(error).__name__})"
-        ) from None
-    library: ModuleType = driver
-    return library

@@ -126,6 +126,12 @@ class WorkerLink:
                 os.close(chunk.descriptor)
         self._queue.put((wire.pack(wire.DROP, number), -1, -1))
 
+    def descriptor_of(self, number: int) -> int:
+        """A new descriptor of a chunk's memory, the caller's to close; -1 while the worker has not made it."""
+        with self._lock:
+            chunk = self._chunks.get(number)
+            return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
+
     def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended) -> None:
         """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker."""
         with self._lock:

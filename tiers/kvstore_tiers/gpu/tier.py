@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from kvstore_proto.arena import BlockHeader
+from kvstore_proto.arena import DEVICE_ARENAS, BlockHeader
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -44,7 +44,7 @@ REGROW_S = 10.0  # after the device had no memory
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. `variables`: of the worker's environment.
-    A worker that does not end a transfer in `patience_s` seconds is killed."""
+    A worker that does not end a transfer in `patience_s` seconds is killed. Chunks are numbered from `first_number`."""
 
     def __init__(
         self,
@@ -56,10 +56,11 @@ class GpuTier(Tier):
         name: str = "gpu",
         variables: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
+        first_number: int = DEVICE_ARENAS,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
-        self.info = TierInfo(name, "gpu", MemoryKind.DEVICE, container_bytes=chunk_bytes)
+        self.info = TierInfo(name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes)
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
         self._refused, self._refused_at_s = "", 0.0
@@ -67,7 +68,7 @@ class GpuTier(Tier):
         self._link = WorkerLink(
             device, lambda chunk, why: self._refusals.put((chunk, why)), variables=variables, patience_s=patience_s
         )
-        self._chunks = Chunks(capacity_bytes, chunk_bytes, self._make, self._link.drop_chunk)
+        self._chunks = Chunks(capacity_bytes, chunk_bytes, self._make, self._link.drop_chunk, first_number)
         self._transfers = GpuTransfers(self._link, max(bounce_bytes, chunk_bytes), 2, self._counters, name)
 
     # Places
@@ -132,6 +133,19 @@ class GpuTier(Tier):
             done(Outcome(OutcomeKind.DONE))
         else:
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
+
+    def owner(self, number: int) -> str | None:
+        """Whose blocks are in a chunk; None where there is no such chunk."""
+        return self._chunks.owner(number)
+
+    def export(self, number: int) -> tuple[int, int]:
+        """A new descriptor of a chunk, the caller's to close, and its bytes. A process that imports it could map it to
+        write, too: what is read back from the device is checked against what this process wrote. Raises OSError where
+        there is none now."""
+        descriptor = self._link.descriptor_of(number)
+        if descriptor < 0:
+            raise OSError(f"chunk {number} of {self.info.name} is not made")
+        return descriptor, self._chunks.chunk_bytes
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
         """Let the device copy from and to host memory, a memfd that is mapped here at `address`, without a bounce. A

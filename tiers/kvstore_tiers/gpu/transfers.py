@@ -2,6 +2,8 @@
 
 Owns the threads that gather and verify, the bounce buffer, the host memory shared with the worker, and which slots were
 written whole. `starts` wait for room in the bounce buffer, so they are not the threads that give it back.
+Engines of the tenant may import device memory, and could then also write there: a header that comes back is believed
+only if it is the one that was written, and with it the payload's checksum.
 Invariants: a range of the bounce buffer is given back once, when the copies that use it have ended; each transfer is
 counted and delivered once.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
+
+import xxhash
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
@@ -46,7 +50,7 @@ class GpuTransfers:
         self._bounce = Bounce(bounce_bytes)
         self._regions = Regions()
         self._region_numbers = count(BOUNCE_REGION + 1)
-        self._written: dict[Slot, int] = {}  # payload bytes
+        self._written: dict[Slot, tuple[int, int]] = {}  # payload bytes, digest of the header page
         self._starts = ResidentThreads(f"{name}-start", threads)
         self._ends = ResidentThreads(f"{name}-end", threads)
         self._under_way = 0
@@ -86,7 +90,8 @@ class GpuTransfers:
                 found = gather_and_checksum(address + HEADER_BYTES, segments, hashed)
                 checksum = header.checksum or found
             stamped = header.stamped(slot.generation, checksum)
-            put_bytes(address, stamped.pack())
+            page = stamped.pack()
+            put_bytes(address, page)
             pieces = [wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset, bounced_bytes)]
             if is_direct and places is not None:
                 pieces += _pieces(slot, places)
@@ -99,7 +104,7 @@ class GpuTransfers:
             if failure:
                 end(Outcome(OutcomeKind.FAILED, message=failure))
                 return
-            self._written[slot] = header.payload_bytes
+            self._written[slot] = header.payload_bytes, xxhash.xxh3_64_intdigest(page)
             end(Outcome(OutcomeKind.DONE, stamped, header.payload_bytes))
 
         self._link.transfer(wire.WRITE, pieces, copied)
@@ -108,18 +113,19 @@ class GpuTransfers:
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         end = self._begin(self._counters.read, done)
-        payload_bytes = self._written.get(slot)
-        if payload_bytes is None:
+        payload_bytes, page_digest = self._written.get(slot, (-1, 0))
+        if payload_bytes < 0:
             end(Outcome(OutcomeKind.CORRUPT, message=f"no block was written to {slot}"))
         elif total_bytes(segments) < payload_bytes:
             end(Outcome(OutcomeKind.FAILED, message=f"{payload_bytes} payload bytes do not fit the destination"))
         else:
             own = list(clipped(segments, payload_bytes))
-            self._start(lambda: self._fetch(slot, expect_key, own, payload_bytes, end), end)
+            self._start(lambda: self._fetch(slot, expect_key, own, (payload_bytes, page_digest), end), end)
 
     def _fetch(
-        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], payload_bytes: int, end: Completion
+        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], written: tuple[int, int], end: Completion
     ) -> None:
+        payload_bytes, page_digest = written
         places = self._regions.locate(segments)
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
@@ -130,13 +136,12 @@ class GpuTransfers:
 
         def verify() -> Outcome:
             address = self._bounce.address + offset
-            header = judge_header(
-                buffer_at(address, HEADER_BYTES).raw, expect_key, slot.nbytes - HEADER_BYTES, slot.generation
-            )
+            page = buffer_at(address, HEADER_BYTES).raw
+            header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
             if isinstance(header, str):
                 return Outcome(OutcomeKind.CORRUPT, message=header)
-            if header.payload_bytes != payload_bytes:
-                return Outcome(OutcomeKind.CORRUPT, message="the header is of another payload")
+            if header.payload_bytes != payload_bytes or xxhash.xxh3_64_intdigest(page) != page_digest:
+                return Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
             payload = address + HEADER_BYTES
             found = checksum_of(segments, payload_bytes) if is_direct else checksum_at(payload, payload_bytes)
             if found != header.checksum:

@@ -31,10 +31,10 @@ from kvstore_tiers.threads import ResidentThreads
 
 
 class MemoryTier(Tier):
-    """`capacity_bytes` of slots in ordinary Python objects."""
+    """`capacity_bytes` of slots in ordinary Python objects. `memory`: what other tiers take it for."""
 
-    def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
-        self.info = TierInfo(name, "memory", MemoryKind.SYSTEM)
+    def __init__(self, capacity_bytes: int, *, name: str = "memory", memory: MemoryKind = MemoryKind.SYSTEM) -> None:
+        self.info = TierInfo(name, "memory", memory)
         self._capacity_bytes = capacity_bytes
         self._slots: dict[Slot, tuple[BlockHeader, bytes] | None] = {}
         self._used_bytes = 0

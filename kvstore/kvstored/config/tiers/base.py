@@ -49,10 +49,12 @@ class Cluster:
 @dataclass(frozen=True)
 class Start:
     """What a start of the daemon has for a tier to open with: the witness of arenas that a restart keeps, the number
-    of the first new one, an early scan of the NVMe directory, and the cluster."""
+    of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe directory,
+    and the cluster."""
 
     witness: ArenaWitness | None = None
     first_arena: int = 1
+    first_chunk: int = 0  # the tier's own choice
     early_scan: EarlyRecordScan | None = None
     cluster: Cluster | None = None
 
@@ -71,6 +73,11 @@ class TierSection(ABC):
     ttl_s: float
     keep_worth: float = 0.0
     enabled: bool = True
+
+    @classmethod
+    def is_before_host(cls, table: Table) -> bool:
+        """Whether a tier with these keys stands before the one that clients map."""
+        return False
 
     @classmethod
     @abstractmethod

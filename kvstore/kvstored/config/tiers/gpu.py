@@ -1,4 +1,8 @@
-"""Kind "gpu": the memory of a CUDA device, below the tier that clients map. A process of its own does the copies."""
+"""Kind "gpu": the memory of a CUDA device. A process of its own does the copies.
+
+It stands behind the tier that clients map, as a place for what is evicted there, or before it, with copies of what is
+used often.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore_console.units import human_bytes
-from kvstored.config.mistakes import ConfigError, need
+from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection
+from kvstored.policy_names import ADMISSIONS, SECOND_TOUCH
 
 if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
@@ -19,22 +24,29 @@ GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
-    """Volatile, and not mapped by clients. `device`: counted from 0, as the CUDA driver counts."""
+    """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`, `rate_bytes`: which blocks get a copy
+    in a tier before the host's, and how fast; 0 is no limit."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "policy": "lfu-ttl", "ttl_s": 0,
+        "before_host": False, "admission": SECOND_TOUCH, "rate": "0", "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
+    admission: str
+    rate_bytes: int
     device: int
     chunk_bytes: int
     bounce_bytes: int
 
     @classmethod
+    def is_before_host(cls, table: Table) -> bool:
+        return bool(table["before_host"])
+
+    @classmethod
     def read(cls, name: str, table: Table, machine: Machine) -> Self:
-        sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce")}
+        sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce", "rate")}
         return section_of(cls, name, table, {"name": name, **sizes})
 
     def check(self, machine: Machine) -> None:
@@ -49,11 +61,13 @@ class GpuSection(TierSection):
             0 < self.bounce_bytes <= machine.memory_bytes // 4,
             f"{name}.bounce must be more than nothing, and at most a quarter of this machine's memory",
         )
+        one_of(f"{name}.admission", self.admission, ADMISSIONS)
         self._need_one("chunk", self.chunk_bytes)
         super().check(machine)
 
     def open(self, start: Start) -> GpuTier:
         """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
+        from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier
 
         try:
@@ -63,6 +77,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
+                first_number=start.first_chunk or DEVICE_ARENAS,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None

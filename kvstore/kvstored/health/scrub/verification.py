@@ -13,7 +13,6 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.items import Priority, Refused
 from kvstored.store.transfer.link import Mover, Transfer, lane_name
 
@@ -41,7 +40,7 @@ class Verification:
         if not breaker.serves_reads:
             return None
         durable = residency.durable
-        lane = lane_name(residency.tiers, durable, MAPPED)
+        lane = lane_name(residency.tiers, durable, residency.mapped)
         slot, key, token = residency.slot(row, durable), residency.key(row), residency.token(row)
         buffer = AlignedBuffer(slot.nbytes)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

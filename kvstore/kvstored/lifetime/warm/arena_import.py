@@ -15,7 +15,6 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.store.blocks import CyclicChainError, Residency
-from kvstored.store.tiering import MAPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class ArenaImport:
         if not run:
             return
         rows = residency.store_run(
-            tenant, [block.key for block in run], parent, MAPPED, [block.slot for block in run],
+            tenant, [block.key for block in run], parent, residency.mapped, [block.slot for block in run],
             fingerprint_id=self._tenants.fingerprint_number(first.fingerprint), group=first.group,
             payload_bytes=first.payload_bytes, now_ns=self._now_ns,
         )  # fmt: skip
@@ -101,7 +100,7 @@ class ArenaImport:
         """Its row, or -1 for a block that is dropped."""
         residency, slot = self._residency, block.slot
         row = residency.find(tenant, block.key)
-        if row >= 0 and residency.has(row, MAPPED):
+        if row >= 0 and residency.has(row, residency.mapped):
             return self._drop(slot)
         if row < 0:
             try:
@@ -112,7 +111,7 @@ class ArenaImport:
                 )  # fmt: skip
             except CyclicChainError:
                 return self._drop(slot)
-        residency.attach(row, MAPPED, slot, self._now_ns)
+        residency.attach(row, residency.mapped, slot, self._now_ns)
         self.rows[slot.container, slot.offset] = row
         return row
 

@@ -20,7 +20,6 @@ from kvstored.lifetime.warm.ledger import FormerSession, Ledger
 from kvstored.lifetime.warm.restart import Adopted, Place
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class FormerClients:
             row = adopted.rows.get(place, -1)
             if row >= 0:
                 rows.append(row)
-                slots.append(residency.slot(row, MAPPED))
+                slots.append(residency.slot(row, residency.mapped))
                 tenant = residency.tenant_of(row)
             elif place in adopted.retired:
                 slot, tenant = adopted.retired[place]

@@ -22,7 +22,6 @@ from kvstored.rpc.verbs.staged_put import StagedPut
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.offer import Offer, Stored
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
@@ -41,9 +40,7 @@ class Verbs:
         limits = config.limits
         self._look_up = LookupVerb(operations.look_up, residency, misses, max_keys=limits.max_keys)
         self._staged_put = StagedPut(put, limits, default_mode=config.durability.mode)
-        self._in_place_put = InPlacePut(
-            put, store.reservations, residency, store.host, store.rooms[MAPPED], store.clock, config
-        )
+        self._in_place_put = InPlacePut(put, store.reservations, residency, store.host, store.room, store.clock, config)
         self._get = AcquireVerb(
             operations.get, residency, misses, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client
         )

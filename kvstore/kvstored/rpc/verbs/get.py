@@ -14,7 +14,6 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.operations.get import Acquired, Expected, Get, LeasedRun, Wanted
 from kvstored.store.policies import RequestContext
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import RecentMisses
 
 
@@ -29,7 +28,10 @@ class AcquireVerb:
         self._max_keys = max_keys
         self._leases_per_client = leases_per_client
         self._residency = residency
-        self._codes = [tier_code(residency, position) for position in range(len(residency.tiers))]
+        self._codes = [
+            [tier_code(residency, position, maps_device=maps) for position in range(len(residency.tiers))]
+            for maps in (False, True)
+        ]
         self._requests = 0
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
@@ -52,9 +54,10 @@ class AcquireVerb:
         async with aclosing(answers):
             async for answer in answers:
                 if isinstance(answer, Expected):
-                    tiers = bytes(self._codes[position] for position in answer.tiers)
+                    codes = self._codes[session.maps_device]
+                    tiers = bytes(codes[position] for position in answer.tiers)
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
-                    if not answer.tiers or MAPPED in answer.tiers:
+                    if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
                         continue  # another answer comes at once
                     reply = pb.AcquireReply(more=True)
                 elif isinstance(answer, LeasedRun):

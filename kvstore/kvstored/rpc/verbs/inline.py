@@ -31,7 +31,6 @@ from kvstored.rpc.verbs.validate import payload_size
 from kvstored.store.assembly import Store
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.offer import Offer
-from kvstored.store.tiering import MAPPED
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
@@ -154,7 +153,7 @@ class InlineCalls:
     ) -> unary.UnaryPrefetchReply:
         residency = self._residency
         run = residency.find_run(session.tenant_id, blocks.packed)
-        mapped = [residency.has(row, MAPPED) for row in run]
+        mapped = [residency.has(row, residency.mapped) for row in run]
         key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
         asked = pb.Prefetch(set=key_set, budget_bytes=request.budget_bytes)
         left = self._quick(session, prefetch=asked).prefetch.scheduled_blocks

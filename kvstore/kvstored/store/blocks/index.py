@@ -43,8 +43,10 @@ class Residency(ResidencyView):
         ghost_keys: int = DEFAULT_GHOST_KEYS,
         durable: int | None = None,
         in_memory: int | None = None,
+        mapped: int = 0,
+        exported: int = 0,
     ) -> None:
-        super().__init__(tiers, durable, in_memory)
+        super().__init__(tiers, durable, in_memory, mapped, exported)
         listeners = Listeners(self)
         self.listen = listeners.listen
         self.observe = listeners.observe

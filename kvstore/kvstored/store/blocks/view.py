@@ -51,16 +51,26 @@ class ResidencyView:
     """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
     answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
-    one unless said otherwise. `changes` differs whenever a row or a copy was added, removed or changed its state; uses
-    and pins do not count. `deletions`: how often blocks were deleted by order.
+    one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
+    given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client may
+    read in place, if it maps device memory. `changes` differs whenever a row or a copy was added,
+    removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by order.
     """
 
-    def __init__(self, tiers: Sequence[str], durable: int | None = None, in_memory: int | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        durable: int | None = None,
+        in_memory: int | None = None,
+        mapped: int = 0,
+        exported: int = 0,
+    ) -> None:
         if not 1 <= len(tiers) <= _MAX_TIERS:
             raise ValueError(f"residency takes 1 to {_MAX_TIERS} tiers, got {len(tiers)}")
         self.tiers = tuple(tiers)
         self.durable = (len(tiers) - 1 or -1) if durable is None else durable
         self.in_memory = in_memory or (self.durable if self.durable > 0 else len(tiers))
+        self.mapped, self.exported = mapped, exported
         self.rows = Rows()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
@@ -73,6 +83,10 @@ class ResidencyView:
     def tier(self, name: str) -> int:
         """The position of a tier. Raises ValueError for an unknown name."""
         return self.tiers.index(name)
+
+    def readable(self, *, maps_device: bool) -> int:
+        """The tiers that a client reads in place, as a mask."""
+        return 1 << self.mapped | (self.exported if maps_device else 0)
 
     # Looking up
 
@@ -168,12 +182,13 @@ class ResidencyView:
         return self.rows.mask[row]
 
     def fastest(self, row: int) -> int:
-        """The first tier with a readable copy, or -1."""
+        """The tier from which a client has the block soonest: the mapped one if it has a readable copy, else the first
+        one that has; -1 where none has."""
         mask = self.rows.mask[row]
-        return (mask & -mask).bit_length() - 1
+        return self.mapped if mask >> self.mapped & 1 else (mask & -mask).bit_length() - 1
 
     def fastest_in_memory(self, row: int) -> int:
-        """The first tier of memory with a readable copy, or -1."""
+        """`fastest`, if that is memory, or -1."""
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 

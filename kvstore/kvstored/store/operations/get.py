@@ -24,7 +24,6 @@ from kvstored.store.operations.loader import Loader, Loading
 from kvstored.store.policies import RequestContext
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.remote.value import DEADLINE_MS
-from kvstored.store.tiering import MAPPED
 from kvstored.telemetry import Counters, Flows
 
 MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
@@ -126,8 +125,8 @@ class Get:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
         be promoted or verified first."""
         resident = rows = self._run(client, wanted)
-        mask = self._residency.rows.mask
-        mapped = next((position for position, row in enumerate(rows) if not mask[row] >> MAPPED & 1), len(rows))
+        mask, readable = self._residency.rows.mask, self._readable(client)
+        mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
         if mapped < len(rows):
             if not wanted.mapped_only:
                 return None
@@ -143,7 +142,7 @@ class Get:
         """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows)
+        loading = self._loader.load(rows, self._readable(client))
         leased: list[int] = []
         try:
             intact = await self._loader.verify(rows, loading.tokens)
@@ -175,15 +174,15 @@ class Get:
         began_ns = self._clock.monotonic_ns()
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows)
+        loading = self._loader.load(rows, self._readable(client))
         try:
             intact = await self._loader.verify(rows, loading.tokens)
-            expected = self._expected(rows[:intact])
+            expected = self._expected(client, rows[:intact])
             until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
             self._begin(loading, wanted, range(held, intact), until_ns)
             if question is not None and intact == len(rows):
                 more = await self._found(client, wanted, loading, question)
-                expected = expected.followed_by(self._expected(more))
+                expected = expected.followed_by(self._expected(client, more))
                 rows += more
                 self._begin(loading, wanted, range(max(held, intact), len(rows)), until_ns)
                 intact = len(rows)
@@ -210,6 +209,19 @@ class Get:
 
     def leases_of(self, client: Client) -> int:
         return self._leases.count(client.session_id)
+
+    def _readable(self, client: Client) -> int:
+        """The tiers that a client reads in place, as a mask."""
+        return self._residency.readable(maps_device=client.maps_device)
+
+    def _places(self, client: Client, rows: Sequence[int]) -> list[int]:
+        """The tier that a lease names for each block: device memory where the client reads that."""
+        mapped, exported = self._residency.mapped, self._residency.exported
+        if not exported or not client.maps_device:
+            return [mapped] * len(rows)
+        mask = self._residency.rows.mask
+        on_device = [mask[row] & exported for row in rows]
+        return [(here & -here).bit_length() - 1 if here else mapped for here in on_device]
 
     def _until_ns(self, wanted: Wanted) -> int:
         most_ms = self.limits.wait_ms
@@ -241,9 +253,11 @@ class Get:
     def _begin(self, loading: Loading, wanted: Wanted, order: range, until_ns: int) -> None:
         loading.begin(reversed(order) if wanted.from_back else order, until_ns)
 
-    def _expected(self, rows: Sequence[int]) -> Expected:
+    def _expected(self, client: Client, rows: Sequence[int]) -> Expected:
         fastest = self._residency.fastest
-        return Expected([fastest(row) for row in rows], list(accumulate(self._promoter.estimate_us(rows))))
+        return Expected(
+            [fastest(row) for row in rows], list(accumulate(self._promoter.estimate_us(rows, self._readable(client))))
+        )
 
     def _end(
         self, client: Client, wanted: Wanted, rows: list[int], sources: dict[int, int], resident: Sequence[int]
@@ -259,7 +273,9 @@ class Get:
         run = self._lease(client, rows, 0, sources) if rows else None
         if not wanted.mapped_only:
             return Acquired(found, cause, run)
-        return Acquired(found, cause, run, len(resident), sum(self._promoter.estimate_us(resident)))
+        return Acquired(
+            found, cause, run, len(resident), sum(self._promoter.estimate_us(resident, self._readable(client)))
+        )
 
     def _cause(self, client: Client, wanted: Wanted, found: int) -> Cause | None:
         """Why the block after the first `found` is missing; None where it is there, or not wanted."""
@@ -279,7 +295,11 @@ class Get:
     ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
-        tokens, slots = [residency.token(row) for row in rows], residency.slots(rows, MAPPED)
+        tokens, places = [residency.token(row) for row in rows], self._places(client, rows)
+        if places.count(residency.mapped) == len(places):
+            slots = residency.slots(rows, residency.mapped)
+        else:
+            slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         now_ns = self._clock.monotonic_ns()
         expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
@@ -293,7 +313,8 @@ class Get:
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(client, len(rows))
-        self._flows.hit(MAPPED, len(rows) - promoted.total())
+        for position, blocks in Counter(places).items():
+            self._flows.hit(position, max(0, blocks - (promoted.total() if position == residency.mapped else 0)))
         for position, blocks in promoted.items():
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)

@@ -14,7 +14,6 @@ from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import ChainHint, deliver_hint
 from kvstored.store.prefetch.feed import Feed
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.promote import Promoter
 
 DUE_MAX_MS = 24 * 3600 * 1000
@@ -62,7 +61,7 @@ class Hints:
             deliver_hint(self._feed.policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
         resident = scheduled = 0
         for row in rows:
-            if residency.has(row, MAPPED):
+            if residency.has(row, residency.mapped):
                 resident += 1
                 continue
             budget_bytes -= residency.payload_bytes(row)

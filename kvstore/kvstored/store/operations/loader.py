@@ -14,7 +14,6 @@ from functools import partial
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.discovery import Discovery
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.promote import Promoter
@@ -32,9 +31,9 @@ class Loader:
         self._residency = residency
         self._clock = clock
 
-    def load(self, rows: Sequence[int]) -> Loading:
-        """The leading run of a chain; nothing moves before its `begin`."""
-        return Loading(self._residency, self.promoter, self._clock, rows)
+    def load(self, rows: Sequence[int], readable: int) -> Loading:
+        """The leading run of a chain, for a client that reads the tiers of this mask. Nothing moves before `begin`."""
+        return Loading(self._residency, self.promoter, self._clock, rows, readable)
 
     async def verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
         """Verify copies in the mapped tier; how many leading blocks can still be had. One that another tier has too
@@ -44,21 +43,25 @@ class Loader:
         bad = await self.dram_check.verify(rows)
         for position, token in enumerate(tokens):
             row = self._residency.current(token)
-            if row < 0 or (token in bad and self._residency.has(row, MAPPED)):
+            if row < 0 or (token in bad and self._residency.has(row, self._residency.mapped)):
                 return position
         return len(rows)
 
 
 class Loading:
-    """`rows` are those of the leading run of a chain; positions are places in it. They are pinned from now on.
+    """`rows` are those of the leading run of a chain; positions are places in it. They are pinned from now on. Mapped
+    stands here for: readable in a tier of the mask `readable`.
 
     `sources`: by position of a block that was not mapped when `begin` looked, the tier that it comes from.
     """
 
-    def __init__(self, residency: Residency, promoter: Promoter, clock: Clock, rows: Sequence[int]) -> None:
+    def __init__(
+        self, residency: Residency, promoter: Promoter, clock: Clock, rows: Sequence[int], readable: int
+    ) -> None:
         self._residency = residency
         self._promoter = promoter
         self._clock = clock
+        self._readable = readable
         self.tokens = [residency.token(row) for row in rows]
         self.sources: dict[int, int] = {}
         self._pinned = set(range(len(rows)))
@@ -89,7 +92,7 @@ class Loading:
         lacking = []
         for position in positions:
             row = residency.current(self.tokens[position])
-            if residency.has(row, MAPPED):
+            if residency.tier_mask(row) & self._readable:
                 self._arrived.append(position)
             else:
                 self.sources[position] = residency.fastest(row)
@@ -116,7 +119,7 @@ class Loading:
 
     def is_mapped(self, position: int) -> bool:
         row = self._residency.current(self.tokens[position])
-        return row >= 0 and self._residency.has(row, MAPPED)
+        return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
 
     def lease(self, positions: Iterable[int]) -> list[int]:
         """The rows of blocks whose pins are a lease's from now on."""

@@ -41,7 +41,6 @@ from kvstored.store.operations.offer import (
 )
 from kvstored.store.operations.present import Present
 from kvstored.store.operations.token_check import tokens_hash_to_key
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.room import NoSlot
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Put:
     def __init__(self, store: Store) -> None:
         self._residency = store.residency
         self._host = store.host
-        self._room = store.rooms[MAPPED]
+        self._room = store.room
         self._writeback = store.writeback
         self._present = Present(store.residency, store.writeback)
         self._completions = store.completions
@@ -245,7 +244,7 @@ class Put:
                 key, depth = block.key, depth + 1
                 taken = slot if block.reserved is None else block.reserved.take(block.offset)
                 assert taken is not None
-                residency.attach(row, MAPPED, taken, now_ns, filling=True)
+                residency.attach(row, residency.mapped, taken, now_ns, filling=True)
                 block.token, slot = residency.token(row), None
                 self._add(client, block, taken, depth, intake.parts[-1])
         finally:
@@ -336,13 +335,13 @@ class Put:
             row, outcome = residency.current(block.token), block.outcome
             assert row >= 0 and outcome is not None, "a block went away while it was being filled"
             if not outcome.ok:
-                self._host.free(residency.detach(row, MAPPED))
+                self._host.free(residency.detach(row, residency.mapped))
                 if outcome.kind is OutcomeKind.CORRUPT:
                     intake.statuses[block.position] = StoreStatus.KEY_MISMATCH
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
-            residency.publish(row, MAPPED, now_ns)
+            residency.publish(row, residency.mapped, now_ns)
             intake.statuses[block.position] = StoreStatus.STORED
             published[block.position] = row
             stored_bytes += block.payload_bytes
@@ -366,8 +365,8 @@ class Put:
                 await part.copied
         for block in (block for part in parts for block in part.begun):
             row = self._residency.current(block.token)
-            if row >= 0 and self._residency.state(row, MAPPED) is CopyState.FILLING:
-                self._host.free(self._residency.detach(row, MAPPED))
+            if row >= 0 and self._residency.state(row, self._residency.mapped) is CopyState.FILLING:
+                self._host.free(self._residency.detach(row, self._residency.mapped))
 
 
 def _leading_chain(offer: Offer) -> Sequence[bytes]:

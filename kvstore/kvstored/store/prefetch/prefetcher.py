@@ -21,7 +21,6 @@ from kvstored.store.prefetch.accounts import Accounts, Held, PrefetchFigures
 from kvstored.store.prefetch.guarded import Guarded
 from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.promote import Promoter
 
 PLAN_S = 0.25  # at least, from one plan to the next
@@ -179,7 +178,7 @@ class Prefetcher:
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
         for step in range(1, WALK_BLOCKS):
-            if row < 0 or mask[row] >> MAPPED & 1:
+            if row < 0 or mask[row] >> residency.mapped & 1:
                 break
             like = (mask[row], payload_bytes[row])
             source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
@@ -229,7 +228,7 @@ class Prefetcher:
 
     def _pays(self, uses_an_hour: float, victim: int) -> bool:
         """Whether a block that is used so often, while it is held, is worth more than `victim`."""
-        policy, now_ns = self._policies[MAPPED], self._clock.monotonic_ns()
+        policy, now_ns = self._policies[self._residency.mapped], self._clock.monotonic_ns()
         worth = policy.worth(victim, now_ns)
         if worth is None:
             return policy.residency_class(victim, now_ns) is ResidencyClass.COLD
@@ -266,7 +265,9 @@ class Prefetcher:
     def _keep(self, tenant: int, row: int, due_s: float, now_s: float) -> None:
         """Let the policy of the mapped tier keep the chain down to `row` until it is due."""
         due = ChainHint(due_ns=round(due_s * NS_PER_S))
-        self._policies[MAPPED].on_hint(tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S))
+        self._policies[self._residency.mapped].on_hint(
+            tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S)
+        )
 
     def _end_of(self, chain: tuple[int, bytes]) -> int:
         """The deepest block of the chain that is stored; -1: none that is known."""
@@ -283,7 +284,11 @@ class Prefetcher:
     def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
         """The place of the block's mapped copy; () where there is none."""
         row = self._residency.find(tenant, key)
-        return tuple(self._residency.slot(row, MAPPED)) if row >= 0 and self._residency.has(row, MAPPED) else ()
+        return (
+            tuple(self._residency.slot(row, self._residency.mapped))
+            if row >= 0 and self._residency.has(row, self._residency.mapped)
+            else ()
+        )
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / NS_PER_S

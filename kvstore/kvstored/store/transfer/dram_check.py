@@ -19,7 +19,6 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.host import HostTier
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.damage import Damage
 from kvstored.telemetry import Counters
 
@@ -76,14 +75,14 @@ class DramCheck:
         writable, residency = self._host.writable, self._residency
         if self._mode == "off" and not writable:
             return []
-        mapped = [row for row in rows if residency.has(row, MAPPED)]
+        mapped = [row for row in rows if residency.has(row, residency.mapped)]
         if self._mode == "always":
             return mapped
-        container = residency.copies[MAPPED].container
+        container = residency.copies[residency.mapped].container
         return [row for row in mapped if container[row] in writable or not self._is_trusted(row)]
 
     def _is_trusted(self, row: int) -> bool:
-        return self._mode == "off" or self._verified.has(row, self._residency.slot(row, MAPPED))
+        return self._mode == "off" or self._verified.has(row, self._residency.slot(row, self._residency.mapped))
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
         """The tokens of those of `rows` whose DRAM copy is damaged. Each is handled already."""
@@ -98,19 +97,19 @@ class DramCheck:
             nonlocal left
             left -= 1
             self._counters.add("verified_reads")
-            still_there = self._residency.current(token) == row and self._residency.has(row, MAPPED)
+            still_there = self._residency.current(token) == row and self._residency.has(row, self._residency.mapped)
             if outcome.ok:
                 if self._mode == "first" and still_there:
                     self._verified.note(row, slot)
             elif outcome.kind is OutcomeKind.CORRUPT:
                 bad.add(token)
-                if still_there and self._residency.slot(row, MAPPED) == slot:
-                    self._damage.found(MAPPED, row, outcome.message)
+                if still_there and self._residency.slot(row, self._residency.mapped) == slot:
+                    self._damage.found(self._residency.mapped, row, outcome.message)
             if not left and not ended.done():
                 ended.set_result(None)
 
         for row in wanted:
-            slot = self._residency.slot(row, MAPPED)
+            slot = self._residency.slot(row, self._residency.mapped)
             done = self._completions.to_loop(partial(judge, row, self._residency.token(row), slot))
             self._host.verify(slot, self._residency.key(row), done)
         await asyncio.shield(ended)

@@ -113,9 +113,9 @@ class Link:
     """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the slower of
     the two; None where that is memory.
 
-    To a faster tier, the source's `move_out` fills the destination's memory. To a slower one, the destination's
-    `move_in` reads the source's memory or, where the source is not in memory, a buffer that the source fills. The tier
-    that moves the bytes verifies them.
+    The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
+    destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does; where
+    neither can, they pass through a buffer that the source fills.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Link:
             nonlocal number
             if self.breaker is not None:
                 number = self.breaker.began()
-            if self._is_upwards:
+            if self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
                 self._from.move_out(source, self._to.slot_segment(slot), key, done)
             elif self._from.info.is_in_memory:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)

@@ -20,7 +20,6 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded import TierBreaker
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
@@ -48,7 +47,7 @@ class _Promotion:
 
 
 class Promoter:
-    """`links` lead to the mapped tier from each tier below it, fastest first."""
+    """`links` lead to the mapped tier from every other one, fastest first."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Promoter:
     @property
     def _reach(self) -> int:
         """The tiers that can be read now, as a mask."""
-        return 1 << MAPPED | sum(1 << link.source for link in self._links.values() if link.is_open)
+        return 1 << self._residency.mapped | sum(1 << link.source for link in self._links.values() if link.is_open)
 
     def is_out_of_reach(self, row: int) -> bool:
         """Whether the block is stored, but cannot be read now."""
@@ -128,9 +127,11 @@ class Promoter:
                 known.link.raise_priority(known.ticket, priority, known.due_ns)
             return known.future
         link = self._link_of(row)
-        if link is None or self._residency.state(row, MAPPED):  # a put is filling it: its tier was out of reach
+        if link is None or self._residency.state(
+            row, self._residency.mapped
+        ):  # a put is filling it: its tier was out of reach
             future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            future.set_result(self._residency.has(row, MAPPED))
+            future.set_result(self._residency.has(row, self._residency.mapped))
             return future
         slot = self._room.allocate_now(self._residency.slot_bytes(row), self._residency.tenant_of(row))
         return self._new(row, priority, link, slot, due_ns).future
@@ -147,12 +148,15 @@ class Promoter:
         if slot is not None:
             self._begin(promotion, slot)
         else:
-            if priority is Priority.PREFETCH:
-                self._seeking.add(promotion.token)
-            task = asyncio.create_task(self._find_room(promotion, row))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._seek_room(promotion, row)
         return promotion
+
+    def _seek_room(self, promotion: _Promotion, row: int) -> None:
+        if promotion.priority is Priority.PREFETCH:
+            self._seeking.add(promotion.token)
+        task = asyncio.create_task(self._find_room(promotion, row))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def give_up(self, token: int) -> None:
         """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
@@ -195,7 +199,7 @@ class Promoter:
 
     def is_coming(self, row: int) -> bool:
         """Whether the block is mapped, or is being promoted or put."""
-        return bool(self._residency.state(row, MAPPED)) or self._residency.token(row) in self._under_way
+        return bool(self._residency.state(row, self._residency.mapped)) or self._residency.token(row) in self._under_way
 
     def seconds_of(self, row: int) -> tuple[int, float]:
         """The tier that the block would be read from, and how long its bytes take on the way; -1: from none."""
@@ -223,10 +227,10 @@ class Promoter:
         """Blocks of the tenant (None: of all) that were promoted because a request waited for them."""
         return self._demanded.total() if tenant is None else self._demanded[tenant]
 
-    def estimate_us(self, rows: Sequence[int]) -> list[int]:
+    def estimate_us(self, rows: Sequence[int], readable: int = 0) -> list[int]:
         """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
-        run is its load time. 0 for what is absent (-1)."""
-        mask = self._residency.rows.mask
+        run is its load time. 0 for what is absent (-1). `readable`: tiers that the caller reads in place, as a mask."""
+        mask, readable = self._residency.rows.mask, readable | 1 << self._residency.mapped
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}
         load_us = 0  # of the rows so far
@@ -235,7 +239,7 @@ class Promoter:
             if row < 0:
                 estimates.append(0)
                 continue
-            if mask[row] >> MAPPED & 1:
+            if mask[row] & readable:
                 estimates.append(MAPPED_US)
                 continue
             source = self._residency.fastest(row)
@@ -267,11 +271,11 @@ class Promoter:
         self._seeking.discard(promotion.token)
         current = residency.current(promotion.token)
         is_there = current >= 0 and residency.has(current, link.source)
-        if slot is None or not promotion.waiters or not is_there or residency.state(current, MAPPED):
+        if slot is None or not promotion.waiters or not is_there or residency.state(current, residency.mapped):
             if slot is not None:
                 link.free(slot)
             # While room was made its tier was shed, perhaps, and a put brought the block again.
-            self._finish(promotion, current >= 0 and residency.has(current, MAPPED))
+            self._finish(promotion, current >= 0 and residency.has(current, residency.mapped))
             return
         self._begin(promotion, slot)
 
@@ -305,11 +309,30 @@ class Promoter:
             self._damage.lost(promotion.link.source, row, outcome.message)
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
-        self._finish(promotion, outcome.ok)
+        if outcome.ok or outcome.kind is OutcomeKind.CANCELLED or not self._reads_elsewhere(promotion):
+            self._finish(promotion, outcome.ok)
+
+    def _reads_elsewhere(self, promotion: _Promotion) -> bool:
+        """A copy in memory was of no use: begin again with that of another tier, if there is one."""
+        residency, row = self._residency, self._residency.current(promotion.token)
+        link = self._link_of(row) if row >= 0 else None
+        if promotion.link.breaker is not None or link is None or link is promotion.link:
+            return False
+        promotion.link, promotion.ticket = link, 0
+        slot = self._room.allocate_now(promotion.nbytes, residency.tenant_of(row))
+        if slot is not None:
+            self._begin(promotion, slot)
+        else:
+            self._seek_room(promotion, row)
+        return True
 
     def _unreadable(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
-        """The medium refused. Once may be chance; a block that fails twice while others are read is given up."""
-        key = self._residency.key(row).hex()
+        """The medium refused. Once may be chance; a block that fails twice while others are read is given up. A copy in
+        memory is given up at once where another tier has one."""
+        source, key = promotion.link.source, self._residency.key(row).hex()
+        if promotion.link.breaker is None and self._residency.tier_mask(row) & ~(1 << source):
+            self._damage.lost(source, row, outcome.message)
+            return
         self._counters.add("read_failures")
         if promotion.token not in self._suspects:
             log.warning("block %s cannot be read: %s", key, outcome.message)

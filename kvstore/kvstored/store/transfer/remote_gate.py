@@ -1,4 +1,5 @@
-"""The gate before a key-addressed tier: which blocks are worth a write there, and how fast they may be written.
+"""The gate before a key-addressed tier, or one before DRAM: which blocks are worth a write there, and how fast they may
+be written.
 
 Owns the byte rate. Asks admissions and residency, writes nothing. One gate a tier, for what is evicted from the tier
 above it and for what is shared early, so that both together keep to the rate.

@@ -1,4 +1,5 @@
-"""Sharing: blocks that other nodes may want get a copy in a key-addressed tier before they are evicted here.
+"""Sharing: blocks that are used get a copy in another tier before they are evicted here: in a key-addressed tier, where
+other nodes may want them, or in a tier before DRAM, nearer to an engine.
 
 Owns which chains were used lately, and the copies under way. After a use the chain is walked from the end of what was
 used to its root; what the gate wants is copied from DRAM, head first, so that a prefix can be found whole. Invariants:
@@ -16,7 +17,6 @@ from functools import partial
 from kvstore_tiers.base import Outcome
 from kvstored.store.blocks import Residency
 from kvstored.store.remote.absences import Absences
-from kvstored.store.tiering import MAPPED
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.remote_gate import RemoteGate
@@ -30,11 +30,12 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 
 class Sharing:
-    """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's."""
+    """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's. `absences`: what is known of a
+    key-addressed one. `counter` counts the copies."""
 
     def __init__(
-        self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences,
-        counters: Counters,
+        self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences | None,
+        counters: Counters, counter: str = "shared_blocks",
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
@@ -43,6 +44,7 @@ class Sharing:
         self._gate = gate
         self._absences = absences
         self._counters = counters
+        self._counter = counter
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
@@ -105,7 +107,8 @@ class Sharing:
             row = residency.parent(row)
 
     def _is_lacking(self, row: int) -> bool:
-        return self._residency.has(row, MAPPED) and not self._residency.is_in(row, self._link.destination)
+        residency = self._residency
+        return residency.has(row, residency.mapped) and not residency.is_in(row, self._link.destination)
 
     def _begin(self, token: int) -> None:
         row = self._residency.current(token)
@@ -134,8 +137,9 @@ class Sharing:
             if link.begin(row, slot, Priority.DEMOTION, ended.set_result) is None:
                 return
             if (await ended).ok:
-                self._counters.add("shared_blocks")
-                self._absences.forget(tenant, [key])
+                self._counters.add(self._counter)
+                if self._absences is not None:
+                    self._absences.forget(tenant, [key])
             else:
                 self._path.clear()  # the blocks after it could not be found without it
         finally:

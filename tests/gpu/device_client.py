@@ -1,0 +1,94 @@
+"""A client that reads leases on device memory, in a process that finds the emulated driver.
+
+    python -m tests.gpu.device_client SOCKET_DIR UID      then a line of JSON in for each line out
+
+Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
+["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from kvstore_client import Lease, Session, connect
+from kvstore_client.device import DeviceError, DeviceMemory
+from tests.reference.conversations import model, payloads_of, tokens_of
+
+MODEL = model()
+
+
+def describe(lease: Lease, number: int) -> dict[str, Any]:
+    expected = payloads_of(number, lease.blocks, MODEL)
+    return {
+        "blocks": lease.blocks,
+        "on_device": sum(bool(lease.device_address(block)) for block in range(lease.blocks)),
+        "right": all(bool((lease.payload(at) == payload).all()) for at, payload in enumerate(expected)),
+        "verified": lease.verify(tokens_of(number, lease.blocks)) if lease.blocks else True,
+        "valid": lease.valid,
+        "promoted_bytes": lease.promoted_bytes,
+    }
+
+
+class Client:
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.held: tuple[Lease, int] | None = None
+
+    def obey(self, command: str, *numbers: int) -> dict[str, Any]:
+        if command in ("get", "hold"):
+            number, blocks = numbers
+            lease = self.session.get(tokens_of(number, blocks))
+            answer = describe(lease, number)
+            if command == "hold":
+                self.held = lease, number
+            else:
+                lease.release()
+            return answer
+        if command == "lookup":
+            number, blocks = numbers
+            return {"tiers": list(self.session.lookup(tokens_of(number, blocks)).tiers)}
+        if command == "arena":
+            daemon = self.session._connection.current()
+            assert daemon is not None
+            return {"granted": daemon._handshake.request_arena(numbers[0], 30.0) is not None}
+        assert self.held is not None
+        if command == "again":
+            return describe(*self.held)
+        if command == "write":
+            return {"failed": write(self.held[0])}
+        self.held[0].release()
+        return {}
+
+
+def write(lease: Lease) -> str:
+    """What the driver says to a copy into the first block."""
+    memory: DeviceMemory | None = lease._blocks[0].chunk.memory if lease._blocks[0].chunk is not None else None
+    assert memory is not None
+    try:
+        with memory._current():
+            to = memory._cuda.CUdeviceptr(lease.device_address(0))
+            memory._call("cuMemcpyHtoDAsync", to, memory._address, 4096, memory._stream)
+            memory._call("cuStreamSynchronize", memory._stream)
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def main(socket_dir: str, uid: str) -> None:
+    DeviceMemory(0)  # loads the driver, which that user may not be able to read
+    os.seteuid(int(uid))  # of the tenant: the kernel reports it at the time of connecting
+    options: dict[str, Any] = {"required": True, "deadline_s": 30.0, "connect_timeout_s": 60.0, "device": 0}
+    session = connect(socket_dir, fingerprint=MODEL, **options)
+    os.seteuid(os.getuid())
+    with session:
+        client = Client(session)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(client.obey(*json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

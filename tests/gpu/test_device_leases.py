@@ -1,0 +1,142 @@
+"""Leases on device memory: a client that asked for it reads blocks where they are on the GPU, those of its own tenant,
+and cannot write them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_proto.arena import DEVICE_ARENAS
+from tests.gpu.emulated import emulated_node
+from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, put_many, use, whole
+from tests.gpu.test_daemon_gpu_tier import workers_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+class DeviceClient:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def __call__(self, *command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+
+@contextmanager
+def device_client(daemon: RunningDaemon, uid: int = 0) -> Iterator[DeviceClient]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu.device_client", str(daemon.socket_dir), str(uid)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield DeviceClient(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def held_on_device(client: DeviceClient, number: int) -> bool:
+    """Hold a lease on a conversation, all of it on the device as soon as the copies have ended."""
+    is_there = eventually(lambda: client("get", number, BLOCKS)["on_device"] == BLOCKS)
+    return is_there and client("hold", number, BLOCKS)["on_device"] == BLOCKS
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
+    for name, value in emulated_node().items():
+        monkeypatch.setenv(name, value)
+    with running_daemon(*SETTINGS) as running:
+        running.socket_dir.parent.chmod(0o711)
+        yield running
+
+
+def test_a_lease_names_device_memory_for_a_client_that_asked_for_it(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as client:
+        use(daemon, session, 1)
+        assert client("lookup", 1, BLOCKS)["tiers"] == ["host"] * BLOCKS
+        everything = {"blocks": BLOCKS, "right": True, "verified": True, "valid": True}
+        assert held_on_device(client, 1)
+        assert client("get", 1, BLOCKS) == everything | {"on_device": BLOCKS, "promoted_bytes": 0}
+        client("release")
+        put_many(session, range(100, 170))  # until DRAM does not have it any more
+        assert client("lookup", 1, BLOCKS)["tiers"] == ["gpu"] * BLOCKS
+        assert client("get", 1, BLOCKS) == everything | {"on_device": BLOCKS, "promoted_bytes": 0}
+        assert client("get", 101, BLOCKS) | {"promoted_bytes": 0} == everything | {"on_device": 0, "promoted_bytes": 0}
+        assert daemon.tiers()["vram"].promoted_blocks == 0
+        assert whole(session, 1), "another client has it copied to DRAM"
+        assert daemon.tiers()["vram"].promoted_blocks == BLOCKS
+
+
+def test_a_client_cannot_write_what_it_reads_on_the_device(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as client:
+        use(daemon, session, 1)
+        put_many(session, range(100, 170))
+        assert held_on_device(client, 1)
+        assert "ILLEGAL_ADDRESS" in client("write")["failed"]
+        assert whole(session, 1)
+
+
+def test_a_leased_block_stays_on_the_device_over_eviction_and_the_deaths_of_its_worker(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as client:
+        use(daemon, session, 1)
+        assert held_on_device(client, 1)
+        (worker,) = workers_of(daemon.process.pid)
+        os.kill(worker, signal.SIGKILL)
+        assert eventually(lambda: workers_of(daemon.process.pid) not in ([], [worker]))
+        for number in range(2, 60):  # far more than the device holds
+            put_many(session, range(number, number + 1))
+            assert whole(session, number)
+        again = client("again")
+        assert (again["right"], again["verified"]) == (True, True)
+        assert daemon.tiers()["vram"].used_bytes <= daemon.tiers()["vram"].capacity_bytes
+        client("release")
+
+
+def test_a_client_imports_no_memory_of_another_tenant(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as own, device_client(daemon, 65534) as other:
+        use(daemon, session, 1)
+        assert eventually(lambda: own("get", 1, BLOCKS)["on_device"] == BLOCKS)
+        assert own("arena", DEVICE_ARENAS)["granted"]
+        assert not other("arena", DEVICE_ARENAS)["granted"]
+        assert other("get", 1, BLOCKS)["blocks"] == 0
+
+
+def test_a_client_that_did_not_ask_gets_no_device_memory(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session:
+        use(daemon, session, 1)
+        connected = session._connection.current()
+        assert connected is not None
+        assert connected._handshake.request_arena(DEVICE_ARENAS, 30.0) is None
+
+
+def test_after_a_restart_numbers_mean_other_memory_and_nothing_is_mixed_up(daemon: RunningDaemon) -> None:
+    with device_client(daemon) as client:
+        with daemon.connect(MODEL) as session:
+            use(daemon, session, 1)
+            assert held_on_device(client, 1)
+        daemon.kill9()
+        daemon.restart()
+        with daemon.connect(MODEL) as session:
+            assert eventually(lambda: whole(session, 1))
+            use(daemon, session, 2)
+            assert eventually(lambda: client("get", 2, BLOCKS)["on_device"] == BLOCKS)
+        assert client("get", 2, BLOCKS)["right"]
+        again = client("again")
+        assert again["right"] and not again["valid"], "what was mapped before is what it was, and promised no more"

@@ -1,0 +1,181 @@
+"""A tier of device memory before DRAM: what is used often gets a copy there, and what leaves it is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from kvstore_tiers.base import MemoryKind, TierInfo
+from kvstore_tiers.testing.faulty import Fault, FaultyTier, gone
+from kvstore_tiers.testing.memory import MemoryTier
+from kvstored.clients.codes import codes_by_mask, tier_code
+from kvstored.config import Config, load_config
+from kvstored.store.assembly import make_residency
+from kvstored.store.blocks.check import check
+from kvstored.store.operations.offer import DurabilityMode
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import SLOT_BYTES, small_store
+
+DEVICE, HOST, NVME = 0, 1, 2
+ON = tuple(1 << position for position in (DEVICE, HOST, NVME))
+IN_DEVICE = 20  # blocks
+Drive = Callable[[DrivenStore, FaultyTier], Coroutine[None, None, None]]
+
+
+def drive(directory: Path, what: Drive, *settings: str) -> None:
+    async def main() -> None:
+        device = FaultyTier(MemoryTier(IN_DEVICE * SLOT_BYTES, name="vram", memory=MemoryKind.DEVICE))
+        async with small_store(directory, *settings, before=[device]) as small:
+            assert small.residency.tiers == ("vram", "host", "nvme") and small.residency.mapped == HOST
+            await what(DrivenStore(small), device)
+            await idle(small.store.sharing)
+            await small.settle()
+            assert check(small.residency) == []
+            for tier in small.store.tiers:
+                assert tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+
+    asyncio.run(main())
+
+
+async def idle(sharing: list) -> None:  # type: ignore[type-arg]
+    await asyncio.sleep(0)  # an access is counted once its answer is on its way
+    for each in sharing:
+        async with asyncio.timeout(60):
+            while each.waiting:
+                await asyncio.sleep(0.001)
+
+
+async def copied(store: DrivenStore, keys: list[bytes], *, durable: bool = True) -> None:
+    """Put a chain, use it, and see its copies in device memory."""
+    await store.put(keys, DurabilityMode.ALWAYS if durable else DurabilityMode.NONE)
+    assert (await store.get(keys)).blocks == len(keys)
+    await idle(store.small.store.sharing)
+    assert all(store.tiers_of(key) & ON[DEVICE] for key in keys)
+
+
+def test_puts_land_in_dram_and_what_is_used_gets_a_copy(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        keys = keys_of(1, 5)
+        await store.put(keys, DurabilityMode.NONE)
+        assert [store.tiers_of(key) & ~ON[DEVICE] for key in keys] == [ON[HOST]] * 5
+        await copied(store, keys_of(2, 5))
+        assert store.small.store.counters["device_blocks"] >= 5
+        assert set(store.small.store.mover.lanes) == {"vram→host", "host→vram", "nvme→host", "host→nvme"}
+
+    drive(tmp_path, what)
+
+
+def test_a_block_that_device_memory_alone_has_is_read_back_to_dram(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        keys = keys_of(1, 8)
+        await copied(store, keys, durable=False)
+        store.leave_host(keys)
+        assert [store.tiers_of(key) for key in keys] == [ON[DEVICE]] * 8
+        held = await store.get(keys)
+        assert held.blocks == 8 and held.run is not None and held.run.promoted == {DEVICE: 8}
+        assert [store.tiers_of(key) & ON[HOST] for key in keys] == [ON[HOST]] * 8
+
+    drive(tmp_path, what)
+
+
+def test_what_leaves_device_memory_goes_to_dram_unless_dram_has_it(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        first = keys_of(1, IN_DEVICE // 2)
+        await copied(store, first, durable=False)
+        store.leave_host(first)
+        for chain in (2, 3, 4):
+            await store.put(keys_of(chain, IN_DEVICE // 2), DurabilityMode.NONE)
+            await store.get(keys_of(chain, IN_DEVICE // 2))
+            await idle(store.small.store.sharing)
+        places = [store.tiers_of(key) for key in first]
+        assert set(places) == {ON[DEVICE], ON[HOST]}, "none is lost, some went to DRAM"
+        demoted = store.small.store.flows.tiers[DEVICE].demoted_blocks
+        assert demoted == places.count(ON[HOST]), "what DRAM has is not copied to it again"
+        assert (await store.get(first)).blocks == len(first)
+
+    drive(tmp_path, what, "nvme.policy=lru")  # as the device's, which has no section
+
+
+@pytest.mark.parametrize("plan", [gone(), (Fault("read", "corrupt"),)], ids=["gone", "corrupt"])
+def test_a_copy_that_cannot_be_read_is_read_from_nvme_in_the_same_get(tmp_path: Path, plan: tuple[Fault, ...]) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        keys = keys_of(1, 6)
+        await copied(store, keys)
+        store.leave_host(keys)
+        device.plan(*plan)
+        held = await store.get(keys)
+        assert held.blocks == 6
+        assert not any(store.tiers_of(key) & ON[DEVICE] for key in keys)
+        assert store.small.store.counters["given_up_blocks"] == 0
+
+    drive(tmp_path, what)
+
+
+def test_blocks_that_device_memory_alone_had_are_a_miss_when_it_fails(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        lost, kept = keys_of(1, 4), keys_of(2, 4)
+        await copied(store, lost, durable=False)
+        await store.put(kept, DurabilityMode.NONE)
+        store.leave_host(lost)
+        device.plan(*gone())
+        assert (await store.get(lost)).blocks == 0
+        assert (await store.get(kept)).blocks == 4, "what DRAM has goes on"
+        await store.put(keys_of(3, 4), DurabilityMode.NONE)
+        assert (await store.get(keys_of(3, 4))).blocks == 4
+
+    drive(tmp_path, what)
+
+
+def test_device_memory_that_fails_writes_costs_no_block(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        device.plan(Fault("write", "fail"))
+        keys = keys_of(1, 4)
+        await store.put(keys, DurabilityMode.NONE)
+        for _ in range(3):
+            assert (await store.get(keys)).blocks == 4
+            await idle(store.small.store.sharing)
+        assert [store.tiers_of(key) for key in keys] == [ON[HOST]] * 4
+        assert device.statistics().used_bytes == 0
+
+    drive(tmp_path, what)
+
+
+def test_an_evicted_block_of_dram_stays_in_device_memory(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        hot = keys_of(1, 10)
+        await copied(store, hot, durable=False)
+        for chain in range(2, 80):
+            await store.put(keys_of(chain, 10), DurabilityMode.NONE)
+        assert all(store.tiers_of(key) & ON[DEVICE] for key in hot)
+        assert not any(store.tiers_of(key) & ON[HOST] for key in hot)
+        assert (await store.get(hot)).blocks == 10
+
+    drive(tmp_path, what, "host.policy=lru")
+
+
+def test_what_clients_are_shown_is_the_copy_that_they_can_have_soonest() -> None:
+    tiers = [MemoryTier(0, name="vram", memory=MemoryKind.DEVICE), MemoryTier(0), MemoryTier(0)]
+    tiers[1].info = TierInfo("host", "shared", MemoryKind.SYSTEM, is_mapped=True)
+    tiers[2].info = TierInfo("nvme", "nvme", MemoryKind.FILE, is_durable=True)
+    residency = make_residency(load_config(None, ()), tiers)
+    device, host, nvme = (tier_code(residency, position) for position in range(3))
+    assert list(codes_by_mask(residency)) == [0, device, host, host, nvme, device, host, host]
+
+
+def test_a_store_without_a_tier_that_clients_map_is_refused() -> None:
+    with pytest.raises(ValueError):
+        make_residency(load_config(None, ()), [MemoryTier(0)])
+
+
+def test_a_gpu_stands_where_the_configuration_says() -> None:
+    def names(*settings: str) -> list[str]:
+        chosen: Config = load_config(None, ("tier.vram.kind=gpu", "tier.vram.capacity=64MiB", *settings))
+        return [tier.name for tier in chosen.tiers]
+
+    assert names() == ["host", "vram", "nvme"]
+    assert names("tier.vram.before_host=true") == ["vram", "host", "nvme"]
+    second = ("tier.far.kind=memory", "tier.far.capacity=1GiB", "tier.old.kind=gpu", "tier.old.capacity=64MiB")
+    assert names("tier.vram.before_host=true", *second) == ["vram", "host", "old", "far", "nvme"]
