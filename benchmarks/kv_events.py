@@ -12,8 +12,8 @@ them again: each must equal what residency lists, or the benchmark fails.
 
 Expected: noting a change takes a tenth of a microsecond of the control thread; sending what the rows have become, some
 half a microsecond for a block that is stored, less for one that is removed, and 0.3 ms ten times a second. Where other
-work has the processors, more of these fall on a block, since they come by the clock. To encode and send it on is another
-process's work, of a lower priority. On two cores its core is also the copy threads'.
+work has the processors, more of these fall on a block, since they come by the clock. To encode and send it on is
+another process's work, of a lower priority. On two cores its core is also the copy threads'.
 """
 
 from __future__ import annotations
