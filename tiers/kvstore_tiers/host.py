@@ -57,15 +57,13 @@ class HostTier(Tier):
         first_number: int = 1,
         numa_node: int = -1,
     ) -> None:
-        kind = "shared" if name == MAPPED_NAME else "memory"
-        self.info = TierInfo(
-            name, kind, MemoryKind.SYSTEM, is_mapped=name == MAPPED_NAME, container_bytes=aligned_down(arena_bytes)
-        )
+        arena_bytes, mapped = aligned_down(arena_bytes), name == MAPPED_NAME
+        kind = "shared" if mapped else "memory"
+        self.info = TierInfo(name, kind, MemoryKind.SYSTEM, is_mapped=mapped, container_bytes=arena_bytes)
         self._numa_node = numa_node
-        self._capacity_bytes = capacity_bytes
-        self.ceiling_bytes = capacity_bytes
+        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
         self._refused = ""  # why the system gave no memory, the last time
-        self._arena_bytes = aligned_down(arena_bytes)
+        self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
         self._arenas: dict[int, Arena] = {}
         self._empty: dict[int, Arena] = {}
