@@ -314,3 +314,22 @@ def test_a_write_that_was_given_up_does_not_come_back_after_a_removal(tmp_path: 
         removed.result()
         for _ in range(50):
             assert remover.sizes(names[:1]) == [0]
+
+
+def test_a_server_that_started_again_ends_no_connection_of_another_node(tmp_path: Path) -> None:
+    """It numbers connections from the beginning: what one node lost before has the number of another's now."""
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(8))
+        with redis_server(tmp_path) as server:
+            node, other = (stack.enter_context(closing(opened(server, timeout_s=1.0))) for _ in range(2))
+            list(threads.map(node.sizes, [new_names(200)] * 8))  # several connections
+            server.freeze()
+            for lost in [threads.submit(node.probe) for _ in range(8)]:
+                with pytest.raises(TimeoutError):
+                    lost.result()
+            server.thaw()
+        with redis_server(tmp_path) as server:
+            list(threads.map(other.sizes, [new_names(200)] * 8))
+            before = re.findall(r"id=(\d+) .*cmd=strlen", server.ask("CLIENT LIST"))
+            node.remove(new_names(1))
+            assert before and re.findall(r"id=(\d+) .*cmd=strlen", server.ask("CLIENT LIST")) == before

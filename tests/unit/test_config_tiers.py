@@ -176,6 +176,19 @@ def test_an_option_that_an_object_store_does_not_know_is_named(tmp_path: Path) -
     assert "far" in names(of_file(tmp_path, tier.format("region=here"), *FIXED))
 
 
+def test_to_read_a_configuration_makes_no_directory_of_a_store(tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    of_file(tmp_path, f'[[tier]]\nname = "far"\nkind = "remote"\nurl = "file://{place}?index_age_s=2"', *FIXED)
+    assert not place.exists()
+
+
+@pytest.mark.slow
+def test_what_the_credentials_of_an_object_store_may_add_is_no_mistake_of_its_url(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="the extra remote is not installed: obstore")
+    tier = '[[tier]]\nname = "far"\nkind = "remote"\nurl = "az://container/prefix?index_age_s=2"'  # no account
+    assert "far" in names(of_file(tmp_path, tier, *FIXED))
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

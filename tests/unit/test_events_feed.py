@@ -10,7 +10,7 @@ from kvstore_proto.arena import TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
-from kvstored.events.feed import ROWS_A_SLICE, EventFeed
+from kvstored.events.feed import ROWS_A_SLICE, ROWS_AT_LEAST, EventFeed
 from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock, unpack
 from kvstored.lifecycle import Cause
 from tests.reference.blocks import Shelf, key
@@ -111,6 +111,29 @@ def test_while_the_publisher_takes_nothing_rows_wait() -> None:
     assert row >= 0
     feeding.outlet.ready = True
     assert [block.key for block in feeding.blocks()] == [key(1)] and not feeding.feed.waiting_rows
+
+
+def test_what_is_noted_again_and_again_waits_once_while_nothing_is_taken() -> None:
+    feeding = Feeding()
+    rows = [feeding.shelf.store(number) for number in range(3)]
+    feeding.outlet.ready = False
+    while feeding.feed.waiting_rows <= ROWS_AT_LEAST:
+        feeding.residency.notify_adopted(rows, 0, 2)
+    assert feeding.sent(1) == [] and feeding.feed.waiting_rows == len(rows)
+    feeding.outlet.ready = True
+    assert {block.key for block in feeding.blocks()} == {key(0), key(1), key(2)}
+
+
+def test_rows_that_were_sent_are_not_kept_though_others_always_wait() -> None:
+    feeding = Feeding()
+    row = feeding.shelf.store(1)
+    taken = 0
+    while taken < 3 * ROWS_AT_LEAST:
+        feeding.residency.notify_adopted([row] * ROWS_A_SLICE, 0, 2)
+        feeding.sent(1)
+        taken += ROWS_A_SLICE
+        assert feeding.feed.waiting_rows
+    assert len(feeding.feed._rows) <= 2 * feeding.feed.waiting_rows + ROWS_AT_LEAST
 
 
 def test_a_new_publisher_hears_everything_again() -> None:

@@ -23,7 +23,7 @@ from kvstored.events.records import (
     pack_kind,
     unpack,
 )
-from kvstored.events.stream import NO_PARENT, EventStream
+from kvstored.events.stream import LEAST_STALE, NO_PARENT, EventStream
 from tests.reference.vllm_kv_events import Subscriber
 
 CPU, STORAGE, REMOTE = Place("CPU"), Place("STORAGE"), Place("STORAGE", "REMOTE")
@@ -171,6 +171,16 @@ def test_batches_for_replay_are_bounded_by_their_bytes() -> None:
     for batch in made.replay(0, TOPIC):
         late.apply(batch.number, batch.payload)
     assert set(late.held()["CPU", ""]) == {hash_of(key(number)) for number in range(2, 40, 2)}
+
+
+def test_the_order_of_all_batches_forgets_those_that_are_not_kept() -> None:
+    made = stream(buffer=3)
+    made.apply([KindRecord(1, 2, 0, b"kv@n.idle@m")])
+    events_of(made, stored(1, kind=1))  # the oldest of all, and kept
+    for number in range(3 * LEAST_STALE):
+        events_of(made, changed(2, 0) if number % 2 else stored(2))
+    assert len(made._kept) <= 2 * LEAST_STALE
+    assert [batch.number for batch in made.replay(0, b"kv@n.idle@m")] == [0]
 
 
 def test_replay_has_the_batches_or_the_whole_state() -> None:

@@ -96,6 +96,12 @@ class EventFeed:
         self._taken = 0
         self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
 
+    def _wait_once(self) -> None:
+        """What was noted twice waits once."""
+        is_noted = np.zeros(self._residency.rows.capacity, np.bool_)  # sorting millions of rows would take seconds
+        is_noted[np.frombuffer(self._rows[self._taken :], np.uint32)] = True
+        self._wait_for(np.flatnonzero(is_noted))
+
     def _first(self, row: int) -> None:
         self._rows.append(row)
         self._wake()
@@ -110,12 +116,12 @@ class EventFeed:
         self._is_waiting = False
         if not self._outlet.ready:
             if self.waiting_rows > max(ROWS_AT_LEAST, 2 * self._residency.rows.capacity):
-                self._wait_for(np.unique(np.array(self._rows[self._taken :], np.int64)))
+                self._wait_once()
         elif self.waiting_rows:
             noted = np.array(self._rows[self._taken : self._taken + ROWS_A_SLICE], np.int64)
             self._taken += len(noted)
-            if self._taken == len(self._rows):
-                del self._rows[:]
+            if self._taken > max(ROWS_AT_LEAST, len(self._rows) // 2) or not self.waiting_rows:
+                del self._rows[: self._taken]
                 self._taken = 0
             self._send(noted)
         if self.waiting_rows:

@@ -19,6 +19,7 @@ from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, St
 NO_PARENT = bytes(16)
 MAX_RUN = 1024  # blocks in one event
 KEPT_BYTES = 64 << 20  # of batches for replay, of all topics together
+LEAST_STALE = 1024  # entries of batches that are not kept any more, before they are dropped
 
 
 class Block(NamedTuple):
@@ -42,7 +43,7 @@ class _Topic:
     name: bytes
     next_number: int
     kept: deque[tuple[int, bytes]] = field(default_factory=deque)
-    forgotten: int = 0  # batches that the stream's order of all still counts
+    forgotten: int = 0  # batches that the stream's order of all still names
     blocks: dict[bytes, Block] = field(default_factory=dict)
     events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
     last_key: bytes = b""  # of the last block in the last event
@@ -73,6 +74,7 @@ class EventStream:
         self._most_bytes = kept_bytes
         self.kept_bytes = 0
         self._kept: deque[_Topic] = deque()  # whose each batch is, oldest first
+        self._stale = 0  # of them, those of batches that are not kept any more
         self._rows: dict[int, tuple[_Topic, bytes]] = {}
         self._now_s = now_s
         self._kinds: dict[int, KindRecord] = {}
@@ -138,12 +140,21 @@ class EventStream:
         if len(topic.kept) > self._buffer:
             topic.forgotten += 1
             self.kept_bytes -= len(topic.kept.popleft()[1])
+            self._stale += 1
         while self.kept_bytes > self._most_bytes:
             oldest = self._kept.popleft()
-            if oldest.forgotten:
-                oldest.forgotten -= 1
-            else:
+            if self._is_kept(oldest):
                 self.kept_bytes -= len(oldest.kept.popleft()[1])
+        if self._stale > max(LEAST_STALE, len(self._kept) // 2):
+            self._kept = deque(filter(self._is_kept, self._kept))
+
+    def _is_kept(self, topic: _Topic) -> bool:
+        """Whether the topic's oldest entry in the order of all, which is taken out of it now, is of a kept batch."""
+        if not topic.forgotten:
+            return True
+        topic.forgotten -= 1
+        self._stale -= 1
+        return False
 
     # One block
 

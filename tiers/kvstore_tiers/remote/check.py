@@ -3,7 +3,8 @@ by the daemon.
 
     python -m kvstore_tiers.remote.check
 
-The URL comes by standard input; what is wrong with it goes to standard output. The store is not asked.
+The URL comes by standard input; what is wrong with it goes to standard output. The store is not asked. What the
+daemon's credentials or environment may add is no mistake of the URL.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.remote.driver import CannotOpen
 from kvstore_tiers.remote.drivers import open_driver
 
 PATIENCE_S = 20.0
@@ -36,6 +38,8 @@ def main() -> int:
     with suppress(OSError, ImportError):
         try:
             open_driver(sys.stdin.read(), timeout_s=1.0, threads=1, credentials={}).close()
+        except CannotOpen:
+            pass
         except ValueError as mistake:
             print(mistake)
     return 0

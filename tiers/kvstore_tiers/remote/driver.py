@@ -27,6 +27,11 @@ class MemoryHeld(TimeoutError):
     used again."""
 
 
+class CannotOpen(ValueError):
+    """The library knows what the URL names, and cannot open the store with it: a credential or a variable of the
+    environment may be missing."""
+
+
 class Placed(NamedTuple):
     """A value's name, and the memory that it is read into or written from."""
 

@@ -91,7 +91,8 @@ class RemoteSection(TierSection):
         from kvstore_tiers.remote.drivers import DRIVERS
 
         parts = urlsplit(self.url)
-        return mistake_in(self.url) if parts.query and DRIVERS[parts.scheme] == "object_store" else ""
+        is_asked = parts.scheme != "file" and DRIVERS[parts.scheme] == "object_store"  # to open a directory makes it
+        return mistake_in(self.url) if parts.query and is_asked else ""
 
     def open(self, start: Start) -> KeyedTier:
         """Its worker process is started; the store need not be reachable. Raises ConfigError for a credentials file

@@ -60,9 +60,11 @@ class Mover:
 
     def cancel(self, lane_name: str, ticket: int) -> None:
         """End a transfer as cancelled if it is still queued."""
-        transfer = self.lanes[lane_name].cancel(ticket, self._clock.monotonic_ns())
+        lane = self.lanes[lane_name]
+        transfer = lane.cancel(ticket, self._clock.monotonic_ns())
         if transfer is not None:
             transfer.done(Outcome(OutcomeKind.CANCELLED, message="no request waits for it any more"))
+            self._look_again(lane)
 
     def close(self) -> None:
         """End what is queued as cancelled; what is in flight still completes."""
@@ -88,6 +90,10 @@ class Mover:
     def _ended(self, lane: Lane[Transfer], dispatch: Dispatch[Transfer], outcome: Outcome) -> None:
         lane.completed(dispatch.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
         dispatch.work.done(outcome)
+        self._look_again(lane)
+
+    def _look_again(self, lane: Lane[Transfer]) -> None:
+        """An item of `lane` has left it."""
         if lane.has_queued:
             self._schedule(lane)
         for other in lane.neighbours:  # prefetch waits for silence on every lane that shares its medium

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import obstore
 from obstore import exceptions, store
 
+from kvstore_tiers.remote.driver import CannotOpen
 from kvstore_tiers.remote.drivers.runs.objects import Listed, Objects
 
 PART_BYTES: Final = 8 << 20  # of a multipart write
@@ -144,7 +145,9 @@ def _opened(where: str, options: Mapping[str, str], timeout_s: float) -> Any:
     try:
         return store.from_url(where, config=config, client_options=client, retry_config=retries)
     except (exceptions.BaseError, TypeError) as error:
-        raise ValueError(f"{where}: {str(error).partition(chr(10))[0]}") from None
+        is_unknown = isinstance(error, TypeError | exceptions.UnknownConfigurationKeyError)
+        message = f"{where}: {str(error).partition(chr(10))[0]}"
+        raise (ValueError if is_unknown else CannotOpen)(message) from None
 
 
 def _client_value(value: str) -> str | bool:

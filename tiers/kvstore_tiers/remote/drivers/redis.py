@@ -8,8 +8,8 @@
 server's certificate; the system's by default). Credentials: `username`, `password`, `ca`, `certificate` and
 `private_key` (paths, for TLS).
 A value is a string key without an expiry. The server's memory limit and its policy are the operator's: they are read
-and never set. Commands used: GET, SET NX, STRLEN, UNLINK, PING, INFO memory, CLIENT ID,
-SETNAME, LIST and KILL.
+and never set. Commands used: GET, SET NX, STRLEN, UNLINK, PING, INFO memory and server,
+CLIENT ID, SETNAME, LIST and KILL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from kvstore_tiers.remote.driver import Driver, Placed, Written
-from kvstore_tiers.remote.drivers.redis_line import Line, Reply
+from kvstore_tiers.remote.drivers.redis_line import Line, Reply, fields_of
 
 LARGEST_VALUE_BYTES = 512 << 20
 DEFAULT_PORT, DEFAULT_PREFIX = 6379, "kvstored:"
@@ -62,6 +62,7 @@ class RedisDriver(Driver):
         self._lock = threading.Lock()
         self._idle: list[Line] = []
         self._lost: set[int] = set()  # connections that a call was given up on: the server may still carry it out
+        self._server_run = ""  # of the server that numbered them
         self._former = self._name = ""  # what the names of connections of dead processes begin with; of ours
         self._evicts: bool | None = None  # not known since the last connection was made
         self._is_closed = False
@@ -72,7 +73,7 @@ class RedisDriver(Driver):
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")
-                memory = _fields(line.answer())
+                memory = fields_of(line.answer())
                 policy, limit = memory.get("maxmemory_policy", ""), memory.get("maxmemory", "0")
                 self._evicts = policy.startswith("allkeys-") and limit != "0"
             return self._evicts
@@ -116,12 +117,13 @@ class RedisDriver(Driver):
 
     def remove(self, names: Sequence[str]) -> None:
         self._find_former()
-        with self._lock:
-            lost = list(self._lost)
-        fences: list[tuple[str | memoryview, ...]] = [("CLIENT", "KILL", "ID", str(number)) for number in lost]
-        self._exchange([*fences, *(("UNLINK", self._prefix + name) for name in names)])
-        with self._lock:
-            self._lost.difference_update(lost)
+        with self._line() as line:
+            with self._lock:
+                lost = list(self._lost) if line.server_run == self._server_run else []
+            fences: list[tuple[str | memoryview, ...]] = [("CLIENT", "KILL", "ID", str(number)) for number in lost]
+            _replies(line, [*fences, *(("UNLINK", self._prefix + name) for name in names)])
+            with self._lock:
+                self._lost.difference_update(lost)
 
     def _find_former(self) -> None:
         """Count the connections of dead processes as lost, once: the server may still have their writes before it."""
@@ -150,20 +152,10 @@ class RedisDriver(Driver):
             line.close()
 
     def _exchange(self, commands: Sequence[tuple[str | memoryview, ...]]) -> list[tuple[int, Reply]]:
-        """Each command's number and reply. OOM and WRONGTYPE are replies; another error of the server is raised."""
-        replies: list[tuple[int, Reply]] = []
         if not commands:
-            return replies
+            return []
         with self._line() as line:
-            for start in range(0, len(commands), CHUNK_NAMES):
-                chunk = commands[start : start + CHUNK_NAMES]
-                for command in chunk:
-                    line.send(*command)
-                replies += [(start + number, line.replies.read_response()) for number in range(len(chunk))]
-            for _, reply in replies:
-                if isinstance(reply, ResponseError) and not str(reply).startswith(("OOM", WRONG_TYPE)):
-                    raise reply
-        return replies
+            return _replies(line, commands)
 
     @contextmanager
     def _line(self) -> Iterator[Line]:
@@ -175,7 +167,7 @@ class RedisDriver(Driver):
         is_whole = False  # every reply to what was sent has been read
         try:
             if line.use(time.monotonic() + self._timeout_s):
-                self._evicts = None
+                self._connected(line)
             yield line
             is_whole = True
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
@@ -189,10 +181,19 @@ class RedisDriver(Driver):
                 is_kept = is_whole and not self._is_closed
                 if is_kept:
                     self._idle.append(line)
-                elif line.client_id and not is_whole:
+                elif line.client_id and not is_whole and line.server_run == self._server_run:
                     self._lost.add(line.client_id)
             if not is_kept:
                 line.close()
+
+    def _connected(self, line: Line) -> None:
+        """A server that started again numbers anew: what was lost ended with the one before, and its numbers are those
+        of other clients now."""
+        with self._lock:
+            self._evicts = None
+            if line.server_run != self._server_run:
+                self._server_run = line.server_run
+                self._lost.clear()
 
     def _refusal(self, text: str) -> OSError:
         if text.startswith(REFUSED):
@@ -200,6 +201,20 @@ class RedisDriver(Driver):
         if text.startswith("LOADING"):
             return ConnectionError(f"{self._place} is starting: {text}")
         return OSError(errno.EIO, f"{self._place} answered: {text}")
+
+
+def _replies(line: Line, commands: Sequence[tuple[str | memoryview, ...]]) -> list[tuple[int, Reply]]:
+    """Each command's number and reply. OOM and WRONGTYPE are replies; another error of the server is raised."""
+    replies: list[tuple[int, Reply]] = []
+    for start in range(0, len(commands), CHUNK_NAMES):
+        chunk = commands[start : start + CHUNK_NAMES]
+        for command in chunk:
+            line.send(*command)
+        replies += [(start + number, line.replies.read_response()) for number in range(len(chunk))]
+    for _, reply in replies:
+        if isinstance(reply, ResponseError) and not str(reply).startswith(("OOM", WRONG_TYPE)):
+            raise reply
+    return replies
 
 
 def _chunks(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
@@ -214,12 +229,6 @@ def _chunks(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[
             chunk, total = [], 0
     if chunk:
         yield chunk
-
-
-def _fields(reply: Reply) -> dict[str, str]:
-    """Of INFO's text."""
-    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
-    return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
 def _connection_of(url: str, credentials: Mapping[str, str]) -> tuple[Callable[..., Any], dict[str, Any], str]:

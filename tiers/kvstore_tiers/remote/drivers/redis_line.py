@@ -159,6 +159,7 @@ class Line:
         self._connection = kind(parser_class=lambda **_: self.replies, protocol=2, command_packer=packer, **settings)
         self._is_open = False
         self.client_id = 0  # the server's number of this connection; 0: not known
+        self.server_run = ""  # what names the server from its start to its end; "": not known
 
     def use(self, deadline: float) -> bool:
         """Before each call. Whether it had to connect. Raises as redis-py does."""
@@ -173,6 +174,8 @@ class Line:
         self.send("CLIENT", "ID")
         number = self.replies.read_response()
         self.client_id = number if isinstance(number, int) else 0
+        self.send("INFO", "server")
+        self.server_run = fields_of(self.replies.read_response()).get("run_id", "")
         if self._name:
             self.send("CLIENT", "SETNAME", self._name)
             self.replies.read_response()  # not allowed to all users of a server
@@ -194,6 +197,12 @@ class Line:
     def close(self) -> None:
         self._is_open = False
         self._connection.disconnect()
+
+
+def fields_of(reply: Reply) -> dict[str, str]:
+    """Of INFO's text; none of an error."""
+    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
+    return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
 def _encoded(word: str | int | bytes | memoryview) -> bytes | memoryview:
