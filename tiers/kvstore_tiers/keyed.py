@@ -75,7 +75,7 @@ class KeyedTier(Tier):
         self._unremoved: dict[bytes, None] = {}  # names that the store refused to remove, oldest first
         self._quiet = threading.Condition(self._lock)
         self._running = 0
-        self._closed = False
+        self._closed = self._is_given_up = False
 
     # Room
 
@@ -228,6 +228,7 @@ class KeyedTier(Tier):
         self._closed = True
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running, CLOSE_S)
+        self._is_given_up = True
         self._store.abort()  # questions too: a store that is slow, or away, must not keep the daemon from ending
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running)
@@ -260,7 +261,10 @@ class KeyedTier(Tier):
         def operation() -> Outcome:
             return job.operation() or Outcome(OutcomeKind.DONE)
 
-        deliver(run_transfer(operation), job.done)
+        outcome = run_transfer(operation)
+        if self._is_given_up and outcome.kind is OutcomeKind.FAILED:
+            outcome = Outcome(OutcomeKind.CANCELLED, message="the tier was closed before the store answered")
+        deliver(outcome, job.done)
         ready: list[_Operation] = []
         with self._lock:
             for name in job.names:
