@@ -53,6 +53,23 @@ EXPORTED CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t 
     return one("cuMemcpyDtoDAsync", stream, to, from, nbytes, 3);
 }
 
+/* To nothing but zeros: a piece that comes from address 0. */
+EXPORTED CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
+    CUresult result = enter_context("cuMemsetD8Async");
+    if (result)
+        return result;
+    pthread_mutex_lock(&emulated_lock);
+    bool is_device = device_range(to, nbytes);
+    pthread_mutex_unlock(&emulated_lock);
+    if (!is_device || !nbytes)
+        return INVALID_VALUE;
+    if (value)
+        return NOT_SUPPORTED;
+    struct piece *own = malloc(sizeof *own);
+    *own = (struct piece){to, 0, nbytes};
+    return enqueue_copies(stream, own, 1);
+}
+
 EXPORTED CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *nbytes,
                                         size_t count, const CUmemcpyAttributes *attributes, const size_t *first,
                                         size_t attribute_count, CUstream stream) {
@@ -89,12 +106,18 @@ CUresult run_copy(int device, const struct piece *piece) {
         size_t to_upto, from_upto, left = piece->nbytes - done;
         pthread_mutex_lock(&emulated_lock);
         CUresult result = side(device, piece->to + done, left, RIGHT_WRITE, &to, &to_upto);
-        result = result ? result : side(device, piece->from + done, left, RIGHT_READ, &from, &from_upto);
+        if (piece->from)
+            result = result ? result : side(device, piece->from + done, left, RIGHT_READ, &from, &from_upto);
+        else
+            from = NULL, from_upto = left;
         pthread_mutex_unlock(&emulated_lock);
         if (result)
             return result;
         step = to_upto < from_upto ? to_upto : from_upto;
-        memmove(to, from, step);
+        if (from)
+            memmove(to, from, step);
+        else
+            memset(to, 0, step);
     }
     return SUCCESS;
 }

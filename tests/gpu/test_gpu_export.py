@@ -48,6 +48,31 @@ def overwrite(tier: GpuTier, node: dict[str, str], container: int, offset: int, 
     os.close(descriptor)
 
 
+READ = """
+import mmap, sys, ctypes
+from kvstore_tiers.gpu.driver import Driver, Run
+descriptor, chunk_bytes, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+driver = Driver(0)
+address = driver.map(driver.import_descriptor(descriptor), chunk_bytes, read_only=True)
+memory = mmap.mmap(-1, chunk_bytes)
+to = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+driver.register(to, chunk_bytes)
+stream = driver.stream()
+driver.copy([Run(to, address, chunk_bytes)], to_device=False, stream=stream)
+driver.synchronize(stream)
+open(path, "wb").write(memory)
+"""
+
+
+def contents(tier: GpuTier, node: dict[str, str], container: int, scratch: Path) -> bytes:
+    """Of a whole chunk, as another process of the same machine reads it."""
+    descriptor, nbytes = tier.export(container)
+    arguments = [str(descriptor), str(nbytes), str(scratch)]
+    subprocess.run([sys.executable, "-c", READ, *arguments], env=os.environ | node, pass_fds=[descriptor], check=True)
+    os.close(descriptor)
+    return scratch.read_bytes()
+
+
 @pytest.mark.parametrize("what", ["payload", "header and payload"])
 def test_a_block_that_an_importer_forged_is_corrupt(tmp_path: Path, what: str) -> None:
     node = emulated_node()
@@ -65,6 +90,19 @@ def test_a_block_that_an_importer_forged_is_corrupt(tmp_path: Path, what: str) -
         overwrite(tier, node, slot.container, offset, data, tmp_path / "data")
         outcome, _ = get(tier, slot, header.key, PAYLOAD_BYTES)
         assert outcome.kind is OutcomeKind.CORRUPT
+
+
+def test_an_importer_finds_nothing_in_new_memory_that_was_there_before(tmp_path: Path) -> None:
+    """A driver need not clear the memory that it gives out: the emulated one fills it."""
+    node = emulated_node()
+    tier = GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=node)
+    with closing(tier):
+        header, payload = block(1, PAYLOAD_BYTES)
+        slot = put(tier, header, payload)
+        assert slot is not None
+        found = contents(tier, node, slot.container, tmp_path / "found")
+        assert any(found[slot.offset : slot.offset + slot.nbytes])
+        assert not any(found[: slot.offset]) and not any(found[slot.offset + slot.nbytes :])
 
 
 def test_a_chunk_has_one_owner_and_a_number_that_no_other_memory_has() -> None:

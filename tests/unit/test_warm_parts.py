@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.adoption import HEADER
@@ -23,10 +23,13 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.lifetime.warm import restart
 from kvstored.lifetime.warm.arena_import import ArenaImport
+from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
-from kvstored.lifetime.warm.restart import WarmRestart
+from kvstored.lifetime.warm.restart import Adopted, WarmRestart
 from kvstored.store.blocks import Residency
+from kvstored.store.leases import LeaseTable
+from kvstored.telemetry import Counters
 from tests.reference.tiers import HOST
 
 MIB = 1 << 20
@@ -160,3 +163,29 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
         False, True, True, True,
     ]  # fmt: skip
     assert host.statistics().blocks == 3, "every slot is a block's or free"
+
+
+def test_a_former_lease_on_device_memory_too_holds_its_slots_in_dram(tmp_path: Path) -> None:
+    """Only DRAM outlives the daemon, and its client may still read there."""
+    in_dram, on_device = Slot(1, 0, SLOT, 1), Slot(DEVICE_ARENAS, 0, SLOT, 1)
+    ledger = Ledger(tmp_path)
+    ledger.open_session(5, os.getpid(), start_ticks(os.getpid()) or 0, b"t" * 16)
+    ledger.record_lease(1, 5, [in_dram, on_device])
+    ledger.record_lease(2, 5, [on_device])
+    residency = Residency(("host",))
+    tenant, key = residency.tenant(OWNER), bytes(16)
+    (row,) = residency.store_run(
+        tenant, [key], -1, HOST, [in_dram], fingerprint_id=0, group=0, payload_bytes=8, now_ns=1
+    )
+    leases = LeaseTable(residency.unpin_run, lambda slot: None)
+
+    async def restore(kept: Ledger) -> None:
+        former = FormerClients(kept, leases, Counters())
+        former.restore(Adopted({(1, 0): row}), residency, 1 << 60)
+        former.close()
+
+    with closing(Ledger(tmp_path, os.dup(ledger.fd))) as kept:
+        ledger.close()
+        asyncio.run(restore(kept))
+    assert leases.of_session(5) == [1] and leases.has_readers(in_dram)
+    assert not leases.has_readers(on_device), "the number names other memory from now on"

@@ -134,6 +134,15 @@ class Driver:
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
 
+    def clear(self, address: int, nbytes: int) -> None:
+        """Fill device memory with zeros, and wait until that is done."""
+        stream = self.stream()
+        try:
+            self._call("cuMemsetD8Async", self._cuda.CUdeviceptr(address), 0, nbytes, stream)
+            self.synchronize(stream)
+        finally:
+            self._call("cuStreamDestroy", stream)
+
     # Copies
 
     def stream(self) -> Any:

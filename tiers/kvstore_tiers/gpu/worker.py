@@ -126,6 +126,7 @@ class Worker:
             handle = self._driver.create(nbytes) if descriptor < 0 else self._driver.import_descriptor(descriptor)
             self._chunks[number] = _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
             if descriptor < 0:
+                self._driver.clear(self._chunks[number].address, nbytes)  # a client may import it: whose was it before?
                 exported = self._driver.export_descriptor(handle)
                 try:
                     self._say(wire.pack(wire.MADE, number), exported)

@@ -4,7 +4,8 @@ Owns what is known of them (from the ledger) and the watch over their processes.
 token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
 lease table's.
 Invariants: a slot that a former client may be reading is not recycled before that client has reconnected and released
-it, or has ended; a lease is given back whole, over the very same bytes, or not at all.
+it, or has ended; a lease is given back whole, over the very same bytes, or not at all. Device memory that it names is
+no daemon's any more: the client that has it mapped keeps it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.clients.sessions import Session
 from kvstored.lifetime.warm.ledger import FormerSession, Ledger
 from kvstored.lifetime.warm.restart import Adopted, Place
@@ -102,9 +104,11 @@ class FormerClients:
         residency: Residency,
         expires_ns: int,
     ) -> bool:
-        """False when a slot of it was not taken over."""
+        """False when a slot of it was not taken over, or it has none in host memory."""
         rows, slots, tenant = [], [], -1
         for place in places:
+            if place[0] >= DEVICE_ARENAS:
+                continue
             row = adopted.rows.get(place, -1)
             if row >= 0:
                 rows.append(row)
@@ -115,6 +119,8 @@ class FormerClients:
                 slots.append(slot)
             else:
                 return False
+        if not slots:
+            return False
         residency.pin_run(rows)
         self._leases.restore(lease_id, session_id, tenant, [residency.token(row) for row in rows], slots, expires_ns)
         return True

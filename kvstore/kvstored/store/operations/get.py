@@ -215,10 +215,11 @@ class Get:
         return self._residency.readable(maps_device=client.maps_device)
 
     def _places(self, client: Client, rows: Sequence[int]) -> list[int]:
-        """The tier that a lease names for each block: device memory where the client reads that."""
+        """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
+        for all, as most clients read no other."""
         mapped, exported = self._residency.mapped, self._residency.exported
         if not exported or not client.maps_device:
-            return [mapped] * len(rows)
+            return []
         mask = self._residency.rows.mask
         on_device = [mask[row] & exported for row in rows]
         return [(here & -here).bit_length() - 1 if here else mapped for here in on_device]
@@ -296,10 +297,10 @@ class Get:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
         tokens, places = [residency.token(row) for row in rows], self._places(client, rows)
-        if places.count(residency.mapped) == len(places):
-            slots = residency.slots(rows, residency.mapped)
-        else:
+        if places:
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
+        else:
+            slots = residency.slots(rows, residency.mapped)
         now_ns = self._clock.monotonic_ns()
         expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
@@ -313,7 +314,8 @@ class Get:
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(client, len(rows))
-        for position, blocks in Counter(places).items():
+        leased_in = Counter(places) if places else {residency.mapped: len(rows)}
+        for position, blocks in leased_in.items():
             self._flows.hit(position, max(0, blocks - (promoted.total() if position == residency.mapped else 0)))
         for position, blocks in promoted.items():
             self._flows.hit(position, blocks)
