@@ -70,7 +70,7 @@ def test_use_is_known_after_a_stop(warm: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
-@pytest.mark.parametrize("warm", ["auto", "off"])
+@pytest.mark.parametrize("warm", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
     with running_daemon(f"host.warm_restart={warm}", "nvme.policy=chain-hazard") as daemon:
         with daemon.connect(MODEL) as session:
@@ -94,7 +94,10 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
-@pytest.mark.parametrize("predictor", ["session-return", "markov", "ensemble", "learned"])
+@pytest.mark.parametrize(
+    "predictor",
+    [*(pytest.param(alone, marks=pytest.mark.slow) for alone in ("session-return", "markov")), "ensemble", "learned"],
+)
 def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: Path) -> None:
     """Its counts of requests and of documents begin with those of before."""
     settings = ["prefetch.enabled=true", f"prefetch.predictor={predictor}"]
@@ -123,6 +126,7 @@ def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: 
         assert before <= predictor_table(daemon, numbers).max() <= before + 1
 
 
+@pytest.mark.slow
 def test_what_was_announced_before_kill_9_is_prefetched_after_it() -> None:
     """DRAM is lost with the daemon; no request says anything to the next one."""
     with running_daemon("host.warm_restart=off", "prefetch.enabled=true", "prefetch.predictor=on-hint") as daemon:

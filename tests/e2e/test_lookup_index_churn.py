@@ -146,7 +146,7 @@ def compare_with_lookup(daemon: RunningDaemon) -> None:
     [
         pytest.param(100_000, 6144, id="roomy", marks=pytest.mark.slow),
         pytest.param(100_000, 1200, id="overflowing", marks=pytest.mark.slow),
-        pytest.param(10_000, 1200, id="a while"),
+        pytest.param(4_000, 1200, id="a while"),
     ],
 )
 def test_answers_beside_eviction_and_no_wrong_byte(answers: int, slots: int) -> None:

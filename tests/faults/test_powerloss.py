@@ -85,6 +85,7 @@ def test_every_state_recovers(log: Path) -> None:
     assert figures.is_sound, figures.failures
 
 
+@pytest.mark.slow
 def test_without_syncs_promises_are_broken(log: Path) -> None:
     figures = replay_changed(log, lambda operations: [one for one in operations if one.kind is not Kind.SYNC])
     assert figures.lost > 10
