@@ -104,6 +104,7 @@ def soak(seconds: float, clients: int, seed: int) -> None:
         assert stored.limbo_bytes == 0
 
 
+@pytest.mark.slow
 def test_four_clients_for_a_while() -> None:
     soak(4, 4, seed=1)
 

@@ -77,6 +77,7 @@ def _differences(
     return [(r, mine, theirs) for r, mine, theirs in zip(requests, ours, expected, strict=True) if mine != theirs]
 
 
+@pytest.mark.slow
 def test_every_known_cutting_rule_gives_llama_cpps_ids(tmp_path: Path) -> None:
     requests = [(text, True, False) for text in CORPUS]
     vocabulary = byte_level_vocabulary()

@@ -118,6 +118,7 @@ def test_kvctl_lets_kvstored_do_it(recording: Path, before: list[str]) -> None:
     assert json.loads(done.stdout)["rows"][0]["predictor"] == "session-return"
 
 
+@pytest.mark.slow
 def test_simulate_serves_with_prefetch_by_prediction(recording: Path, tmp_path: Path, capsys: Any) -> None:
     write_model(tmp_path / "m.npz", small_arrays())
     words = [
