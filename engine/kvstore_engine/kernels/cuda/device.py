@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore_engine.kernels.cuda.compiler import EXTRA, CudaError, compile_program
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, Launcher, Program
+from kvstore_proto.cuda_driver import cuda_driver
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute
@@ -98,14 +99,6 @@ class Device(Launcher):
 
 def _library() -> ModuleType:
     try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise CudaError(f"the CUDA kernels need the library cuda-bindings: {EXTRA}") from None
-    try:
-        driver.cuDriverGetVersion()
-    except Exception as error:  # of the library's own, which says at length where it looked
-        raise CudaError(
-            f"libcuda.so.1 cannot be loaded, is the NVIDIA driver installed? ({type(error).__name__})"
-        ) from None
-    library: ModuleType = driver
-    return library
+        return cuda_driver(f"the CUDA kernels need the library cuda-bindings: {EXTRA}")
+    except OSError as error:
+        raise CudaError(str(error)) from None
