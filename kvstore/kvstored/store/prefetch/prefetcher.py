@@ -284,11 +284,8 @@ class Prefetcher:
     def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
         """The place of the block's mapped copy; () where there is none."""
         row = self._residency.find(tenant, key)
-        return (
-            tuple(self._residency.slot(row, self._residency.mapped))
-            if row >= 0 and self._residency.has(row, self._residency.mapped)
-            else ()
-        )
+        mapped = self._residency.mapped
+        return tuple(self._residency.slot(row, mapped)) if row >= 0 and self._residency.has(row, mapped) else ()
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / NS_PER_S

@@ -127,9 +127,8 @@ class Promoter:
                 known.link.raise_priority(known.ticket, priority, known.due_ns)
             return known.future
         link = self._link_of(row)
-        if link is None or self._residency.state(
-            row, self._residency.mapped
-        ):  # a put is filling it: its tier was out of reach
+        residency = self._residency
+        if link is None or residency.state(row, residency.mapped):  # a put is filling it: its tier was out of reach
             future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             future.set_result(self._residency.has(row, self._residency.mapped))
             return future
