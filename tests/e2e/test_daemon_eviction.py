@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_client.testing.pressure import filled
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.examples import each_nth
 from tests.reference.running_daemon import MIB, RunningDaemon, connected_as, eventually, running_daemon
@@ -75,6 +76,21 @@ def put(daemon: RunningDaemon, conversation: int, blocks: int = BLOCKS, durabili
 def daemon() -> Iterator[RunningDaemon]:
     with running_daemon("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=48MiB") as running:
         yield running
+
+
+def test_a_prompt_that_is_computed_again_and_again_is_stored_though_its_engine_sends_no_get() -> None:
+    """As connectors do whose lookup finds nothing: until then it is declined for prompts that were used."""
+    tokens = tokens_of(1, BLOCKS)
+    with running_daemon("host.capacity=32MiB", "nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
+        payloads = payloads_of(1, BLOCKS, session.fingerprint)
+
+        def put_again() -> set[str]:
+            return set(session.put(tokens, payloads=payloads, durability="none").statuses)
+
+        with filled(daemon.socket_dir):
+            assert put_again() == {"no_room"}
+        assert put_again() == {"declined"}
+        assert eventually(lambda: put_again() == {"stored"})
 
 
 def test_victims_go_down_and_come_back_whole(daemon: RunningDaemon) -> None:

@@ -5,6 +5,7 @@ expects. A whole request gives the same facts, and the chain policy makes the sa
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstored.clock import ManualClock
@@ -22,10 +24,12 @@ from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
 from kvstored.store.operations.hints import DUE_MAX_MS, Hints
-from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.policies import ChainHint, Policy, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.lru import Lru
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS, RecentRequests
 from kvstored.store.remote.compute import ComputeTimes
 from tests.reference.blocks import Shelf, key
 from tests.unit.test_policies_chain_hazard import in_force
@@ -114,9 +118,9 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
     assert policy.declines(0, key(5), 4, rows[-1], 2 * S)
 
 
-def feed_of(shelf: Shelf, policy: ChainHazard) -> Feed:
+def feed_of(shelf: Shelf, policy: Policy) -> Feed:
     unused: Any = None
-    return Feed(shelf.residency, [policy], Guarded(None), unused, unused, ComputeTimes())
+    return Feed(shelf.residency, [policy], Guarded(None), RecentRequests(), unused, ComputeTimes())
 
 
 def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
@@ -161,6 +165,32 @@ def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
     wanted = Wanted(b"".join(key(number) for number in range(MISSING_MAX + 50)))
     missing = get_over(shelf, in_force(shelf))._missing(SESSION, wanted, 20)
     assert missing == [key(number) for number in range(20, 20 + MISSING_MAX)]
+
+
+def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> None:
+    """An engine whose lookup finds nothing sends no get."""
+    shelf, missed = Shelf(), []
+
+    class Listening(Lru):
+        def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+            missed.append((list(rows), list(missing)))
+
+    policy = Listening(shelf.residency, 0)
+    shelf.residency.listen(0, policy)
+    feed = feed_of(shelf, policy)
+    chain, other = [key(1), key(2)], [key(11), key(12), key(13)]
+    feed.put(0, chain, NO_PARENT, S)
+    feed.put(0, chain, NO_PARENT, 2 * S)  # computed once more: it was declined
+    assert missed == [([], chain)] * 2
+    feed.got(0, 1, b"".join(other), 0, None, 3 * S)
+    feed.put(0, other, NO_PARENT, 4 * S)
+    feed.put(0, other[1:], other[0], 5 * S)
+    assert missed[2:] == [], "the get of this request has been reported"
+    shelf.store(1)
+    feed.put(0, chain, NO_PARENT, 6 * S)
+    assert missed[2:] == [], "it was not missed"
+    feed.put(0, other, NO_PARENT, 3 * S + PUT_AFTER_GET_NS)
+    assert missed[2:] == [([], other)], "of another request"
 
 
 def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> HintVerb:

@@ -2,8 +2,8 @@
 
 Drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that are
 resident (that many are hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
-A recorded get or put does what the daemon did for it: the get says what it missed, the put makes room block by block
-before it stores, unless the policy would rather keep what is there.
+A recorded get or put does what the daemon did for it: the get says what it missed (the put does, where no get came
+first), the put makes room block by block before it stores, unless the policy would rather keep what is there.
 Causal: nothing in here but the clairvoyant knows of a later request. Counts blocks; what they are worth in bytes and
 compute is `worth`'s.
 """
@@ -30,6 +30,8 @@ from kvstored.simulator.trace import Op, Trace
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
+from kvstored.store.prefetch.feed import MISSING_MAX
+from kvstored.store.prefetch.recent import RecentRequests
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
@@ -88,6 +90,7 @@ class Replay:
         self._tenants = {
             number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
         }
+        self._recent = RecentRequests()  # recorded gets and puts
         self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
@@ -165,6 +168,8 @@ class Replay:
                 residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
                 for row in rows:
                     residency.unpin(row)
+                if keys:
+                    self._recent.got(tenant, 0, keys, len(rows), now_ns)
                 return len(rows)
             self._put(keys, len(rows), tenant, rows[-1] if rows else -1, now_ns)
             return 0
@@ -198,6 +203,8 @@ class Replay:
         if present == len(keys):
             return
         residency, policy = self.residency, self.policy
+        if not present and not self._recent.asked(tenant, keys[0], now_ns):
+            residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
         policy.arriving(tenant, parent, keys[present:], now_ns)
         filling: list[int] = []
         for depth in range(present, len(keys)):

@@ -22,11 +22,9 @@ from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Question
 from kvstored.store.operations.loader import Loader, Loading
 from kvstored.store.policies import RequestContext
-from kvstored.store.prefetch.feed import Feed
+from kvstored.store.prefetch.feed import MISSING_MAX, Feed
 from kvstored.store.remote.value import DEADLINE_MS
 from kvstored.telemetry import Counters, Flows
-
-MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
 
 
 @dataclass(frozen=True, slots=True)

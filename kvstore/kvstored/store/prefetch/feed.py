@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore_predictor.base import Hint, NextStep, Request
-from kvstore_proto.identity import KEY_BYTES, split_keys
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
@@ -20,6 +20,7 @@ from kvstored.store.remote.compute import ComputeTimes
 
 _STEPS = frozenset(step.value for step in NextStep)
 _NOT_KNOWN = RequestContext(-1)
+MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a microsecond for each
 
 
 class Feed:
@@ -47,17 +48,24 @@ class Feed:
         """A get of the chain `packed`, whose first `found` blocks were there, has been answered."""
         if missing := packed[found * KEY_BYTES : (found + 1) * KEY_BYTES]:
             self._compute.missed(tenant, missing, now_ns)
-        if not self._predictor.works or not packed:
+        if not packed:
             return
         keys = split_keys(packed)
-        if self._recent.got(tenant, session, keys, found, now_ns):
+        if self._recent.got(tenant, session, keys, found, now_ns) and self._predictor.works:
             self._requested(tenant, keys, context or _NOT_KNOWN, now_ns)
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
-        """A put of blocks `keys`, which continue the block `parent`."""
-        if keys:
-            self._compute.put(tenant, keys[0], len(keys), now_ns)
-        if self._predictor.works and keys and self._recent.put(tenant, keys, parent, now_ns):
+        """A put of blocks `keys`, which continue the block `parent`.
+
+        An engine whose lookup finds nothing sends no get. The put of a whole chain then is the first that policies
+        receive of its request."""
+        if not keys:
+            return
+        self._compute.put(tenant, keys[0], len(keys), now_ns)
+        is_missed = parent == NO_PARENT and self._residency.find(tenant, keys[0]) < 0
+        if is_missed and not self._recent.asked(tenant, keys[0], now_ns):
+            self._residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
+        if self._recent.put(tenant, keys, parent, now_ns) and self._predictor.works:
             self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
 
     def answered(self, number: int, output_tokens: int, now_ns: int) -> None:
