@@ -10,7 +10,7 @@ from kvstore_proto.arena import TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
-from kvstored.events.feed import ROWS_A_SLICE, ROWS_AT_LEAST, EventFeed
+from kvstored.events.feed import ANEW_S, ROWS_A_SLICE, ROWS_AT_LEAST, EventFeed
 from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock, unpack
 from kvstored.lifecycle import Cause
 from tests.reference.blocks import Shelf, key
@@ -22,8 +22,11 @@ class Outlet:
     def __init__(self) -> None:
         self.sent = bytearray()
         self.ready = True
+        self.fails = False
 
     def send(self, message: bytes) -> None:
+        if self.fails:
+            raise ValueError("a planned mistake")
         self.sent += message
 
 
@@ -33,12 +36,17 @@ class Feeding:
         self.residency = self.shelf.residency
         self.outlet = Outlet()
         self.due: list[Callable[[], None]] = []
+        self.delays_s: list[float] = []
         self.feed = EventFeed(
             self.residency, tiers, lambda kind: (b"topic", 2) if published else None, self.outlet,
-            lambda delay_s, action: self.due.append(action),
+            self._call_later,
         )  # fmt: skip
         self.feed.announce_all()
         self.sent()
+
+    def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.delays_s.append(delay_s)
+        self.due.append(action)
 
     def sent(self, flushes: int = 1000) -> list[Record]:
         """What was sent once time has passed."""
@@ -145,6 +153,19 @@ def test_a_new_publisher_hears_everything_again() -> None:
     reset, _, changes = feeding.sent()
     assert reset == ResetRecord() and isinstance(changes, Changes)
     assert [block.key for block in changes.stored] == [key(1), key(2)]
+
+
+def test_after_a_mistake_everything_is_announced_again() -> None:
+    feeding = Feeding()
+    feeding.shelf.store(1)
+    feeding.outlet.fails = True
+    assert feeding.sent(1) == [] and not feeding.feed.waiting_rows
+    feeding.outlet.fails = False
+    feeding.shelf.store(2)
+    assert feeding.delays_s[-1] == ANEW_S
+    reset, *rest = feeding.sent()
+    assert reset == ResetRecord()
+    assert {block.key for each in rest if isinstance(each, Changes) for block in each.stored} == {key(1), key(2)}
 
 
 def test_what_is_not_to_be_published_is_not_sent() -> None:

@@ -10,6 +10,7 @@ that the publisher knows otherwise than residency has it waits in `_rows`; a blo
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -22,7 +23,9 @@ from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
 from kvstored.events.token_columns import TokenColumns
 from kvstored.store.blocks import Residency
 
+log = logging.getLogger(__name__)
 DELAY_S = 0.1  # from the first change to sending it
+ANEW_S = 60.0  # from a failure to announcing all again
 ROWS_A_SLICE = 1000  # some half a millisecond of the control thread
 ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are looked for
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
@@ -113,7 +116,17 @@ class EventFeed:
             self._call_later(DELAY_S, self._flush)
 
     def _flush(self) -> None:
+        """Send a slice of what waits. A mistake of ours ends the events for a while, and nothing else: all blocks are
+        announced again later."""
         self._is_waiting = False
+        try:
+            self._flush_slice()
+        except Exception:
+            log.exception("KV events could not be made; in %g s all blocks are announced again", ANEW_S)
+            self.stop()
+            self._call_later(ANEW_S, self.announce_all)
+
+    def _flush_slice(self) -> None:
         if not self._outlet.ready:
             if self.waiting_rows > max(ROWS_AT_LEAST, 2 * self._residency.rows.capacity):
                 self._wait_once()

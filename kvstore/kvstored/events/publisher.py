@@ -34,13 +34,13 @@ class PublisherError(ValueError):
 
 
 class Publisher:
-    """`settings`: as the worker takes them. `announce_all` is called when a new process knows nothing."""
+    """`settings`: as the worker takes them."""
 
     def __init__(self, settings: Mapping[str, Any], counters: Counters) -> None:
         self._settings = settings
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self.announce_all: Callable[[], None] = lambda: None
+        self._announce_all: Callable[[], None] = lambda: None
         self._waiting = bytearray()
         self._is_writing = self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,6 +58,10 @@ class Publisher:
     def ready(self) -> bool:
         """Whether there is a process, and it has taken everything so far."""
         return self._socket is not None and not self._waiting
+
+    def at_restart(self, announce_all: Callable[[], None]) -> None:
+        """Call this whenever a new process knows nothing."""
+        self._announce_all = announce_all
 
     def send(self, message: bytes) -> None:
         """Without a process it is lost: everything is announced to the next one."""
@@ -155,7 +159,7 @@ class Publisher:
         ours, self._coming, self._timer = self._coming, None, None
         self._loop.remove_reader(ours.fileno())
         self._use(ours)
-        self.announce_all()
+        self._announce_all()
 
     def _failed(self, why: str) -> None:
         log.error("no KV events: %s", why)
