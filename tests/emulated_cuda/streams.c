@@ -1,6 +1,7 @@
 /* Streams and events. Each stream has a thread, so that streams overtake each other, and work waits a random while
  * (EMULATED_CUDA_DELAY_US at most) before it runs: what is read or reused before its event has passed is seen wrong. */
 #define _GNU_SOURCE
+#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -14,7 +15,7 @@ struct stream {
     pthread_t thread;
     struct work *first, *last; /* `first` stays in place while it runs */
     struct stream *next;
-    unsigned seed;
+    unsigned seed, number; /* from 1, in the order in which streams were made */
 };
 
 static struct stream *streams;
@@ -45,7 +46,11 @@ static void run_copies(struct stream *stream, const struct work *work) {
     long most_us = setting("EMULATED_CUDA_DELAY_US", 200);
     if (most_us > 0)
         usleep((useconds_t)(rand_r(&stream->seed) % (most_us + 1)));
+    char own[16];
+    snprintf(own, sizeof own, "run%u", stream->number);
     CUresult result = broken(stream->device) ? broken(stream->device) : enter("run");
+    if (!result)
+        result = enter(own);
     for (size_t i = 0; i < work->count && !result; i++) /* in no promised order: the last first */
         result = run_copy(stream->device, &work->pieces[work->count - 1 - i]);
     if (result)
@@ -127,7 +132,8 @@ EXPORTED CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
     struct stream *own = calloc(1, sizeof *own);
     own->device = current_device();
     pthread_mutex_lock(&emulated_lock);
-    own->seed = (unsigned)setting("EMULATED_CUDA_SEED", 1) + made++;
+    own->number = ++made;
+    own->seed = (unsigned)setting("EMULATED_CUDA_SEED", 1) + made - 1;
     own->next = streams;
     streams = own;
     pthread_mutex_unlock(&emulated_lock);

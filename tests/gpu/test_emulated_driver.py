@@ -133,7 +133,7 @@ def test_a_destination_is_poisoned_until_its_event_has_passed(path: Path, monkey
 
 
 def test_streams_overtake_each_other_and_wait_for_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run:1=hang")
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run1:1=hang")
     driver = Driver(path)
     device, source = driver.map(driver.create()[1]), Memory(b"s").register(driver)
     event, stuck = ctypes.c_void_p(), driver.stream
