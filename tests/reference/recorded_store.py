@@ -60,7 +60,7 @@ class _RecordedStore:
             up = SimulatedLane(f"{name}→{other.spec.name}", medium, other)
             down = SimulatedLane(f"{other.spec.name}→{name}", other, medium)
             kind = MemoryKind.FILE if section is config.nvme else MemoryKind.SYSTEM
-            return SimulatedTier(name, medium, section.capacity_bytes, loop, down, up, kind)
+            return SimulatedTier(name, medium, section.capacity_bytes, loop, down, up, kind, is_mapped=is_host)
 
         config = config.with_tier(config.host.name, verify_reads="off")  # there are no bytes
         tiers = [*map(tier, config.tiers)]
