@@ -1,7 +1,8 @@
 """A lease: leading blocks of a prefix, readable in place until it ends.
 
 Owns the views an engine reads, and whether their content may still be trusted. Never extends itself silently or unmaps
-memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*.
+memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*. After a
+restart of the daemon a lease goes on if the daemon still has it (`DaemonSession.succeed`).
 Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
 

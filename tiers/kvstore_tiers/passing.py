@@ -1,7 +1,8 @@
 """Descriptors over Unix sockets, with the flags that are asked for.
 
 `socket.send_fds` and `socket.recv_fds` take flags and, in Python 3.11 at least, do not pass them on: a call that must
-not wait waits, and a descriptor that must not be inherited is. Imports the standard library alone.
+not wait waits, and a descriptor that must not be inherited is. For the holder and systemd; clients get theirs by
+`clients/handshake.py`. Imports the standard library alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Owns the parts of scheduling: the sequences that wait and run (`run_queue`), the choice of tokens for a step
 (`batch_planner`), preemption, compaction, and the statistics that policies read. It never computes tokens.
+Requests enter by `BatchEngine.add`, into `run_queue`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What prefetch by prediction was good for, by tenant, and how much of it each tenant gets.
+"""What prefetch by prediction was good for, by tenant, and how much of it each tenant gets: less where it wastes bytes.
 
 Owns which blocks were brought and not used yet, what became of the others, and each tenant's credit. A block is
 *used* when a request comes while it is held, *late* when the request came while it was being brought, and *wasted*

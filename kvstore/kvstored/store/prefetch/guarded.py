@@ -1,4 +1,4 @@
-"""A predictor behind a guard: its mistakes cost predictions, and no request.
+"""A predictor behind a guard: its exceptions cost predictions, and no request.
 
 Owns whether the predictor still works. After its first exception it is not asked again: what it would say next rests on
 a state that is half changed.

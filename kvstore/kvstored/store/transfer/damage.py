@@ -66,7 +66,7 @@ class Damage:
             return
         other = residency.tiers[(others & -others).bit_length() - 1]
         residency.detach(row, position)
-        self._part_with(position, slot, tenant, reason)
+        self._quarantine_or_retire(position, slot, tenant, reason)
         if is_durable:
             self._log(position, slot, f"{what}{other} has it, it is written again")
             if writeback is not None:
@@ -90,11 +90,11 @@ class Damage:
         residency = self._residency
         orphans, tenant = residency.children(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
-            self._part_with(taken.tier, taken.slot, tenant, reason)
+            self._quarantine_or_retire(taken.tier, taken.slot, tenant, reason)
         if orphans:
             self._counters.add("orphaned_blocks", orphans)
 
-    def _part_with(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
+    def _quarantine_or_retire(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
         """A slot in memory is retired, an object of a key-addressed tier removed. A durable slot is quarantined, which
         is made durable soon: a crash must not bring the block back."""
         if position != self._residency.durable:

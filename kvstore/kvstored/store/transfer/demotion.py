@@ -1,5 +1,5 @@
 """Demotion into a slower tier that costs no endurance: a block that is evicted from a tier gets a copy in the next one
-below.
+below. Demotion to NVMe is `writeback.py`'s.
 
 Owns demotions under way. Every block is worth one, within `Bounds`; where the tier below has
 no room, the block is passed to the demoter after it (write-back) as if that tier were not there.

@@ -20,7 +20,7 @@ from kvstored.telemetry import Counters, Flows
 
 
 class Demoter(Protocol):
-    """Gives a block a copy in the tier below."""
+    """Gives a block a copy in the tier below: `WriteBack` where that is NVMe, else `Demotion`."""
 
     def wants(self, row: int) -> bool:
         """Whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
@@ -76,7 +76,7 @@ class Eviction:
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
-        """Whether the copy may be evicted this tier now."""
+        """Whether the copy may be evicted from this tier now."""
         residency, position = self._residency, self.position
         return residency.is_evictable(row, position) and self._exits.may_retire(
             residency.slot(row, position), residency.tenant_of(row)

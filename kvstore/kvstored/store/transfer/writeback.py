@@ -69,7 +69,7 @@ class WriteBack:
         return self.gate.admits(row)
 
     def wants(self, row: int) -> bool:
-        """Demotion: the last copy, and worth a write, or the chain would get a hole without it."""
+        """Demotion: the last copy, and worth a write by `gate`, or the chain would get a hole without it."""
         mask = self._residency.tier_mask(row)
         if mask & (mask - 1):
             return False
