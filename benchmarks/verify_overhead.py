@@ -89,7 +89,7 @@ def unverified(reads: Reads) -> Iterator[None]:
         return trusted
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch("kvstore_tiers.nvme.tier.judge_header", trust))
+        patches.enter_context(mock.patch("kvstore_tiers.nvme.slot_transfers.judge_header", trust))
         patches.enter_context(mock.patch.object(ImageRead, "checksum", lambda image: 1))
         yield
 
