@@ -1,5 +1,5 @@
-"""Decides how much of a stored prefix to compute and how much to load, both at the same time. Pure: costs in, a plan out.
-For engines that do both at once; a connector that loads first and computes then asks `choice.py`.
+"""Decides how much of a stored prefix to compute and how much to load, both at once. Pure: costs in, a plan out.
+For engines that compute and load side by side; a connector that loads first and computes then asks `choice.py`.
 
 The prefix is cut into chunks. Of chunk j the layers [0, h_j) are computed and the rest loaded, and h never grows with
 j: then nothing that is computed depends on a load. The cells of a chunk cost the same for every layer and later chunks

@@ -1,4 +1,4 @@
-"""Makes policies and admissions by the names in `policy_names.py`. A policy's module is imported when it is first asked for."""
+"""Makes policies and admissions by the names in `policy_names.py`. A policy's module is imported when it is needed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which block is evicted from a tier next (orphans first, then what the policy names), and whether a tenant has reached its
-quota, its maximum share of the tier.
+"""Which block is evicted from a tier next (orphans first, then what the policy names), and whether a tenant has reached
+its quota, its maximum share of the tier.
 
 Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 evicts a block.
