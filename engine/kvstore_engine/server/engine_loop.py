@@ -1,4 +1,4 @@
-"""The scheduler's loop: takes requests from the HTTP process, steps the engine, sends what a step brought.
+"""The loop of the engine's process: takes requests from the HTTP process, steps the engine, sends what a step brought.
 
 Owns the order of those three, in one thread, and the reports on health and counters. It never tokenises or renders.
 

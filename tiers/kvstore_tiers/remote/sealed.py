@@ -1,4 +1,4 @@
-"""Makes the values of a remote store out of images, and opens them; their form is in `envelope.py`.
+"""Encrypts images into the values of a remote store, and opens those; their form is in `envelope.py`.
 
 Works on memory of the caller's, and copies nothing but what it encrypts. Runs in the worker process alone.
 """

@@ -1,4 +1,4 @@
-"""How much of what the store has a request shall load. Pure.
+"""How much of what the store has a request may load at most; how much it does, `restore/choice.py` decides. Pure.
 
 Whole blocks only, never the last token of a prompt (something must be computed for its logits), and no more of a slow
 tier than can be promoted within the time that a step may wait: a block that does not make it costs the step twice.
