@@ -31,7 +31,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
-from kvstored.store.prefetch.recent import RecentRequests
+from kvstored.store.remote.compute import ComputeTimes
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
@@ -90,7 +90,7 @@ class Replay:
         self._tenants = {
             number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
         }
-        self._recent = RecentRequests()  # recorded gets and puts
+        self._compute = ComputeTimes()  # of recorded gets and puts
         self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
@@ -168,8 +168,8 @@ class Replay:
                 residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
                 for row in rows:
                     residency.unpin(row)
-                if keys:
-                    self._recent.got(tenant, 0, keys, len(rows), now_ns)
+                if len(rows) < len(keys):
+                    self._compute.missed(tenant, keys[len(rows)], now_ns)
                 return len(rows)
             self._put(keys, len(rows), tenant, rows[-1] if rows else -1, now_ns)
             return 0
@@ -203,7 +203,8 @@ class Replay:
         if present == len(keys):
             return
         residency, policy = self.residency, self.policy
-        if not present and not self._recent.asked(tenant, keys[0], now_ns):
+        is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)
+        if not is_reported and not present:
             residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
         policy.arriving(tenant, parent, keys[present:], now_ns)
         filling: list[int] = []

@@ -48,10 +48,10 @@ class Feed:
         """A get of the chain `packed`, whose first `found` blocks were there, has been answered."""
         if missing := packed[found * KEY_BYTES : (found + 1) * KEY_BYTES]:
             self._compute.missed(tenant, missing, now_ns)
-        if not packed:
+        if not self._predictor.works or not packed:
             return
         keys = split_keys(packed)
-        if self._recent.got(tenant, session, keys, found, now_ns) and self._predictor.works:
+        if self._recent.got(tenant, session, keys, found, now_ns):
             self._requested(tenant, keys, context or _NOT_KNOWN, now_ns)
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
@@ -61,11 +61,10 @@ class Feed:
         receive of its request."""
         if not keys:
             return
-        self._compute.put(tenant, keys[0], len(keys), now_ns)
-        is_missed = parent == NO_PARENT and self._residency.find(tenant, keys[0]) < 0
-        if is_missed and not self._recent.asked(tenant, keys[0], now_ns):
+        is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)
+        if not is_reported and parent == NO_PARENT and self._residency.find(tenant, keys[0]) < 0:
             self._residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
-        if self._recent.put(tenant, keys, parent, now_ns) and self._predictor.works:
+        if self._predictor.works and self._recent.put(tenant, keys, parent, now_ns):
             self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
 
     def answered(self, number: int, output_tokens: int, now_ns: int) -> None:

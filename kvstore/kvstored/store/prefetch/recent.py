@@ -80,10 +80,6 @@ class RecentRequests:
             _keep(recent.marks, last, (end or last, now_ns + PUT_AFTER_PUT_NS))
         return not end
 
-    def asked(self, tenant: int, key: bytes, now_ns: int) -> bool:
-        """Whether a get of the last minutes missed the block `key` or ended with it."""
-        return now_ns < self._of(tenant).marks.get(key, _NO_MARK)[1]
-
     def end_of(self, tenant: int, keys: Sequence[bytes]) -> bytes:
         """The last key of the request that the chain `keys` is of, or the chain's own."""
         recent = self._of(tenant)

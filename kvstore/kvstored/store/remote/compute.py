@@ -25,16 +25,16 @@ class ComputeTimes:
         if len(self._missed) > MOST_MISSES:
             self._missed.popitem(last=False)
 
-    def put(self, tenant: int, key: bytes, blocks: int, now_ns: int) -> None:
-        """A put of so many blocks of a chain, the first of them `key`."""
+    def put(self, tenant: int, key: bytes, blocks: int, now_ns: int) -> bool:
+        """A put of so many blocks of a chain, the first of them `key`. Whether a get missed that one before."""
         since_ns = self._missed.pop((tenant, key), None)
         if since_ns is None:
-            return
+            return False
         seen_us = (now_ns - since_ns) / 1000 / blocks
-        if seen_us > LONGEST_US:
-            return
-        known_us = self._block_us.setdefault(tenant, seen_us)
-        self._block_us[tenant] += (_WEIGHT_UP if seen_us > known_us else _WEIGHT_DOWN) * (seen_us - known_us)
+        if seen_us <= LONGEST_US:
+            known_us = self._block_us.setdefault(tenant, seen_us)
+            self._block_us[tenant] += (_WEIGHT_UP if seen_us > known_us else _WEIGHT_DOWN) * (seen_us - known_us)
+        return True
 
     def block_us(self, tenant: int) -> float | None:
         """Microseconds that computing a block takes; None where nothing was seen yet."""
