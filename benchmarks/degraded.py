@@ -11,23 +11,17 @@ miss that sends no request (`lookup_s` is 0.04 ms in both cases), and nothing is
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from support.daemon import bench_daemon
+from support.generate import generate
 from support.report import AT_MOST, Row, main, progress
+from support.stopped import stopped
 from support.timing import median
 
-MODEL = "smollm2-135m-instruct:q8_0"
 TARGET = 1.05
 WORDS = "the keeper counted seven lamps before winter and wrote to her brother about rope oil bread and the broken gate"
 PREFIX = " ".join([WORDS] * 24)
@@ -45,11 +39,11 @@ def measure(quick: bool) -> list[Row]:
         }  # fmt: skip
         first: dict[str, list[float]] = {case: [] for case in cases}
         whole: dict[str, list[float]] = {case: [] for case in cases}
-        with _stopped(daemon.pid):
+        with stopped(daemon.pid):
             for number in range(-1, 3 if quick else 9):
                 for case in list(cases)[number % 3 :] + list(cases)[: number % 3]:
                     started = time.perf_counter()
-                    answer = _ask(prompt, cases[case])
+                    answer = generate(prompt, QUESTION, 4, *cases[case])
                     elapsed_s = time.perf_counter() - started
                     if answer.get("tokens_restored"):
                         raise RuntimeError("a stopped daemon cannot have restored anything")
@@ -69,29 +63,6 @@ def measure(quick: bool) -> list[Row]:
 
 def _row(name: str, seconds: list[float], without: list[float], target: float | None) -> Row:
     return Row(name, median(seconds) * 1e3, "ms", median(without) * 1e3, "no cache", AT_MOST, target)
-
-
-@contextmanager
-def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _ask(system_file: Path, cache: list[str]) -> dict[str, Any]:
-    """One request in an engine process of its own."""
-    command = [
-        str(Path(sys.executable).with_name("kvengine")), "generate", "--model", MODEL, "--system-file",
-        str(system_file), "--prompt", QUESTION, "--max-tokens", "4", "--ignore-eos", "--json", "--quiet",
-        "--no-stream", *cache,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"kvengine failed: {done.stderr.strip()}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 if __name__ == "__main__":

@@ -23,17 +23,18 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from support.daemon import BenchDaemon, bench_daemon
 from support.report import AT_LEAST, Row, main, progress
+from support.stopped import stopped
 from support.timing import median
 
 LENGTHS = (1_000, 2_000)
@@ -146,16 +147,12 @@ def _ask(arguments: list[str]) -> None:
         model.generate(_prompt(64, 10_000), **asked)
         for length in LENGTHS:
             ids = _prompt(length, length + int(options.seed))
-            if options.kind == STOPPED:
-                os.kill(int(options.daemon_pid), signal.SIGSTOP)
-            try:
+            pause = stopped(int(options.daemon_pid)) if options.kind == STOPPED else nullcontext()
+            with pause:
                 begin = time.perf_counter()
                 cache = None if options.kind == PLAIN else KVStoreCache(session, model)
                 answer = model.generate(ids, past_key_values=cache, **asked)
                 ttft_s = time.perf_counter() - begin
-            finally:
-                if options.kind == STOPPED:
-                    os.kill(int(options.daemon_pid), signal.SIGCONT)
             report = {} if cache is None else cache.report
             answers[length] = {
                 "ttft_s": ttft_s,

@@ -20,8 +20,6 @@ loaded on first use.
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,12 +27,12 @@ from typing import Any
 
 import numpy as np
 from support.daemon import BenchDaemon, bench_daemon
+from support.generate import generate
 from support.report import AT_LEAST, Row, main, progress, within
 from support.timing import median, time_each
 
 from kvstore_proto.v1 import admin_pb2
 
-MODEL = "smollm2-135m-instruct:q8_0"
 PREFIX_WORDS = 1_620  # some 2,050 tokens
 QUESTIONS = (
     "What does the second chapter say about the keeper of the lamp, and whom did she write to in the end?",
@@ -101,17 +99,7 @@ def _differing_answers(daemon: BenchDaemon, directory: Path, tokens: int) -> int
 
 
 def _ask(daemon: BenchDaemon, system_file: Path, question: str, tokens: int) -> dict[str, Any]:
-    """One request in an engine process of its own."""
-    command = [
-        str(Path(sys.executable).with_name("kvengine")), "generate", "--model", MODEL, "--system-file",
-        str(system_file), "--prompt", question, "--max-tokens", str(tokens), "--ignore-eos", "--kvstore",
-        str(daemon.socket_dir), "--json", "--quiet", "--no-stream",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"kvengine failed: {done.stderr.strip()}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return generate(system_file, question, tokens, "--kvstore", str(daemon.socket_dir))
 
 
 def _flush(daemon: BenchDaemon) -> None:

@@ -18,7 +18,6 @@ leave less to compute.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 from support.daemon import BenchDaemon, bench_daemon
 from support.report import AT_LEAST, Row, main, progress
+from support.stopped import stopped
 from support.timing import median
 
 from kvstore_proto.v1 import admin_pb2
@@ -98,7 +98,7 @@ def _turns(number: int) -> list[str]:
 
 def _ask(name: str, engine: EngineProcess, prompt: list[int], daemon: BenchDaemon, other: BenchDaemon) -> Answer:
     if name == STOPPED:
-        with _stopped(other.pid):
+        with stopped(other.pid):
             return engine.ask([prompt], NEW_TOKENS)
     answer = engine.ask([prompt], NEW_TOKENS)
     if name == STORING:
@@ -108,15 +108,6 @@ def _ask(name: str, engine: EngineProcess, prompt: list[int], daemon: BenchDaemo
     if name != SECOND and answer.cached[0]:
         raise SystemExit(f"{answer.cached[0]} tokens were cached for the engine {name!r}: not a cold request")
     return answer
-
-
-@contextmanager
-def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

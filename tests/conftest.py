@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_client.testing.daemon import DaemonProcess
+from kvstore_tiers import failpoints
 from tests.reference import examples, forked
 from tests.reference.running_daemon import RunningDaemon, assert_no_damage, running_daemon
 
@@ -58,6 +59,13 @@ def the_clients_suite_forks_too() -> Iterator[None]:
         patch.setattr("kvstore_client.testing.daemon.subprocess", quick)
         patch.setattr("kvstore_client.testing.process.subprocess", quick)
         yield
+
+
+@pytest.fixture
+def nothing_stays_armed() -> Iterator[None]:
+    """For tests that arm failpoints in their own process."""
+    yield
+    failpoints.disarm()
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,17 @@ def daemon() -> Iterator[RunningDaemon]:
 
 async def connected(daemon: RunningDaemon, threads: int = 4) -> aio.AsyncSession:
     return await aio.connect(daemon.socket_dir, fingerprint=MODEL, required=True, deadline_s=20.0, threads=threads)
+
+
+@asynccontextmanager
+async def stored(
+    daemon: RunningDaemon, conversation: int
+) -> AsyncIterator[tuple[aio.AsyncSession, npt.NDArray[np.int32], list[npt.NDArray[np.uint8]]]]:
+    """A session that has put four blocks of a conversation, their tokens and payloads."""
+    tokens, payloads = tokens_of(conversation, 4), payloads_of(conversation, 4, MODEL)
+    async with await connected(daemon) as session:
+        await session.put(tokens, payloads=payloads)
+        yield session, tokens, payloads
 
 
 async def leave_in_dram(
@@ -90,11 +102,8 @@ def test_the_loop_turns_while_a_call_waits(daemon: RunningDaemon) -> None:
 
 
 def test_a_cancelled_get_leaves_no_lease(daemon: RunningDaemon) -> None:
-    tokens, payloads = tokens_of(130, 4), payloads_of(130, 4, MODEL)
-
     async def cancel() -> None:
-        async with await connected(daemon) as session:
-            await session.put(tokens, payloads=payloads)
+        async with stored(daemon, 130) as (session, tokens, payloads):
             with daemon.frozen():
                 asked = [asyncio.create_task(session.get(tokens)) for _ in range(8)]  # half of them only queue
                 await asyncio.sleep(0.05)
@@ -166,11 +175,8 @@ def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, how: s
 
 
 def test_a_run_that_a_cancelled_task_waited_for_comes_to_the_next_one(daemon: RunningDaemon) -> None:
-    tokens, payloads = tokens_of(160, 4), payloads_of(160, 4, MODEL)
-
     async def again() -> None:
-        async with await connected(daemon) as session:
-            await session.put(tokens, payloads=payloads)
+        async with stored(daemon, 160) as (session, tokens, payloads):
             with daemon.frozen():
                 stream = await session.get_stream(tokens)
                 waiting = asyncio.ensure_future(anext(stream))
@@ -186,11 +192,8 @@ def test_a_run_that_a_cancelled_task_waited_for_comes_to_the_next_one(daemon: Ru
 
 
 def test_a_stream_that_is_closed_while_it_is_waited_for_ends(daemon: RunningDaemon) -> None:
-    tokens, payloads = tokens_of(170, 4), payloads_of(170, 4, MODEL)
-
     async def close() -> None:
-        async with await connected(daemon) as session:
-            await session.put(tokens, payloads=payloads)
+        async with stored(daemon, 170) as (session, tokens, _):
             with daemon.frozen():
                 stream = await session.get_stream(tokens, deadline_s=60.0)
                 waiting = asyncio.ensure_future(anext(stream, None))

@@ -30,6 +30,17 @@ def session(daemon: RunningDaemon) -> Iterator[Session]:
         yield connected
 
 
+@pytest.fixture(params=["direct", "grpc"])
+def slow_reads(request: pytest.FixtureRequest) -> Iterator[tuple[RunningDaemon, Session]]:
+    """A daemon and a session over either stream; the prefix is on NVMe, where one read is made at a time, in 50 ms."""
+    with (
+        running_daemon("movement.in_flight=1", failpoints="nvme.read=delay:0.05") as daemon,
+        daemon.connect(MODEL, stream=request.param) as session,
+    ):
+        leave_in_dram(daemon, session, 0)
+        yield daemon, session
+
+
 def leave_in_dram(daemon: RunningDaemon, session: Session, blocks: int) -> None:
     """Store the prefix durably, with only its first blocks in DRAM."""
     session.put(TOKENS, payloads=PAYLOADS, wait="settled", durability="always")
@@ -87,39 +98,30 @@ def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, sessio
     assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
 
 
-@pytest.mark.parametrize("kind", ["direct", "grpc"])
-def test_what_a_stream_that_is_left_had_queued_is_not_read(kind: str) -> None:
-    """A read takes 50 ms, and one is made at a time: when the stream is left, most wait for their turn."""
-    with (
-        running_daemon("movement.in_flight=1", failpoints="nvme.read=delay:0.05") as daemon,
-        daemon.connect(MODEL, stream=kind) as session,
-    ):
-        leave_in_dram(daemon, session, 0)
-        for turn in range(1, 4):
-            with session.get_stream(TOKENS) as stream:
-                assert next(stream).first == 0
-            assert eventually(lambda: leases(daemon) == 0)
-            assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
-            assert promoted(daemon) <= 2 * turn, "the block that came, and the one whose read was under way"
-            session.put(TOKENS, payloads=PAYLOADS, wait="settled", durability="always")
-            daemon.drop("host")
-
-
-@pytest.mark.parametrize("kind", ["direct", "grpc"])
-def test_a_thread_that_waits_for_a_stream_goes_on_when_another_closes_it(kind: str) -> None:
-    with (
-        running_daemon("movement.in_flight=1", failpoints="nvme.read=delay:0.05") as daemon,
-        daemon.connect(MODEL, stream=kind) as session,
-    ):
-        leave_in_dram(daemon, session, 0)
-        stream = session.get_stream(TOKENS)
-        assert next(stream).first == 0
-        with ThreadPoolExecutor(1) as threads:
-            rest = threads.submit(lambda: sum(lease.blocks for _, lease in stream))
-            stream.close()
-            assert rest.result() <= 1
-        assert promoted(daemon) <= 3
+def test_what_a_stream_that_is_left_had_queued_is_not_read(slow_reads: tuple[RunningDaemon, Session]) -> None:
+    """When the stream is left, most reads wait for their turn."""
+    daemon, session = slow_reads
+    for turn in range(1, 4):
+        with session.get_stream(TOKENS) as stream:
+            assert next(stream).first == 0
         assert eventually(lambda: leases(daemon) == 0)
+        assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
+        assert promoted(daemon) <= 2 * turn, "the block that came, and the one whose read was under way"
+        leave_in_dram(daemon, session, 0)
+
+
+def test_a_thread_that_waits_for_a_stream_goes_on_when_another_closes_it(
+    slow_reads: tuple[RunningDaemon, Session],
+) -> None:
+    daemon, session = slow_reads
+    stream = session.get_stream(TOKENS)
+    assert next(stream).first == 0
+    with ThreadPoolExecutor(1) as threads:
+        rest = threads.submit(lambda: sum(lease.blocks for _, lease in stream))
+        stream.close()
+        assert rest.result() <= 1
+    assert promoted(daemon) <= 3
+    assert eventually(lambda: leases(daemon) == 0)
 
 
 def test_a_client_that_dies_in_the_middle_holds_nothing(daemon: RunningDaemon) -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.conversations import holds, model, payloads_of, put_conversation, serves_whole, tokens_of
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -78,8 +78,7 @@ def test_flush_makes_durable_what_was_put_for_dram_only(daemon: RunningDaemon) -
     assert daemon.ask("Flush", pb.FlushRequest()).written_blocks == 0
     daemon.kill9()
     daemon.restart()
-    with daemon.connect() as session, session.get(tokens_of(1, 20)) as lease:
-        assert holds(lease, payloads_of(1, 20, MODEL))
+    assert serves_whole(daemon, 1, 20)
 
 
 def test_leased_blocks_stay_and_are_counted(daemon: RunningDaemon) -> None:
@@ -155,8 +154,7 @@ def test_an_orderly_shutdown_keeps_what_was_pending(daemon: RunningDaemon) -> No
         assert daemon.process is not None and daemon.process.wait(60) == 0
     daemon.stop()  # checks what it left
     daemon.restart()
-    with daemon.connect() as session, session.get(tokens_of(1, 30)) as lease:
-        assert holds(lease, payloads_of(1, 30, MODEL))
+    assert serves_whole(daemon, 1, 30)
 
 
 def test_a_shutdown_that_is_not_urgent_lets_clients_leave_first(daemon: RunningDaemon) -> None:

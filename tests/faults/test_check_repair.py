@@ -23,6 +23,7 @@ from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.testing.transfers import block, finish, get, put
 from kvstored.cli import EXIT_DAMAGE, EXIT_FAILED, EXIT_OK, EXIT_USAGE, main
 from tests.reference.examples import examples
+from tests.reference.stored_blocks import store_numbers
 
 CAPACITY_BYTES = 3 << 20
 PAYLOAD_BYTES = 10_000
@@ -39,8 +40,7 @@ def fill(directory: Path) -> None:
         for number in (3, 4, 9):
             tier.free(slots[number])  # type: ignore[arg-type]
             assert put(tier, *block(number, PAYLOAD_BYTES))
-        for number in LARGE_NUMBERS:
-            assert put(tier, *block(number, LARGE_BYTES))
+        store_numbers(tier, LARGE_NUMBERS, LARGE_BYTES)
         tier.quarantine(slots[20], "to see it survive")  # type: ignore[arg-type]
         assert finish(tier.sync).ok
 

@@ -15,7 +15,7 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.conversations import holds, model, payloads_of, serves_whole, tokens_of
 from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
 
 MODEL = model()
@@ -187,8 +187,7 @@ def test_a_damaged_block_is_never_served_and_can_be_stored_again(daemon: Running
             assert holds(lease, payloads_of(1, BLOCKS, MODEL)), "the chain is whole again"
     daemon.kill9()
     daemon.restart()
-    with daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+    assert serves_whole(daemon, 1, BLOCKS)
     daemon.process.kill()  # type: ignore[union-attr]  # its directory keeps the quarantined bytes: no clean check
     daemon.process.wait()  # type: ignore[union-attr]
 
@@ -218,8 +217,7 @@ def test_a_directory_of_a_newer_version_is_left_alone(daemon: RunningDaemon) -> 
     assert result.returncode == 1 and "format 99" in result.stderr and "Traceback" not in result.stderr
     (daemon.nvme_dir / "format").write_text("format_version: 1\n")
     daemon.restart()
-    with daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
-        assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+    assert serves_whole(daemon, 1, BLOCKS)
 
 
 def test_a_full_disk_costs_durability_not_service() -> None:

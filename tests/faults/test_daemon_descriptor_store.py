@@ -33,6 +33,10 @@ def manager(daemon: RunningDaemon) -> Iterator[ServiceManager]:
         yield running
 
 
+def start(daemon: RunningDaemon, manager: ServiceManager, *, offers_store: bool = True) -> None:
+    manager.start(daemon.command(), daemon.directory / "log", offers_store=offers_store)
+
+
 def put(daemon: RunningDaemon, conversation: int) -> None:
     with daemon.connect(MODEL) as session:
         put_conversation(session, conversation, BLOCKS, durability="none")
@@ -43,9 +47,15 @@ def found(daemon: RunningDaemon, conversation: int) -> int:
         return found_blocks(session, conversation, BLOCKS)
 
 
+def put_and_kill(daemon: RunningDaemon, manager: ServiceManager, conversation: int) -> None:
+    """Put a conversation and kill the daemon; its ledger and an arena are in the store by then."""
+    put(daemon, conversation)
+    assert eventually(lambda: len(manager.names()) >= 2)
+    manager.kill9()
+
+
 def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     for conversation in range(20):
         put(daemon, conversation)
     assert eventually(lambda: "ledger" in manager.names() and len(manager.names()) >= 3)
@@ -53,29 +63,28 @@ def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: Service
     for life in range(2):
         stored = manager.names()
         manager.kill9()
-        manager.start(daemon.command(), log)
+        start(daemon, manager)
         assert daemon.status().counters["warm_blocks"] == 20 * BLOCKS
         assert manager.names() == stored, "what is stored already is not stored again"
         assert [found(daemon, conversation) for conversation in range(20)] == [BLOCKS] * 20, life
     assert manager.stop() == 0
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert [found(daemon, conversation) for conversation in range(20)] == [BLOCKS] * 20, "an orderly restart"
     assert manager.stop() == 0
     manager.forget()
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert daemon.status().blocks == 0
 
 
 @pytest.mark.slow
 def test_arenas_that_are_given_up_leave_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     for conversation in range(60):
         put(daemon, conversation)
     before = manager.names()
     manager.kill9()
     daemon.settings = (*daemon.settings, "host.capacity=14MiB")
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     dropped = daemon.status().counters["warm_dropped_arenas"]
     assert dropped > 0
     assert eventually(lambda: len(manager.names()) == len(before) - dropped)
@@ -83,13 +92,10 @@ def test_arenas_that_are_given_up_leave_the_store(daemon: RunningDaemon, manager
 
 
 def test_turned_off_it_empties_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
-    put(daemon, 1)
-    assert eventually(lambda: len(manager.names()) >= 2)
-    manager.kill9()
+    start(daemon, manager)
+    put_and_kill(daemon, manager, 1)
     daemon.settings = (*daemon.settings, "host.warm_restart=off")
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert daemon.status().blocks == 0
     assert eventually(lambda: manager.names() == [])
 
@@ -97,11 +103,8 @@ def test_turned_off_it_empties_the_store(daemon: RunningDaemon, manager: Service
 def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
     daemon: RunningDaemon, manager: ServiceManager
 ) -> None:
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
-    put(daemon, 1)
-    assert eventually(lambda: len(manager.names()) >= 2)
-    manager.kill9()
+    start(daemon, manager)
+    put_and_kill(daemon, manager, 1)
     kept = dict(manager.stored)
     with tempfile.TemporaryFile() as file:
         file.write(b"keep me")
@@ -110,7 +113,7 @@ def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
         name = next(name for name in kept if name.startswith("a"))
         os.close(kept[name])
         manager.stored[manager.stored.index((name, kept[name]))] = (name, os.dup(file.fileno()))
-        manager.start(daemon.command(), log)
+        start(daemon, manager)
         assert daemon.status().counters["warm_dropped_arenas"] == 1 and daemon.status().blocks == 0
         assert os.pread(file.fileno(), 16, 0) == b"keep me", "a file that is not ours is not touched"
     put(daemon, 1)
@@ -120,44 +123,35 @@ def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
 def test_an_upgrade_with_another_format_ends_warm_restart_once_only(
     daemon: RunningDaemon, manager: ServiceManager
 ) -> None:
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
-    put(daemon, 1)
-    assert eventually(lambda: len(manager.names()) >= 2)
-    manager.kill9()
+    start(daemon, manager)
+    put_and_kill(daemon, manager, 1)
     os.pwrite(dict(manager.stored)["ledger"], b"\x63", 8)
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert daemon.status().blocks == 0 and "another format" in daemon.log
     assert eventually(lambda: manager.names().count("ledger") == 1), "the one that is of no use is stored no more"
-    put(daemon, 2)
-    assert eventually(lambda: len(manager.names()) >= 2)
-    manager.kill9()
-    manager.start(daemon.command(), log)
+    put_and_kill(daemon, manager, 2)
+    start(daemon, manager)
     assert found(daemon, 2) == BLOCKS and daemon.status().counters["warm_blocks"] == BLOCKS
 
 
 def test_of_two_under_one_name_the_newest_is_taken(daemon: RunningDaemon, manager: ServiceManager) -> None:
     """As a daemon before may have left them, which stored a new ledger beside one that it could not use."""
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log)
-    put(daemon, 1)
-    assert eventually(lambda: len(manager.names()) >= 2)
-    manager.kill9()
+    start(daemon, manager)
+    put_and_kill(daemon, manager, 1)
     manager.stored.append(("ledger", os.memfd_create("kvstore-ledger")))
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert found(daemon, 1) == BLOCKS
 
 
 @pytest.mark.slow
 def test_what_the_store_has_no_room_for_is_not_counted_on(daemon: RunningDaemon) -> None:
-    log = daemon.directory / "log"
     with ServiceManager(daemon.directory, limit=3) as manager:  # the ledger and two arenas
-        manager.start(daemon.command(), log)
+        start(daemon, manager)
         for conversation in range(60):
             put(daemon, conversation)
         assert eventually(lambda: len(manager.names()) == 3)
         manager.kill9()
-        manager.start(daemon.command(), log)
+        start(daemon, manager)
         status = daemon.status()
         assert 0 < status.counters["warm_blocks"] < 60 * BLOCKS
         assert status.counters["warm_dropped_arenas"] == 0, "the ledger names none that is not stored"
@@ -170,16 +164,15 @@ def test_what_the_store_has_no_room_for_is_not_counted_on(daemon: RunningDaemon)
 @pytest.mark.slow
 def test_without_a_store_the_holder_keeps_it(daemon: RunningDaemon, manager: ServiceManager) -> None:
     """An older systemd, or a unit without FileDescriptorStoreMax=."""
-    log = daemon.directory / "log"
-    manager.start(daemon.command(), log, offers_store=False)
+    start(daemon, manager, offers_store=False)
     put(daemon, 1)
     assert manager.names() == [] and holder_pid(daemon.state_dir) > 0
     manager.kill9()
-    manager.start(daemon.command(), log, offers_store=False)
+    start(daemon, manager, offers_store=False)
     assert found(daemon, 1) == BLOCKS
     holder = holder_pid(daemon.state_dir)
     manager.kill9()
-    manager.start(daemon.command(), log)
+    start(daemon, manager)
     assert eventually(lambda: not Path(f"/proc/{holder}").exists()), "from now on systemd keeps it"
     assert daemon.status().blocks == 0
 

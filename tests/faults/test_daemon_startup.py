@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 MODEL = model()
@@ -152,8 +152,7 @@ def test_lost_names_cost_labels_only(place: Path) -> None:
     daemon.stop()
     (daemon.state_dir / "names.json").write_text("{")
     daemon.start()
-    with daemon.connect() as session, session.get(tokens_of(1, 2)) as lease:
-        assert holds(lease, payloads_of(1, 2, MODEL))
+    assert serves_whole(daemon, 1, 2)
     daemon.stop()
 
 
@@ -169,5 +168,4 @@ def test_nvme_on_memory_backed_files_works() -> None:
             session.put(tokens_of(1, 20), payloads=payloads_of(1, 20, MODEL), durability="always")
         daemon.kill9()
         daemon.restart()
-        with daemon.connect() as session, session.get(tokens_of(1, 20)) as lease:
-            assert holds(lease, payloads_of(1, 20, MODEL))
+        assert serves_whole(daemon, 1, 20)

@@ -48,6 +48,21 @@ async def stored_on_nvme_alone(small: SmallStore, count: int) -> None:
     small.drop_from_dram(*range(1, count + 1))
 
 
+async def hanging_fetch(small: SmallStore, *faults: Fault) -> asyncio.Task[bool]:
+    """A fetch of block 1 that has begun, with faults by which it does not end."""
+    small.disk.plan(*faults)
+    fetch = asyncio.create_task(small.fetch(1))
+    await small.settle()
+    return fetch
+
+
+async def works_again(small: SmallStore, after_s: float) -> bool:
+    """Whether the tier does so much time after its last fault."""
+    small.disk.plan()
+    await small.pass_time(after_s)
+    return small.breaker.mode is Mode.OK
+
+
 @over_a_store()
 async def test_without_faults_nothing_is_said(small: SmallStore) -> None:
     await stored_on_nvme_alone(small, 3)
@@ -97,9 +112,7 @@ async def test_a_probe_brings_writes_back_without_a_restart(small: SmallStore) -
     assert not await small.is_durable(1)
     await small.pass_time(4)
     assert small.breaker.mode is Mode.READ_ONLY, "a probe that fails brings nothing back"
-    small.disk.plan()
-    await small.pass_time(10)
-    assert small.breaker.mode is Mode.OK
+    assert await works_again(small, 10)
     assert small.store.counters["degraded_recoveries"] == 1
     assert await small.is_durable(2)
 
@@ -143,9 +156,7 @@ async def test_a_disk_that_is_gone_is_left_out_of_lookups(small: SmallStore) -> 
     assert not await small.is_durable(100), "puts are volatile"
     assert promoter.reachable([small.find(100)]) == [small.find(100)], "DRAM goes on"
     assert all(row >= 0 for row in rows), "nothing is forgotten: the disk may come back"
-    small.disk.plan()
-    await small.pass_time(5)
-    assert small.breaker.mode is Mode.OK
+    assert await works_again(small, 5)
     assert await small.fetch(1), "without a restart"
 
 
@@ -170,9 +181,7 @@ async def test_a_hanging_read_raises_estimates_then_sheds_the_tier(small: SmallS
     await stored_on_nvme_alone(small, 3)
     rows = [small.find(number) for number in (1, 2, 3)]
     before_us = small.store.promoter.estimate_us(rows)[0]
-    small.disk.plan(*hung())
-    waiting = asyncio.create_task(small.fetch(1))
-    await small.settle()
+    waiting = await hanging_fetch(small, *hung())
     await small.pass_time(2)
     assert small.breaker.mode is Mode.OK
     assert small.store.promoter.estimate_us(rows)[0] > before_us + 1_500_000, "engines compute instead"
@@ -196,9 +205,7 @@ async def test_no_request_waits_for_many_times_the_estimate(small: SmallStore) -
     rows = [small.find(1), small.find(2)]
     promoter = small.store.promoter
     assert promoter.patience_ms(rows) == LEAST_PATIENCE_MS, "an estimate of microseconds may well be wrong"
-    small.disk.plan(Fault("read", "hang"))
-    waiting = asyncio.create_task(small.fetch(1))
-    await small.settle()
+    waiting = await hanging_fetch(small, Fault("read", "hang"))
     await small.pass_time(1)
     estimate_us = sum(promoter.estimate_us(rows))
     assert estimate_us > 1_000_000
@@ -227,16 +234,14 @@ async def test_what_is_queued_behind_a_hanging_transfer_is_taken_back(small: Sma
 @over_a_store()
 async def test_a_daemon_that_stood_still_does_not_blame_the_disk(small: SmallStore) -> None:
     await stored_on_nvme_alone(small, 1)
-    small.disk.plan(Fault("read", "hang"))
-    task = asyncio.create_task(small.fetch(1))
-    await small.settle()
+    waiting = await hanging_fetch(small, Fault("read", "hang"))
     await small.pass_time(1)
     small.clock.advance(s=60)  # SIGSTOP, a suspended machine
     small.store.tick()
     assert small.breaker.mode is Mode.OK
     small.disk.plan()
     small.disk.let_go()
-    assert not await task
+    assert not await waiting
     assert await small.fetch(1)
 
 
@@ -263,9 +268,7 @@ async def test_a_full_medium_keeps_what_it_has(small: SmallStore) -> None:
     for number in range(4, 4 + ERRORS_IN_A_ROW):
         await small.is_durable(number)
     assert not small.breaker.takes_writes, "it is not asked in vain for ever"
-    small.disk.plan()
-    await small.pass_time(5)
-    assert small.breaker.mode is Mode.OK
+    assert await works_again(small, 5)
     assert await small.is_durable(50)
 
 
@@ -360,9 +363,7 @@ async def test_a_medium_that_only_probes_can_write_is_tried_ever_more_rarely(sma
         await small.is_durable(number)
         await small.pass_time(1)
     assert small.store.counters["degraded_transitions"] <= 12, "not once a second"
-    small.disk.plan()
-    await small.pass_time(2 * LAST_PROBE_S)
-    assert small.breaker.mode is Mode.OK and await small.is_durable(400)
+    assert await works_again(small, 2 * LAST_PROBE_S) and await small.is_durable(400)
     small.disk.plan(Fault("write", "fail", errno=errno.EROFS), Fault("probe", "fail", until=1))
     assert not await small.is_durable(401)
     await small.pass_time(5)

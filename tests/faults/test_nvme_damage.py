@@ -15,6 +15,7 @@ from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, read_superblock
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from tests.reference.stored_blocks import store_numbers
 
 CAPACITY_BYTES = 3 << 20
 PAYLOAD_BYTES = 10_000
@@ -31,8 +32,7 @@ def opened(path: Path, **options: object) -> Iterator[NvmeTier]:
 def directory(tmp_path: Path) -> Path:
     """A cleanly closed directory with blocks 1..20, all in slab 1."""
     with opened(tmp_path / "d") as tier:
-        for number in NUMBERS:
-            assert put(tier, *block(number, PAYLOAD_BYTES))
+        store_numbers(tier, NUMBERS, PAYLOAD_BYTES)
         assert finish(tier.sync).ok
     return tmp_path / "d"
 

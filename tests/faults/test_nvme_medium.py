@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,15 +21,11 @@ from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.nvme.health import RETRY_FULL_AFTER_S
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from tests.reference.stored_blocks import stored_slot
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_armed")
 CAPACITY_BYTES = 3 << 20
 BLOCK = block(1, 10_000)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm()
 
 
 class Clock:
@@ -102,8 +97,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
 
 def test_write_errors_make_it_read_only_and_reads_go_on(tmp_path: Path) -> None:
     with closing(open_tier(tmp_path)) as tier:
-        slot = put(tier, *BLOCK)
-        assert slot is not None
+        slot = stored_slot(tier, *BLOCK)
         failpoints.arm("nvme.before-slot-write=error:EIO")
         for number in range(ERRORS_IN_A_ROW):
             assert tier.statistics().state is TierState.OK
@@ -123,8 +117,7 @@ def test_a_read_only_file_system_is_noticed_at_once(tmp_path: Path) -> None:
 
 def test_read_errors_fail_the_tier(tmp_path: Path) -> None:
     with closing(open_tier(tmp_path)) as tier:
-        slot = put(tier, *BLOCK)
-        assert slot is not None
+        slot = stored_slot(tier, *BLOCK)
         failpoints.arm("nvme.read=error:EIO")
         for _ in range(ERRORS_IN_A_ROW):
             outcome, _ = get(tier, slot, BLOCK[0].key, 10_000)
@@ -135,8 +128,7 @@ def test_read_errors_fail_the_tier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["nvme.after-data-sync", "nvme.between-records", "nvme.after-records-write"])
 def test_a_failed_sync_says_so_and_the_next_one_makes_up_for_it(tmp_path: Path, where: str) -> None:
     with closing(open_tier(tmp_path)) as tier:
-        slot = put(tier, *BLOCK)
-        assert slot is not None
+        slot = stored_slot(tier, *BLOCK)
         failpoints.arm(f"{where}=error:EIO@1")
         assert finish(tier.sync).kind is OutcomeKind.FAILED
         assert finish(tier.sync).ok
@@ -154,8 +146,7 @@ def test_a_medium_without_direct_io_works_and_is_reported(tmp_path: Path, monkey
 
     monkeypatch.setattr(directory_module.os, "open", without_direct)
     with closing(open_tier(tmp_path / "a")) as tier:
-        slot = put(tier, *BLOCK)
-        assert slot is not None
+        slot = stored_slot(tier, *BLOCK)
         assert get(tier, slot, BLOCK[0].key, 10_000)[0].ok
         assert "no direct I/O" in tier.statistics().message
     with pytest.raises(DirectoryUnusable, match="without direct I/O"):

@@ -16,7 +16,8 @@ from kvstore_tiers.nvme.findings import Kind
 from kvstore_tiers.nvme.inspect import Inspector
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
-from kvstore_tiers.testing.transfers import block, finish, put
+from kvstore_tiers.testing.transfers import finish
+from tests.reference.stored_blocks import store_numbers
 
 CAPACITY_BYTES = 3 << 20
 
@@ -29,8 +30,7 @@ def open_tier(path: Path) -> NvmeTier:
 def directory(tmp_path: Path) -> Path:
     """Three slabs full of blocks."""
     with closing(open_tier(tmp_path / "d")) as tier:
-        for number in range(1, 100):
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, range(1, 100))
         assert finish(tier.sync).ok
     return tmp_path / "d"
 

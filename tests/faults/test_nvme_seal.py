@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,15 +15,11 @@ from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.testing.powerloss import CompilerMissing, replay
 from kvstore_tiers.testing.powerloss.campaign import record_seal
 from kvstore_tiers.testing.transfers import block, put
+from tests.reference.stored_blocks import store_numbers
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_armed")
 CAPACITY_BYTES = 3 << 20
 NUMBERS = range(1, 21)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm()
 
 
 def open_tier(path: Path) -> NvmeTier:
@@ -34,8 +29,7 @@ def open_tier(path: Path) -> NvmeTier:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     with closing(open_tier(tmp_path / "d")) as tier:
-        for number in NUMBERS:
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, NUMBERS)
     assert Seal(tmp_path / "d").held
     return tmp_path / "d"
 

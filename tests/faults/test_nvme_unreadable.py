@@ -18,6 +18,7 @@ from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from tests.reference.stored_blocks import store_numbers
 
 CAPACITY_BYTES = 3 << 20
 PAGE_BYTES = 4096
@@ -70,8 +71,7 @@ def open_tier(path: Path) -> NvmeTier:
 def directory(tmp_path: Path) -> Path:
     """Blocks 1 to 30 in the first slots of slab 1, of 41 slots."""
     with closing(open_tier(tmp_path)) as tier:
-        for number in NUMBERS:
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, NUMBERS)
     return tmp_path
 
 

@@ -52,6 +52,15 @@ def at_the_end(log: Path) -> Tree:
     return medium.tree(EVERYTHING)
 
 
+def recorded(directory: Path, program: str, *arguments: str) -> Recording:
+    """What a program did to an empty directory, which is its first argument."""
+    (directory / "root").mkdir()
+    recording = Recording(directory / "root", directory / "log")
+    command = [sys.executable, "-c", program, str(recording.root), *arguments]
+    subprocess.run(command, env=recording.environment(), check=True)
+    return recording
+
+
 def replay_changed(log: Path, change: Callable[[list[Operation]], list[Operation]], states: int = 120) -> Figures:
     """Replay the log of a tier that did something else."""
     changed = log.with_name("changed")
@@ -112,11 +121,7 @@ def test_a_commit_that_forgets_the_records_is_caught(tmp_path: Path) -> None:
         "sys.argv[0] = 'workload'\n"
         "runpy.run_module('kvstore_tiers.testing.powerloss.workload', run_name='__main__')\n"
     )
-    (tmp_path / "root").mkdir()
-    recording = Recording(tmp_path / "root", tmp_path / "log")
-    command = [sys.executable, "-c", flawed, str(recording.root), "--steps", "20"]
-    subprocess.run(command, env=recording.environment(), check=True)
-    operations = read_log(recording.log)
+    operations = read_log(recorded(tmp_path, flawed, "--steps", "20").log)
     answered = [one.end + 1 for one in operations if one.kind is Kind.MARK and one.mark().get("durable")]
     reports = [
         judge_state(state, promises_at(operations, state.tick), judge_tier, tmp_path / "state")
@@ -165,18 +170,13 @@ def test_mapped_memory_is_seen_when_it_is_synced(tmp_path: Path) -> None:
         "m[9000] = 7\n"
         "m.close()\n"
     )
-    (tmp_path / "root").mkdir()
-    recording = Recording(tmp_path / "root", tmp_path / "log")
-    subprocess.run([sys.executable, "-c", program, str(recording.root)], env=recording.environment(), check=True)
+    recording = recorded(tmp_path, program)
     assert at_the_end(recording.log) == found(recording.root)
     assert any(one.kind is Kind.SYNC for one in read_log(recording.log)), "the msync"
 
 
 def test_what_the_recorder_does_not_follow_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    recording = Recording(tmp_path / "root", tmp_path / "log")
-    program = "import os, sys; os.symlink('x', sys.argv[1] + '/s')"
-    subprocess.run([sys.executable, "-c", program, str(recording.root)], env=recording.environment(), check=True)
+    recording = recorded(tmp_path, "import os, sys; os.symlink('x', sys.argv[1] + '/s')")
     with pytest.raises(UnseenChange, match="symlink"):
         read_log(recording.log)
 

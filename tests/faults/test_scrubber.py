@@ -19,9 +19,10 @@ from kvstored.health.scrub import worker
 from kvstored.health.scrub.position import Position, load, save
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
 from kvstored.health.scrub.worker import Pace
-from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+from tests.reference.stored_blocks import store_numbers
 
 MODEL = model()
 EAGER = ("scrub.start_s=0", "scrub.interval_s=0.2", "scrub.rate=256MiB")
@@ -69,8 +70,7 @@ def test_what_dram_has_is_written_again(daemon: RunningDaemon) -> None:
     daemon.ask("Flush", pb.FlushRequest())
     daemon.kill9()
     daemon.restart()
-    with daemon.connect() as session, session.get(tokens_of(1, 4)) as lease:
-        assert holds(lease, payloads_of(1, 4, MODEL))
+    assert serves_whole(daemon, 1, 4)
 
 
 @pytest.mark.parametrize("in_dram", [True, False])
@@ -85,8 +85,7 @@ def test_a_damaged_record_is_written_again_from_its_slot(daemon: RunningDaemon, 
     assert daemon.status().counters["corrupt_blocks"] == 0, "its bytes are whole"
     daemon.kill9()
     daemon.restart()
-    with daemon.connect() as session, session.get(tokens_of(1, 4)) as lease:
-        assert holds(lease, payloads_of(1, 4, MODEL))
+    assert serves_whole(daemon, 1, 4)
 
 
 def test_it_is_shown_steps_back_and_ends_with_the_daemon(daemon: RunningDaemon) -> None:
@@ -182,8 +181,7 @@ def test_each_kind_of_damage_is_suspect(tmp_path: Path, offset: int) -> None:
 
 def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(NvmeTier.open(tmp_path / "d", CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=1)) as tier:
-        for number in range(1, 61):
-            assert put(tier, *block(number, PAYLOAD_BYTES))
+        store_numbers(tier, range(1, 61), PAYLOAD_BYTES)
         assert finish(tier.sync).ok
     settings = worker.Settings(str(tmp_path / "d"), str(tmp_path / "position"), 1 << 30, 1000.0)
     seen: list[tuple[int, int]] = []

@@ -5,13 +5,16 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
+
+if TYPE_CHECKING:
+    from tests.reference.running_daemon import RunningDaemon
 
 LAYERS = 4
 TOKENS_A_BLOCK = 64
@@ -60,3 +63,9 @@ def found_blocks(session: Session, conversation: int, blocks: int) -> int:
     with session.get(tokens_of(conversation, blocks)) as lease:
         assert holds(lease, payloads_of(conversation, len(lease), session.fingerprint)), "wrong bytes"
         return len(lease)
+
+
+def serves_whole(daemon: RunningDaemon, conversation: int, blocks: int) -> bool:
+    """Whether a new client finds these blocks, all of them; their bytes must be right."""
+    with daemon.connect() as session:
+        return found_blocks(session, conversation, blocks) == blocks

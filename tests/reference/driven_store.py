@@ -90,6 +90,10 @@ class DrivenStore:
         assert isinstance(first, LeasedRun)
         return answers, first
 
+    async def put_on_nvme_alone(self, keys: Sequence[bytes]) -> None:
+        await self.put(keys, DurabilityMode.ALWAYS)
+        self.leave_host(keys)
+
     def leave_host(self, keys: Sequence[bytes]) -> None:
         """Take blocks out of DRAM that another tier has."""
         for key in keys:

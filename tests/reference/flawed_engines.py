@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -85,28 +86,12 @@ def trusts_ended_leases(setting: EngineSetting) -> MockEngine:
     return _open(TrustsEndedLeases, setting) if setting.socket_dir else open_mock_engine(setting)
 
 
-def keeps_leases(setting: EngineSetting) -> MockEngine:
-    return _open(KeepsLeases, setting)
-
-
-def takes_the_last_token(setting: EngineSetting) -> MockEngine:
-    return _open(TakesTheLastToken, setting)
-
-
-def stores_too_early(setting: EngineSetting) -> MockEngine:
-    return _open(StoresTooEarly, setting)
-
-
-def restores_nothing(setting: EngineSetting) -> MockEngine:
-    return _open(RestoresNothing, setting)
-
-
-def fails_with_the_store(setting: EngineSetting) -> MockEngine:
-    return _open(FailsWithTheStore, setting)
-
-
-def half_an_answer(setting: EngineSetting) -> MockEngine:
-    return _open(HalfAnAnswer, setting)
+keeps_leases = partial(_open, KeepsLeases)
+takes_the_last_token = partial(_open, TakesTheLastToken)
+stores_too_early = partial(_open, StoresTooEarly)
+restores_nothing = partial(_open, RestoresNothing)
+fails_with_the_store = partial(_open, FailsWithTheStore)
+half_an_answer = partial(_open, HalfAnAnswer)
 
 
 def one_fingerprint_for_all(setting: EngineSetting) -> MockEngine:

@@ -25,6 +25,7 @@ from kvstore_tiers.testing.transfers import block, finish, get, put
 from tests.reference.examples import each_nth
 from tests.reference.remote_servers import RedisServer, redis_server
 from tests.reference.running_daemon import eventually
+from tests.reference.stored_blocks import stored_slot
 
 SECRET = bytes(range(32))
 MIB = 1 << 20
@@ -167,14 +168,12 @@ def test_no_corruption_of_a_value_is_served(server: RedisServer, client: redis.R
 def test_a_damaged_value_is_removed_and_can_be_stored_again(server: RedisServer, client: redis.Redis) -> None:
     header, payload = block(1, PAYLOAD_BYTES)
     with opened(server) as (tier, _):
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         (key,) = contents(client)
         client.set(key, b"garbage" * 100)
         assert get(tier, slot, header.key, PAYLOAD_BYTES)[0].kind is OutcomeKind.CORRUPT
         tier.quarantine(slot, "it is damaged")
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         outcome, copy = get(tier, slot, header.key, PAYLOAD_BYTES)
         assert outcome.ok and np.array_equal(copy, payload)
 
@@ -186,8 +185,7 @@ def test_a_block_leaves_this_node_and_not_the_store_until_it_is_removed_by_order
         redis_server(tmp_path, maxmemory="64mb", maxmemory_policy="allkeys-lru") as server,
         opened(server) as (tier, _),
     ):
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         tier.free(slot)
         assert finish(tier.sync).ok and server.ask("DBSIZE") == ":1\r\n"
         tier.remove(TENANT, [header.key])
@@ -197,8 +195,7 @@ def test_a_block_leaves_this_node_and_not_the_store_until_it_is_removed_by_order
 def test_a_worker_that_dies_costs_what_was_under_way(server: RedisServer, client: redis.Redis) -> None:
     header, payload = block(1, PAYLOAD_BYTES)
     with opened(server) as (tier, store):
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         former = store.worker_pid
         assert former is not None
         os.kill(former, signal.SIGKILL)

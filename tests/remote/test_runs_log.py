@@ -168,12 +168,18 @@ def test_a_damaged_checkpoint_is_passed_over(content: bytes | None, caplog: pyte
     assert ("damaged" in caplog.text) == (content is not None)
 
 
+async def three_changes() -> tuple[MemoryObjects, Node]:
+    """Names 0 to 2 with the lengths 1 to 3, and the node that added them."""
+    objects = MemoryObjects()
+    node = Node(objects)
+    for number in range(3):
+        await node.add([NAMES[number]], 1 + number)
+    return objects, node
+
+
 def test_a_damaged_change_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        objects = MemoryObjects()
-        node = Node(objects)
-        for number in range(3):
-            await node.add([NAMES[number]], 1 + number)
+        objects, node = await three_changes()
         second = objects.keys("log")[1]
         objects.contents[second] = objects.contents[second][:-1]
         late = Node(objects)
@@ -187,10 +193,7 @@ def test_a_damaged_change_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_missing_change_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        objects = MemoryObjects()
-        node = Node(objects)
-        for number in range(3):
-            await node.add([NAMES[number]], 1 + number)
+        objects, _ = await three_changes()
         del objects.contents[objects.keys("log")[0]]
         assert await Node(objects).lengths() == {NAMES[1]: 2, NAMES[2]: 3}
 

@@ -5,44 +5,20 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_client import Fingerprint, LayerGroup, PutReceipt, Session
+from kvstore_client import PutReceipt, Session
 from kvstore_client.lookup_index import LookupIndex
 from kvstore_client.staging import Staging
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, eventually
+from tests.reference.twelve_blocks import BLOCKS, FINGERPRINT, PAYLOADS, TOKENS
 
 pytestmark = pytest.mark.usefixtures("each_stream")
-FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1, 2, 3), 16),))
 SLOT = 2 * 4096
-BLOCKS = 12
-TOKENS = np.arange(64 * BLOCKS + 7, dtype=np.int32)
-PAYLOADS = [
-    np.random.default_rng(block).integers(0, 256, FINGERPRINT.payload_bytes(), dtype=np.uint8)
-    for block in range(BLOCKS)
-]
 STORED = ["stored"] * BLOCKS
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "s") as running:
-        yield running
-
-
-def connect(daemon: FakeDaemon, **options: object) -> Session:
-    return daemon.connect(FINGERPRINT, **options)
-
-
-@pytest.fixture
-def session(daemon: FakeDaemon) -> Iterator[Session]:
-    with connect(daemon) as opened:
-        yield opened
 
 
 def staging_of(session: Session) -> Staging:
@@ -141,7 +117,7 @@ def test_who_never_gets_done_with_a_block_is_not_waited_for_long(daemon: FakeDae
 
 def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:
     daemon.knobs.staging_limit_bytes = 3 * SLOT + 4096
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
         assert {len(store.pages) for store in daemon.stores} == {3}
         with session.get(TOKENS) as lease:
@@ -150,14 +126,14 @@ def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:
 
 def test_a_block_larger_than_the_loan_is_refused_in_words(daemon: FakeDaemon) -> None:
     daemon.knobs.staging_limit_bytes = 4096
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert receipt.statuses == ["failed"] * BLOCKS and "too large" in receipt.reason
 
 
 def test_a_put_is_split_by_the_keys_a_message_may_have(daemon: FakeDaemon) -> None:
     daemon.knobs.max_keys = 5
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
         assert [len(store.pages) for store in daemon.stores] == [5, 5, 2]
 
@@ -200,7 +176,7 @@ def test_a_late_answer_gives_the_bytes_back(daemon: FakeDaemon, session: Session
 
 def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(daemon: FakeDaemon) -> None:
     daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS + 1, payloads=PAYLOADS)
         daemon.knobs.silent.add("store")
         assert give_up(session).statuses == ["failed"] * BLOCKS
@@ -213,7 +189,7 @@ def test_bytes_of_a_store_that_is_never_answered_come_back_by_renewing_the_loan(
 def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> None:
     """The client cannot know whether the daemon still reads them: the bytes come back on the next stream."""
     daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS + 1, payloads=PAYLOADS)
         daemon.knobs.silent.add("store")
         breaker = threading.Thread(
@@ -233,7 +209,7 @@ def test_a_stream_that_breaks_in_the_middle_of_a_store(daemon: FakeDaemon) -> No
 def test_a_put_that_finds_no_room_before_its_deadline_is_throttled(daemon: FakeDaemon) -> None:
     """All of the loan is held by a put that is never answered, and no renewal of the loan is."""
     daemon.knobs.staging_limit_bytes = BLOCKS * SLOT
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS + 1, payloads=PAYLOADS)
         daemon.knobs.silent.update(("store", "lend"))
         assert give_up(session).statuses == ["failed"] * BLOCKS
@@ -257,7 +233,7 @@ def test_a_request_over_a_rate_is_sent_again(daemon: FakeDaemon, session: Sessio
 
 def test_threads_share_the_loan(daemon: FakeDaemon) -> None:
     daemon.knobs.staging_limit_bytes = (BLOCKS + 3) * SLOT
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         wrong: list[object] = []
 
         def work(number: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +12,10 @@ from kvstore_client import Session, store_call
 from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon
-from tests.unit.test_client_put import BLOCKS, PAYLOADS, SLOT, STORED, TOKENS, believe, connect, staging_of
+from tests.reference.twelve_blocks import BLOCKS, FINGERPRINT, PAYLOADS, TOKENS
+from tests.unit.test_client_put import SLOT, STORED, believe, staging_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "s") as running:
-        yield running
-
-
-@pytest.fixture
-def session(daemon: FakeDaemon) -> Iterator[Session]:
-    with connect(daemon) as opened:
-        yield opened
 
 
 def is_stored(session: Session) -> bool:
@@ -41,7 +28,7 @@ def is_stored(session: Session) -> bool:
 def test_a_put_does_not_wait_for_room_that_it_keeps_itself(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block 0 is wanted after all; those after it fill the loan and have to be sent again, after it."""
     daemon.knobs.staging_limit_bytes = 3 * SLOT
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         believe(session, monkeypatch, 0)
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (STORED, "")
@@ -98,7 +85,7 @@ def test_an_orphan_is_sent_again_only_while_a_block_before_it_is_to_come(daemon:
 def test_an_orphan_of_a_refused_block_says_why_that_was_refused(daemon: FakeDaemon) -> None:
     """Of the second message and of those after it the daemon knows only that the block before is missing."""
     daemon.knobs.max_keys, daemon.knobs.no_room = 5, True
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["no_room"] * BLOCKS
         assert len(daemon.stores) > 1
 
@@ -116,7 +103,7 @@ def test_what_hangs_on_a_message_over_a_rate_is_sent_again_with_it(daemon: FakeD
         return answer(client, request)
 
     daemon.answer = refuse_the_first  # type: ignore[method-assign]
-    with connect(daemon) as session:
+    with daemon.connect(FINGERPRINT) as session:
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (STORED, "")
         assert len(daemon.blocks) == BLOCKS and staging_of(session).used_bytes() == 0

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session
+from kvstore_client import BlockKeys, KVStoreError, Session
 from kvstore_proto.arena import BlockHeader, read_header
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import FakeDaemon, Knobs, eventually
+from tests.reference.twelve_blocks import FINGERPRINT, LAYERS, PAYLOADS, TOKENS
 
-LAYERS = 4
 pytestmark = pytest.mark.usefixtures("each_stream")
-FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, tuple(range(LAYERS)), 16),))
 BLOCK_BYTES = FINGERPRINT.payload_bytes()
-TOKENS = np.arange(64 * 12 + 7, dtype=np.int32)
-
-
-def payload(block: int) -> np.ndarray:
-    return np.random.default_rng(block).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
-
-
-PAYLOADS = [payload(block) for block in range(12)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(tmp_path / "s") as running:
-        yield running
-
-
-def open_session(daemon: FakeDaemon, **options: object) -> Session:
-    return daemon.connect(FINGERPRINT, **options)
-
-
-@pytest.fixture
-def session(daemon: FakeDaemon) -> Iterator[Session]:
-    with open_session(daemon) as opened:
-        yield opened
 
 
 def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: Session) -> None:
@@ -57,7 +31,7 @@ def test_what_is_put_is_what_another_session_gets(daemon: FakeDaemon, session: S
         assert isinstance(header, BlockHeader)
         assert header.parent == (keys[block - 1] if block else NO_PARENT)
         assert header.tokens == TOKENS[block * 64 : block * 64 + 64].astype("<i4").tobytes()
-    with open_session(daemon) as other:
+    with daemon.connect(FINGERPRINT) as other:
         found = other.lookup(TOKENS)
         assert (found.blocks, found.tokens, found.reason) == (12, 768, "")
         assert found.tiers == ("host",) * 12
@@ -125,7 +99,7 @@ def test_a_hint_says_what_was_given_and_nothing_else(daemon: FakeDaemon, session
 
 
 def test_a_long_chain_is_named_by_its_end_and_what_is_due_of_it_by_its_beginning(tmp_path: Path) -> None:
-    with FakeDaemon(tmp_path / "s", Knobs(max_keys=8)) as daemon, open_session(daemon) as session:
+    with FakeDaemon(tmp_path / "s", Knobs(max_keys=8)) as daemon, daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS, payloads=PAYLOADS)
         keys = session.keys(TOKENS)
         assert keys is not None and len(keys) == 12
@@ -239,13 +213,16 @@ def test_mistakes_are_named(session: Session, call: object, said: str) -> None:
 
 
 def test_a_reader_cannot_put_and_says_why(daemon: FakeDaemon) -> None:
-    with open_session(daemon, staging_bytes=0) as reader, pytest.raises(KVStoreError, match="only read"):
+    with daemon.connect(FINGERPRINT, staging_bytes=0) as reader, pytest.raises(KVStoreError, match="only read"):
         reader.put(TOKENS, payloads=PAYLOADS)
 
 
 def test_a_stored_block_that_comes_late_is_distinguished_from_one_that_is_not_stored(tmp_path: Path) -> None:
     for mapped in (0, 3):
-        with FakeDaemon(tmp_path / str(mapped), Knobs(mapped_blocks=mapped)) as daemon, open_session(daemon) as session:
+        with (
+            FakeDaemon(tmp_path / str(mapped), Knobs(mapped_blocks=mapped)) as daemon,
+            daemon.connect(FINGERPRINT) as session,
+        ):
             session.put(TOKENS, payloads=PAYLOADS)
             with session.get(TOKENS) as lease:
                 assert (len(lease), lease.reason) == (mapped, "late")
@@ -254,7 +231,7 @@ def test_a_stored_block_that_comes_late_is_distinguished_from_one_that_is_not_st
 
 
 def test_a_lookup_over_the_key_limit_is_split(tmp_path: Path) -> None:
-    with FakeDaemon(tmp_path / "s", Knobs(max_keys=5)) as daemon, open_session(daemon) as session:
+    with FakeDaemon(tmp_path / "s", Knobs(max_keys=5)) as daemon, daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS, payloads=PAYLOADS)
         assert session.lookup(TOKENS).blocks == 12
         with session.get(TOKENS) as lease:

@@ -70,13 +70,18 @@ def _report_of(session: MemorySession, prompt: list[int]) -> RestoreReport:
     return report
 
 
-def _holding(prompt: list[int]) -> MemorySession:
-    """A session that holds the prompt's blocks."""
-    session = _session()
+def _compute_and_store(session: MemorySession, prompt: list[int]) -> None:
+    """Let an engine compute the prompt and store its blocks."""
     engine = _engine(session)
     engine.add(request("stores", prompt, 2))
     run(engine)
     _stored(engine)
+
+
+def _holding(prompt: list[int]) -> MemorySession:
+    """A session that holds the prompt's blocks."""
+    session = _session()
+    _compute_and_store(session, prompt)
     session.leases.clear()
     return session
 
@@ -224,10 +229,7 @@ def test_a_daemon_that_does_not_answer_hints_delays_no_answer_and_receives_each_
 def test_a_prefix_that_several_want_is_restored_once() -> None:
     session = _session()
     common = _prompt(0, 256)
-    cold = _engine(session)
-    cold.add(request("first", [*common, 1], 2))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session, [*common, 1])
     warm = _engine(session)
     for n in range(5):
         warm.add(request(str(n), common + _prompt(n + 1, 40), 6))
@@ -256,10 +258,7 @@ def test_what_the_daemon_does_not_have_is_asked_for_once() -> None:
 def test_a_conversation_finds_its_head_here_and_its_tail_in_the_daemon() -> None:
     session = _session()
     common, own = _prompt(0, 100), _prompt(1, 200)
-    cold = _engine(session)
-    cold.add(request("first", common + own, 2))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session, common + own)
     warm = _engine(session)
     warm.add(request("other", [*common, 1, 2, 3], 2, store=False))
     run(warm)
@@ -376,10 +375,7 @@ def test_what_led_to_a_failure_is_not_stored() -> None:
 def test_a_lease_that_ended_while_it_was_copied_counts_for_nothing() -> None:
     session = _session()
     prompt = _prompt(1, 300)
-    cold = _engine(session)
-    cold.add(request("first", prompt, 2))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session, prompt)
     session.leases_stay_valid = False
     for key in session.blocks:
         session.blocks[key] = np.full_like(session.blocks[key], 0x77)  # what the memory is used for now
@@ -395,10 +391,7 @@ def test_a_lease_that_ended_while_it_was_copied_counts_for_nothing() -> None:
 def test_a_stored_block_of_another_size_is_computed(damaged: int) -> None:
     session = _session()
     prompt = _prompt(1, 300)
-    cold = _engine(session)
-    cold.add(request("cold", prompt, 4))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session, prompt)
     key = sorted(session.blocks, key=len)[damaged]
     session.blocks[key] = session.blocks[key][:-8]
     warm = _engine(session)
@@ -414,10 +407,7 @@ def test_a_stored_block_of_another_size_is_computed(damaged: int) -> None:
 def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
     session = _HeldSession(_session())
     prompt = _prompt(1, 300)
-    cold = _engine(session.inner)
-    cold.add(request("first", prompt, 2))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session.inner, prompt)
     session.inner.mapped_blocks = 0
     warm = _engine(session)
     warm.add(request("slow", prompt, 8))
@@ -463,10 +453,7 @@ def test_a_call_that_is_not_answered_in_time_holds_up_no_request() -> None:
 def test_a_request_may_be_cancelled_while_it_restores(moment: str) -> None:
     session = _HeldSession(_session())
     prompt = _prompt(1, 300)
-    cold = _engine(session.inner)
-    cold.add(request("first", prompt, 2))
-    run(cold)
-    _stored(cold)
+    _compute_and_store(session.inner, prompt)
     session.inner.mapped_blocks = 0
     warm = _engine(session)
     session.answered.clear() if moment == "asking" else session.promoted.clear()

@@ -16,6 +16,7 @@ from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstore_tiers.testing.transfers import block, finish, get, put
 from tests.reference.running_daemon import eventually
+from tests.reference.stored_blocks import stored_slot
 
 CAPACITY_BYTES = 1 << 20
 PAYLOAD_BYTES = 5000
@@ -67,8 +68,7 @@ def test_what_the_store_has_forgotten_is_missing_and_not_damaged() -> None:
     store = LossyStore(lost=1.0)
     with closing(KeyedTier(store, CAPACITY_BYTES)) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         assert get(tier, slot, header.key, PAYLOAD_BYTES)[0].kind is OutcomeKind.MISSING
         assert tier.statistics().corrupt == 0
 
@@ -77,8 +77,7 @@ def test_no_flipped_bit_is_served() -> None:
     store = LossyStore()
     with closing(KeyedTier(store, CAPACITY_BYTES)) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         name = object_name(header.tenant, header.key)
         whole = store.objects[name]
         # After the token ids the header page is padding, of which no byte means anything.
@@ -97,8 +96,7 @@ def test_operations_on_one_name_keep_their_order() -> None:
     with closing(KeyedTier(store, CAPACITY_BYTES)) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
         for _ in range(50):
-            slot = put(tier, header, payload)
-            assert slot is not None
+            slot = stored_slot(tier, header, payload)
             assert get(tier, slot, header.key, PAYLOAD_BYTES)[0].ok
             tier.free(slot)
         assert finish(tier.sync).ok
@@ -129,8 +127,7 @@ def test_sync_waits_for_what_came_before_and_for_nothing_else() -> None:
     store = LossyStore()
     with closing(KeyedTier(store, CAPACITY_BYTES)) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
-        slot = put(tier, header, payload)
-        assert slot is not None
+        slot = stored_slot(tier, header, payload)
         assert finish(tier.sync).ok
         store.hang()
         tier.free(slot)

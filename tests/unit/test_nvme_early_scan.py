@@ -22,7 +22,8 @@ from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock
 from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 from kvstore_tiers.nvme.shared_columns import SharedColumns, SlabScanner
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
-from kvstore_tiers.testing.transfers import block, finish, put
+from kvstore_tiers.testing.transfers import finish
+from tests.reference.stored_blocks import recovered_numbers, store_numbers
 
 CAPACITY_BYTES = 8 << 20
 SLAB_BYTES = 1 << 20
@@ -36,14 +37,8 @@ def opened(path: Path, ahead: EarlyRecordScan | None = None) -> Iterator[NvmeTie
 
 
 def store(tier: NvmeTier, *numbers: int) -> None:
-    for number in numbers:
-        assert put(tier, *block(number, 5000)) is not None
+    store_numbers(tier, numbers)
     assert finish(tier.sync).ok
-
-
-def recovered(tier: NvmeTier) -> set[int]:
-    columns = tier.recover_columns()
-    return {int.from_bytes(columns.key[at].tobytes(), "big") for at in range(len(columns))}
 
 
 def slab(directory: Path, number: int) -> Path:
@@ -94,11 +89,11 @@ def done(directory: Path) -> EarlyRecordScan:
 
 def test_what_was_judged_ahead_is_not_read_again(directory: Path, read_here: list[int]) -> None:
     with opened(directory, done(directory)) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert read_here == []
         store(tier, 1000)
     with opened(directory) as tier:
-        assert recovered(tier) == {*BLOCKS, 1000}
+        assert recovered_numbers(tier) == {*BLOCKS, 1000}
         assert read_here == [1, 2, 3]
 
 
@@ -169,7 +164,7 @@ def test_slabs_are_shared_with_who_opens_early(
     ahead = begun(directory)
     os.kill(ahead._pid, signal.SIGSTOP)
     with opened(directory, ahead) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert sorted(read_here) == [1, 2, 3]
 
 
@@ -179,7 +174,7 @@ def test_what_it_has_begun_is_waited_for_and_the_rest_is_taken(directory: Path, 
         ahead = begun(directory)
         taken = ahead.claim()  # all that it returns is report: no process has judged it yet
         with opened(directory, ahead) as tier:
-            assert recovered(tier) == set(BLOCKS)
+            assert recovered_numbers(tier) == set(BLOCKS)
             assert len(read_here) == len(set(read_here)), "nothing is read twice"
             assert taken is None or taken in read_here
 
@@ -188,7 +183,7 @@ def test_columns_of_another_slab_are_not_taken(directory: Path, read_here: list[
     ahead = done(directory)
     os.pwrite(ahead._memory, bytes(SUPERBLOCK_BYTES), 0)  # where the first one's superblock is
     with opened(directory, ahead) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert len(read_here) == 1
 
 
@@ -196,7 +191,7 @@ def test_names_that_are_no_slabs_are_left_alone(directory: Path) -> None:
     for name in ("20261122140422.slab", "1.slab", "notes.slab"):
         (directory / "slabs" / name).write_bytes(slab(directory, 1).read_bytes())
     with opened(directory, done(directory)) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
 
 
 def test_it_ends_where_sigchld_is_ignored(directory: Path) -> None:
@@ -204,7 +199,7 @@ def test_it_ends_where_sigchld_is_ignored(directory: Path) -> None:
     try:
         ahead = begun(directory)
         with opened(directory, ahead) as tier:
-            assert recovered(tier) == set(BLOCKS)
+            assert recovered_numbers(tier) == set(BLOCKS)
         ahead.close()
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -245,7 +240,7 @@ def test_what_a_process_that_died_did_not_report_is_judged_here(directory: Path,
     os.kill(ahead._pid, signal.SIGKILL)
     taken = ahead.claim()  # as if it had begun with this one
     with opened(directory, ahead) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert taken is None or taken in read_here
 
 
@@ -260,7 +255,7 @@ def test_a_line_that_was_cut_short_is_ignored(
 
     monkeypatch.setattr(early_scan, "_start", dies_early)
     with opened(directory, begun(directory)) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert sorted(read_here) == [1, 2, 3]
 
 
@@ -284,7 +279,7 @@ def test_a_slab_that_changed_meanwhile_is_read_anew(directory: Path, read_here: 
         assert finish(tier.sync).ok
     read_here.clear()
     with opened(directory, ahead) as tier:
-        assert recovered(tier) == {*BLOCKS, 1000} - {int.from_bytes(columns.key[0].tobytes(), "big")}
+        assert recovered_numbers(tier) == {*BLOCKS, 1000} - {int.from_bytes(columns.key[0].tobytes(), "big")}
         assert read_here == [1, 2, 3]
 
 
@@ -306,7 +301,7 @@ def test_what_was_restored_meanwhile_is_read_anew(directory: Path, read_here: li
         second.write_bytes(backup)
     read_here.clear()
     with opened(directory, ahead) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
         assert read_here == [2]
 
 
@@ -315,7 +310,7 @@ def test_another_directory_is_not_taken_for_this_one(directory: Path, tmp_path_f
     with opened(other) as tier:
         store(tier, 5)
     with opened(other, done(directory)) as tier:
-        assert recovered(tier) == {5}
+        assert recovered_numbers(tier) == {5}
 
 
 def test_there_is_nothing_to_judge_ahead(
@@ -349,7 +344,7 @@ def test_damage_is_found_as_without_it(directory: Path, damage: str) -> None:
     if damage == "gone":
         second.unlink()
     with opened(directory, ahead) as tier:
-        found = recovered(tier)
+        found = recovered_numbers(tier)
     lost = {*BLOCKS} - found
     if damage in ("cut", "gone"):
         assert len(lost) == superblock.slots, "those of the second slab"
@@ -362,7 +357,7 @@ def test_a_damaged_record_is_withdrawn_wherever_it_is_judged(directory: Path) ->
         os.pwrite(file.fileno(), b"\xff", SUPERBLOCK_BYTES + 5 * RECORD_BYTES + 30)
     for turn in range(2):  # the second time it is gone
         with opened(directory, done(directory)) as tier:
-            damaged, found = tier.recovery_report.damaged_records, recovered(tier)
+            damaged, found = tier.recovery_report.damaged_records, recovered_numbers(tier)
         assert len(found) == len(BLOCKS) - 1
         assert damaged == (turn == 0)
 
@@ -384,7 +379,7 @@ def test_an_open_waits_a_while_for_a_shared_lock(directory: Path, monkeypatch: p
         naps.clear()
         monkeypatch.setattr(time, "sleep", sleep)
         with opened(directory) as tier:
-            assert recovered(tier) == set(BLOCKS)
+            assert recovered_numbers(tier) == set(BLOCKS)
             naps.clear()
             with pytest.raises(DirectoryInUse, match=f"process {os.getpid()}"), opened(directory):
                 pass

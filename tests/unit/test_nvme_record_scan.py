@@ -18,6 +18,7 @@ from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier, record_scan, verdict
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, pack_record
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.testing.transfers import block, finish, put
+from tests.reference.stored_blocks import recovered_numbers, store_numbers
 
 CAPACITY_BYTES = 8 << 20
 BLOCKS = range(1, 101)
@@ -27,16 +28,10 @@ def open_tier(path: Path, capacity_bytes: int = CAPACITY_BYTES, slab_bytes: int 
     return NvmeTier.open(path, capacity_bytes, slab_bytes=slab_bytes, io_threads=1)
 
 
-def recovered(tier: NvmeTier) -> set[int]:
-    columns = tier.recover_columns()
-    return {int.from_bytes(columns.key[at].tobytes(), "big") for at in range(len(columns))}
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     with closing(open_tier(tmp_path)) as tier:
-        for number in BLOCKS:
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, BLOCKS)
     return tmp_path
 
 
@@ -55,15 +50,14 @@ def test_a_file_cut_anywhere_keeps_the_records_before_the_cut(
 ) -> None:
     path = tmp_path_factory.mktemp("cut")
     with closing(open_tier(path)) as tier:
-        for number in BLOCKS:
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, BLOCKS)
     file = path / "slabs" / "00000001.slab"
     superblock = find_superblock(file)
     assert not isinstance(superblock, str)
     os.truncate(file, length_bytes)
     with closing(open_tier(path)) as tier:
         whole = {number for number in BLOCKS if superblock.slot_offset(number) <= length_bytes}
-        assert recovered(tier) == whole
+        assert recovered_numbers(tier) == whole
         assert tier.recovery_report.damaged_records <= 1, "the one that was cut in two"
         assert tier.check_books() == []
         assert file.stat().st_size == superblock.file_bytes, "it has its length back"
@@ -103,17 +97,16 @@ def test_blocks_of_slabs_behind_half_empty_ones_stay_themselves(tmp_path: Path) 
 def test_slabs_of_one_slot(tmp_path: Path) -> None:
     """Records of less than a page, one a slab."""
     with closing(open_tier(tmp_path, slab_bytes=64 << 10)) as tier:
-        for number in range(1, 6):
-            assert put(tier, *block(number, 40_000))
+        store_numbers(tier, range(1, 6), 40_000)
         assert {slab.superblock.slots for slab in tier._space.slabs.values()} == {1}
     with closing(open_tier(tmp_path, slab_bytes=64 << 10)) as tier:
-        assert recovered(tier) == set(range(1, 6))
+        assert recovered_numbers(tier) == set(range(1, 6))
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
     for _ in range(2):
         with closing(open_tier(tmp_path)) as tier:
-            assert recovered(tier) == set()
+            assert recovered_numbers(tier) == set()
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
@@ -136,7 +129,7 @@ def test_a_medium_that_stops_reading_is_said_and_leaves_no_thread(
     assert set(threading.enumerate()) == before
     monkeypatch.setattr(os, "preadv", real)
     with closing(open_tier(directory)) as tier:
-        assert recovered(tier) == set(BLOCKS)
+        assert recovered_numbers(tier) == set(BLOCKS)
 
 
 @pytest.mark.usefixtures("small_reads")
@@ -170,7 +163,7 @@ def test_a_sound_record_of_a_state_that_means_nothing_is_withdrawn(directory: Pa
         slab.seek(SUPERBLOCK_BYTES + 2 * RECORD_BYTES)
         slab.write(raw)
     with closing(open_tier(directory)) as tier:
-        assert recovered(tier) == set(BLOCKS) - {3}
+        assert recovered_numbers(tier) == set(BLOCKS) - {3}
         assert tier.recovery_report.damaged_records == 1
         assert put(tier, *block(3, 5000))
         assert finish(tier.sync).ok

@@ -15,15 +15,14 @@ from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
 from kvstore_tiers.nvme.slab_file import find_superblock
-from kvstore_tiers.testing.transfers import block, put
+from tests.reference.stored_blocks import store_numbers
 
 
 @pytest.fixture
 def slabs(tmp_path: Path) -> Path:
     """Three of them."""
     with closing(NvmeTier.open(tmp_path, 8 << 20, slab_bytes=1 << 20, io_threads=1)) as tier:
-        for number in range(1, 201):
-            assert put(tier, *block(number, 5000)) is not None
+        store_numbers(tier, range(1, 201))
     return tmp_path / "slabs"
 
 

@@ -10,6 +10,21 @@ from tests.reference.policies import victims
 S = 1_000_000_000
 
 
+def evicted_before(uses: int, most: int) -> int | None:
+    """How many chains, used once each, are evicted before one of so many uses; None when `most` are."""
+    shelf = Shelf()
+    policy = create("lfu-ttl", shelf.residency, 0)
+    for _ in range(uses):
+        popular = shelf.chain(0)[0]
+    for evicted in range(most):
+        shelf.chain(evicted + 1)
+        victim = policy.next_victim(1)
+        if victim == popular:
+            return evicted
+        shelf.residency.remove(victim, Cause.EVICTED, 1)
+    return None
+
+
 def test_frequency_outranks_recency() -> None:
     shelf = Shelf()
     policy = create("lfu-ttl", shelf.residency, 0)
@@ -20,33 +35,11 @@ def test_frequency_outranks_recency() -> None:
 
 
 def test_what_was_popular_once_gives_way_after_some_generations() -> None:
-    shelf = Shelf()
-    policy = create("lfu-ttl", shelf.residency, 0)
-    for _ in range(5):
-        popular = shelf.chain(0)[0]
-    generations = 0
-    for number in range(1, 50):
-        shelf.chain(number)
-        victim = policy.next_victim(1)
-        if victim == popular:
-            break
-        shelf.residency.remove(victim, Cause.EVICTED, 1)
-        generations += 1
-    assert generations == 4, "K = 5 of the popular one against K = 1, 2, 3, 4, then 5 and younger"
+    assert evicted_before(uses=5, most=49) == 4, "K = 5 of the popular one against K = 1, 2, 3, 4, then 5 and younger"
 
 
 def test_use_is_capped_so_that_nothing_stays_for_ever() -> None:
-    shelf = Shelf()
-    policy = create("lfu-ttl", shelf.residency, 0)
-    for _ in range(1000):
-        popular = shelf.chain(0)[0]
-    for number in range(1, 70):
-        shelf.chain(number)
-        victim = policy.next_victim(1)
-        if victim == popular:
-            break
-        shelf.residency.remove(victim, Cause.EVICTED, 1)
-    assert victim == popular
+    assert evicted_before(uses=1000, most=69) is not None
 
 
 def test_expired_blocks_leave_before_rarely_used_ones() -> None:

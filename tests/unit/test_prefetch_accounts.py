@@ -133,13 +133,18 @@ def test_one_tenant_s_waste_does_not_end_it_for_another_one_that_has_none() -> N
     assert accounts.statistics(None, 0).used_blocks == 4000 and accounts.statistics(None, 0).wasted_blocks == 64
 
 
-def test_the_more_was_used_the_more_may_wait_for_its_use() -> None:
-    accounts = accounts_of()
-    for number in range(UNJUDGED_BLOCKS):
+@pytest.mark.parametrize(
+    ("most_held_bytes", "blocks"),
+    [(1 << 40, UNJUDGED_BLOCKS), (3 * NBYTES, 3)],
+    ids=["unjudged", "held"],
+)
+def test_what_waits_for_its_use_is_bounded_and_each_use_makes_room(most_held_bytes: int, blocks: int) -> None:
+    accounts = accounts_of(most_held_bytes)
+    for number in range(blocks):
         assert may_bring(accounts)
         bring(accounts, number)
     assert not may_bring(accounts)
-    accounts.used(0, (0).to_bytes(16, "big"), 0.0)
+    accounts.used(0, (0).to_bytes(16, "big"), 1.0)
     assert may_bring(accounts)
 
 
@@ -153,16 +158,6 @@ def test_blocks_wait_as_long_as_their_chain_is_held() -> None:
     assert not accounts.is_over(0, held, 60.0) and accounts.is_over(0, held, 90.0)
     accounts.wasted(0, (1).to_bytes(16, "big"), 90.0, is_evicted=False)
     assert accounts.hold(0, CHAIN) is None
-
-
-def test_what_waits_for_its_use_is_bounded() -> None:
-    accounts = accounts_of(most_held_bytes=3 * NBYTES)
-    for number in range(3):
-        assert may_bring(accounts)
-        bring(accounts, number)
-    assert not may_bring(accounts)
-    accounts.used(0, (0).to_bytes(16, "big"), 1.0)
-    assert may_bring(accounts)
 
 
 def test_blocks_that_wait_are_looked_at_in_turn_each_once() -> None:

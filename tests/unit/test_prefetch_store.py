@@ -173,17 +173,12 @@ def test_only_what_is_wrong_with_a_model_is_said_of_prefetch_model(
         asyncio.run(start("prefetch.predictor=markov"))
 
 
-async def stored_on_nvme(driven: DrivenStore) -> None:
-    await driven.put(KEYS, DurabilityMode.ALWAYS)
-    driven.leave_host(KEYS)
-
-
 @pytest.mark.parametrize(("probability", "due_s"), [(math.nan, 5.0), (0.9, math.inf)])
 def test_a_guess_that_is_not_finite_turns_the_predictor_off(tmp_path: Path, probability: float, due_s: float) -> None:
     notes = Notes()
 
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
+        await driven.put_on_nvme_alone(KEYS)
         assert await get(driven, KEYS) == len(KEYS)
         driven.leave_host(KEYS)
         notes.guessed = [Guess(driven.client.tenant_id, KEYS[-1], len(KEYS), probability, 5.0, due_s, 1.0)]
@@ -200,6 +195,13 @@ def hint_due(driven: DrivenStore, due_in_ms: int) -> None:
     driven.operations.hints.hint(driven.client, KEYS, ChainHint(), due_in_ms)
 
 
+async def map_by_hint(driven: DrivenStore, clock: ManualClock, due_in_ms: int) -> None:
+    """Hint at what is on NVMe alone and let time pass until it is in DRAM too."""
+    await driven.put_on_nvme_alone(KEYS)
+    hint_due(driven, due_in_ms)
+    await until_mapped(driven, clock)
+
+
 async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
     for _ in range(400):
         clock.advance(ns=NS_PER_S // 20)
@@ -211,9 +213,7 @@ async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
 
 def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
-        hint_due(driven, 5000)
-        await until_mapped(driven, clock)
+        await map_by_hint(driven, clock, 5000)
         assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * len(KEYS)
         assert driven.small.store.prefetcher.statistics().all.waiting_blocks == len(KEYS)
         clock.advance(ns=2 * NS_PER_S)
@@ -227,9 +227,7 @@ def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) ->
 
 def test_what_no_request_comes_for_is_waste(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
-        hint_due(driven, 5000)
-        await until_mapped(driven, clock)
+        await map_by_hint(driven, clock, 5000)
         clock.advance(ns=300 * NS_PER_S)
         driven.small.store.tick()
         figures = driven.small.store.prefetcher.statistics().all
@@ -253,7 +251,7 @@ def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_pa
     """An engine asks for what is mapped first. That ends the hint, and the plans that follow want nothing."""
 
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
+        await driven.put_on_nvme_alone(KEYS)
         driven.small.disk.plan(Fault("read", "delay", 1, 1, delay_s=0.3))
         hint_due(driven, 1000)
         prefetcher = driven.small.store.prefetcher
@@ -269,7 +267,7 @@ def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_pa
 
 def test_a_lane_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
+        await driven.put_on_nvme_alone(KEYS)
         submit, refusals = Mover.submit, iter([Refused.QUEUE_FULL] * 2)
 
         def submit_later(mover: Mover, *arguments: Any) -> Any:
@@ -286,9 +284,7 @@ def test_a_lane_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_put_that_names_a_block_twice_harms_nothing(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
-        await stored_on_nvme(driven)
-        hint_due(driven, 1000)
-        await until_mapped(driven, clock)
+        await map_by_hint(driven, clock, 1000)
         clock.advance(ns=20 * NS_PER_S)
         await driven.put([KEYS[0], KEYS[0]], DurabilityMode.BATCH)
         status = driven.small.store.prefetcher.statistics()

@@ -66,6 +66,12 @@ async def _answer(port: int, *pieces: bytes) -> bytes:
         writer.close()
 
 
+async def _echoed(*pieces: bytes) -> bytes:
+    """Everything that an echo says to one client."""
+    async with _listening(_Echo()) as (port, _):
+        return await _answer(port, *pieces)
+
+
 def _request(body: bytes, *lines: bytes) -> bytes:
     return b"\r\n".join([b"POST / HTTP/1.1", *lines, b"content-length: %d" % len(body), b"", body])
 
@@ -82,22 +88,13 @@ def _request(body: bytes, *lines: bytes) -> bytes:
     ids=["value", "headers", "path", "second request", "trailer"],
 )
 def test_a_head_without_end_ends_its_connection(endless: list[bytes]) -> None:
-    async def run() -> None:
-        async with _listening(_Echo()) as (port, _):
-            assert b"200 OK\r\n\r\n" not in await _answer(port, *endless)
-
-    asyncio.run(run())
+    assert b"200 OK\r\n\r\n" not in asyncio.run(_echoed(*endless))
 
 
 @pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET / HT"], ids=["nothing", "line", "half"])
 def test_a_client_that_asks_for_nothing_is_not_kept(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
-
-    async def run() -> None:
-        async with _listening(_Echo()) as (port, _):
-            assert await _answer(port, begin) == b""
-
-    asyncio.run(run())
+    assert asyncio.run(_echoed(begin)) == b""
 
 
 def test_the_clock_runs_while_a_request_is_awaited_and_not_while_one_is_answered() -> None:
@@ -137,23 +134,13 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(size: int, is_chu
         chunks = [b"transfer-encoding: chunked", b"", b"2", b"he", b"3", b"llo", b"0", b"", b""]
         request = b"\r\n".join([b"POST / HTTP/1.1", *offer, *chunks])
     request += _request(b"again", b"connection: close")
-
-    async def run() -> None:
-        async with _listening(_Echo()) as (port, _):
-            said = await _answer(port, *(request[first : first + size] for first in range(0, len(request), size)))
-            assert [part.partition(b"HTTP/1.1")[0] for part in said.split(b"\r\n\r\n")[1:]] == [b"hello", b"again"]
-
-    asyncio.run(run())
+    said = asyncio.run(_echoed(*(request[first : first + size] for first in range(0, len(request), size))))
+    assert [part.partition(b"HTTP/1.1")[0] for part in said.split(b"\r\n\r\n")[1:]] == [b"hello", b"again"]
 
 
 def test_offers_of_another_protocol_without_end_are_refused() -> None:
     request = _request(b"hello", b"connection: Upgrade", b"upgrade: h2c")
-
-    async def run() -> None:
-        async with _listening(_Echo()) as (port, _):
-            assert b"HTTP/1.1 400 " in await _answer(port, request * 12)
-
-    asyncio.run(run())
+    assert b"HTTP/1.1 400 " in asyncio.run(_echoed(request * 12))
 
 
 def test_requests_behind_another_one_end_with_their_client() -> None:

@@ -25,12 +25,8 @@ from tests.reference.tiers import HOST, NVME
 BLOCKS = 5
 KEYS = keys_of(1, BLOCKS)
 PACKED = b"".join(KEYS)
+OTHERS = keys_of(2, BLOCKS)
 ON_BOTH = 1 << HOST | 1 << NVME
-
-
-async def only_on_nvme(driven: DrivenStore) -> None:
-    await driven.put(KEYS, DurabilityMode.ALWAYS)
-    driven.leave_host(KEYS)
 
 
 def positions_of(runs: Sequence[LeasedRun]) -> list[int]:
@@ -124,7 +120,7 @@ def test_a_put_that_is_refused_says_why_and_so_does_a_later_miss(tmp_path: Path,
 def test_blocks_below_come_in_the_order_that_is_asked_for(tmp_path: Path, from_back: bool) -> None:
     @over_a_store("movement.in_flight=1")
     async def scenario(driven: DrivenStore) -> None:
-        await only_on_nvme(driven)
+        await driven.put_on_nvme_alone(KEYS)
         expected, runs, end = await driven.stream(Wanted(PACKED, from_back=from_back))
         assert list(expected.tiers) == [NVME] * BLOCKS and sorted(expected.ready_us) == list(expected.ready_us)
         order = [run.first for run in runs]
@@ -137,7 +133,7 @@ def test_blocks_below_come_in_the_order_that_is_asked_for(tmp_path: Path, from_b
 
 @over_a_store()
 async def test_blocks_that_the_engine_holds_are_counted_and_not_loaded(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     _, runs, end = await driven.stream(Wanted(PACKED), held=2)
     assert positions_of(runs) == [2, 3, 4]
     assert end.blocks == BLOCKS
@@ -147,7 +143,7 @@ async def test_blocks_that_the_engine_holds_are_counted_and_not_loaded(driven: D
 
 @over_a_store("movement.in_flight=1")
 async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     answers, run = await driven.begin_stream(Wanted(PACKED))
     lane = driven.small.store.mover.lanes["nvme→host"]
     assert len(lane) == BLOCKS - 1
@@ -161,7 +157,7 @@ async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: Dri
 
 @over_a_store("movement.in_flight=1", "movement.acquire_wait_ms=60000")
 async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     answers, first = await driven.begin_stream(Wanted(PACKED))
     driven.small.clock.advance(s=3)
     second = await anext(answers)
@@ -175,17 +171,15 @@ async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: Dr
 @over_a_store("movement.in_flight=1")
 async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) -> None:
     """As the layer ranges of a prefix are: each get begins before the first of them has a block."""
-    others = keys_of(2, BLOCKS)
-    for keys in (KEYS, others):
-        await driven.put(keys, DurabilityMode.ALWAYS)
-        driven.leave_host(keys)
-    gets = [driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(keys))) for keys in (KEYS, others)]
+    await driven.put_on_nvme_alone(KEYS)
+    await driven.put_on_nvme_alone(OTHERS)
+    gets = [driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(keys))) for keys in (KEYS, OTHERS)]
     first_us, second_us = [(await anext(get)).ready_us for get in gets]  # type: ignore[union-attr]
     assert max(first_us) < min(second_us), "and expected so"
     run = await anext(gets[1])
     assert isinstance(run, LeasedRun) and run.first == 0
     assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * BLOCKS
-    assert driven.tiers_of(others[-1]) == 1 << NVME
+    assert driven.tiers_of(OTHERS[-1]) == 1 << NVME
     for get in gets:
         await get.aclose()
     await driven.small.settle()
@@ -193,24 +187,22 @@ async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) ->
 
 @over_a_store("movement.in_flight=1")
 async def test_a_get_with_a_nearer_deadline_is_loaded_first_and_hastens_what_it_shares(driven: DrivenStore) -> None:
-    others = keys_of(2, BLOCKS)
-    for keys in (KEYS, others):
-        await driven.put(keys, DurabilityMode.ALWAYS)
-        driven.leave_host(keys)
-    patient = driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(others)))
+    await driven.put_on_nvme_alone(KEYS)
+    await driven.put_on_nvme_alone(OTHERS)
+    patient = driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(OTHERS)))
     await anext(patient)
     hurried = await driven.operations.get.acquire(driven.client, Wanted(PACKED, max_wait_ms=500))
     assert hurried.blocks == BLOCKS
-    assert driven.tiers_of(others[-1]) == 1 << NVME
-    shared = await driven.operations.get.acquire(driven.client, Wanted(b"".join(others[:4]), max_wait_ms=500))
-    assert shared.blocks == 4 and driven.tiers_of(others[-1]) == 1 << NVME
+    assert driven.tiers_of(OTHERS[-1]) == 1 << NVME
+    shared = await driven.operations.get.acquire(driven.client, Wanted(b"".join(OTHERS[:4]), max_wait_ms=500))
+    assert shared.blocks == 4 and driven.tiers_of(OTHERS[-1]) == 1 << NVME
     await patient.aclose()
     await driven.small.settle()
 
 
 @over_a_store("movement.in_flight=1")
 async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     leaving, first = await driven.begin_stream(Wanted(PACKED))
     staying = asyncio.ensure_future(driven.get(KEYS[:3], driven.new_client(2)))
     await asyncio.sleep(0)
@@ -222,7 +214,7 @@ async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driv
 
 @over_a_store("movement.in_flight=1")
 async def test_a_hint_is_heeded_though_a_get_that_joined_it_has_left(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     assert driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=2**30).scheduled_blocks == BLOCKS
     leaving, first = await driven.begin_stream(Wanted(PACKED))
     await leaving.aclose()
@@ -233,7 +225,7 @@ async def test_a_hint_is_heeded_though_a_get_that_joined_it_has_left(driven: Dri
 
 @over_a_store()
 async def test_a_prefetch_is_a_get_that_no_request_waits_for(driven: DrivenStore) -> None:
-    await only_on_nvme(driven)
+    await driven.put_on_nvme_alone(KEYS)
     queued = driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=3 * PAYLOAD_BYTES)
     assert (queued.resident_blocks, queued.scheduled_blocks) == (0, 3)
     held = await driven.operations.get.acquire(driven.client, Wanted(PACKED))

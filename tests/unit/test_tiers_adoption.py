@@ -18,6 +18,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import get, put
+from tests.reference.stored_blocks import stored_slot
 
 MIB = 1 << 20
 SLOT = 16 << 10
@@ -154,8 +155,7 @@ def test_a_header_that_does_not_hold_in_every_byte_is_no_block(keeping: Keeping,
 def test_a_block_that_was_retired_while_it_was_read_is_listed_separately(keeping: Keeping) -> None:
     tier = HostTier(MIB, arena_bytes=MIB, witness=keeping)
     header, payload = block(1)
-    slot = put(tier, replace(header, checksum=payload_checksum(payload)), payload, OWNER.hex())
-    assert slot is not None
+    slot = stored_slot(tier, replace(header, checksum=payload_checksum(payload)), payload, OWNER.hex())
     tier.retire(slot)
     tier.leave()
     with closing(HostTier(MIB, arena_bytes=MIB)) as later:
@@ -172,8 +172,7 @@ def test_bytes_of_a_former_payload_do_not_pass_for_a_block(keeping: Keeping) -> 
     forgery = np.zeros(3 * SLOT - HEADER_BYTES, dtype=np.uint8)
     packed = np.frombuffer(replace(forged, generation=3, checksum=1).pack(), dtype=np.uint8)
     forgery[SLOT - HEADER_BYTES : SLOT] = packed
-    slot = put(tier, block(1, len(forgery))[0], forgery, OWNER.hex())
-    assert slot is not None
+    slot = stored_slot(tier, block(1, len(forgery))[0], forgery, OWNER.hex())
     tier.free(slot)
     first = tier.allocate(SLOT, OWNER.hex())  # the arena is cut anew
     second = tier.allocate(SLOT, OWNER.hex())

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,8 @@ import pytest
 import kvstore_tiers
 from kvstore_tiers import failpoints
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_armed")
 NAME = "nvme.read"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_armed() -> Iterator[None]:
-    yield
-    failpoints.disarm()
 
 
 def test_declared_names_are_those_in_the_source() -> None:

@@ -22,7 +22,8 @@ from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.transfers import block, finish_all, get, put
+from kvstore_tiers.testing.transfers import block, finish_all, get
+from tests.reference.stored_blocks import stored_slot
 
 MIB = 1 << 20
 
@@ -61,8 +62,7 @@ def fill(tier: HostTier, nbytes: int, owner: str) -> list[Slot]:
 
 def test_a_client_maps_blocks_in_place_and_cannot_write(tier: HostTier) -> None:
     header, payload = block(1, 10_000)
-    slot = put(tier, header, payload, "a")
-    assert slot is not None
+    slot = stored_slot(tier, header, payload, "a")
     fd = tier.arena(slot.container).readonly_fd()
     try:
         with pytest.raises(PermissionError):
@@ -107,8 +107,7 @@ def test_another_uid_cannot_reopen_its_descriptor_writable(tier: HostTier) -> No
 def test_sealed_arenas_take_no_writer_at_all_yet_work() -> None:
     with closing(HostTier(2 * MIB, arena_bytes=MIB, mode="sealed")) as tier:
         header, payload = block(1, 5000)
-        slot = put(tier, header, payload, "a")
-        assert slot is not None
+        slot = stored_slot(tier, header, payload, "a")
         fd = tier.arena(slot.container).readonly_fd()
         try:
             assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE
@@ -151,8 +150,7 @@ def test_owners_never_share_an_arena_and_numbers_are_not_reused(tier: HostTier) 
 def test_memory_taken_over_by_another_owner_is_zeros_for_the_former_clients() -> None:
     with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
         header, payload = block(1, 60_000)
-        slot = put(tier, header, payload, "a")
-        assert slot is not None
+        slot = stored_slot(tier, header, payload, "a")
         fd = tier.arena(slot.container).readonly_fd()
         with mmap.mmap(fd, MIB, prot=mmap.PROT_READ) as mapped:
             tier.free(slot)
@@ -231,8 +229,7 @@ def test_charges_count_against_the_same_capacity(tier: HostTier) -> None:
 
 def test_prefault_comes_in_slices_and_changes_nothing(tier: HostTier) -> None:
     header, payload = block(1, 50_000)
-    slot = put(tier, header, payload, "a")
-    assert slot is not None
+    slot = stored_slot(tier, header, payload, "a")
     assert tier.precreate("a", 2 * MIB) == 2 * MIB
     steps = []
     while not steps or steps[-1][0] < steps[-1][1]:
@@ -255,8 +252,7 @@ def test_prefault_without_madvise_populates_all_the_same(tier: HostTier, monkeyp
 
     monkeypatch.setattr(arena, "_libc", OldKernel)
     header, payload = block(1, 50_000)
-    slot = put(tier, header, payload, "a")
-    assert slot is not None
+    slot = stored_slot(tier, header, payload, "a")
     assert tier.prefault_slice(MIB) == (MIB, MIB)
     fd = tier.arena(slot.container).readonly_fd()
     assert os.fstat(fd).st_blocks * 512 >= MIB
@@ -296,23 +292,20 @@ def test_the_copy_is_checksummed_not_the_clients_memory(tier: HostTier, monkeypa
         payload[:] = 0
 
     monkeypatch.setattr(image_copies, "gather", copy_then_client_writes)
-    slot = put(tier, header, payload, "a")
-    assert slot is not None
+    slot = stored_slot(tier, header, payload, "a")
     outcome, copy = get(tier, slot, header.key, 8192)
     assert outcome.ok and np.array_equal(copy, as_copied)
 
 
 def test_bytes_that_changed_in_memory_are_not_served(tier: HostTier) -> None:
     header, payload = block(1, 8192)
-    slot = put(tier, header, payload, "a")
-    assert slot is not None
+    slot = stored_slot(tier, header, payload, "a")
     tier.view(slot)[HEADER_BYTES + 100] ^= 1
     assert get(tier, slot, header.key, 8192)[0].kind.value == "corrupt"
 
 
 def test_a_freed_slot_is_no_block_to_who_scans_the_arena(tier: HostTier) -> None:
-    slot = put(tier, *block(1, 8192), "a")
-    assert slot is not None
+    slot = stored_slot(tier, *block(1, 8192), "a")
     view = tier.view(slot)
     assert not isinstance(read_header(view[:HEADER_BYTES]), str)
     tier.free(slot)

@@ -16,6 +16,7 @@ from kvstore_tiers.nvme import layout as lay
 from kvstore_tiers.nvme.journal import Journal, PendingRecords
 from kvstore_tiers.nvme.slab_file import _runs
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from tests.reference.stored_blocks import store_numbers, stored_slot
 
 SUPERBLOCK = lay.Superblock(b"u" * 16, 2**63 + 5, 7, 8192, 100, 3, 1 << 20, 42)
 
@@ -105,8 +106,7 @@ def test_quarantine_is_bounded(tmp_path: Path) -> None:
 
 def test_a_quarantined_block_that_was_never_synced_stays_quarantined(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
-        slot = put(tier, *block(1, 5000))
-        assert slot is not None
+        slot = stored_slot(tier, *block(1, 5000))
         tier.quarantine(slot, "bad from the start")
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
         assert list(tier.quarantined()) == [slot]
@@ -145,8 +145,7 @@ def test_a_slab_of_another_size_serves_once_it_is_empty(tmp_path: Path) -> None:
 
 def test_recovered_blocks_can_be_freed_while_recovery_yields_them(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
-        for number in range(1, 8):
-            assert put(tier, *block(number, 5000))
+        store_numbers(tier, range(1, 8))
     with closing(NvmeTier.open(tmp_path, 3 << 20, slab_bytes=256 << 10)) as tier:
         reported = []
         for slot, header in tier.recover():
