@@ -147,6 +147,18 @@ def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert book.learning.renewed > 100
 
 
+def test_a_session_that_fell_silent_loses_its_rank_however_little_is_asked_for() -> None:
+    builder = TraceBuilder("two sessions", "made", 512)
+    quick, slow = range(60), range(100, 120)
+    for at in range(40):
+        builder.add(at * S, list(quick[: 20 + at]), input_tokens=512, output_tokens=9)
+    for at in range(8):  # the tier has no room for both
+        builder.add((140 + 8 * at) * S, list(slow[: 8 + at]), input_tokens=512, output_tokens=9)
+    trace = builder.build()
+    ours, lru = (replayed(trace, 24, name)[1] for name in (NAME, "lru"))
+    assert ours[40:] == lru[40:] == [0, *range(8, 15)]
+
+
 def test_draws_are_rare_and_follow_what_is_used() -> None:
     replay = Replay(mixed_trace(), ReplaySettings(NAME, 250))
     policy = replay.policy

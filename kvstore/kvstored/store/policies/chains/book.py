@@ -53,7 +53,6 @@ class ChainBook:
         self.fan = bytearray()
         self.touches = SharedTouches()
         self.shared, self.shared_s = self.touches.count, self.touches.as_of_s
-        self.asked = 0  # blocks, by all requests so far
         self.features: list[Features] = []  # by slot
         self.ghosts: list[ChainGhost] = []
         collector = Collector(self.chains, self.owner, self.ghosts)
@@ -82,12 +81,12 @@ class ChainBook:
 
     def numbers(self) -> list[float]:
         """What is known beside the chains."""
-        return [self.asked, self.touches.began_s, self.touches.span_s, self._most_rows]
+        return [self.touches.began_s, self.touches.span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
         """Go on from `numbers` of a clock `later_s` behind, with `rows_here` blocks. Raises ValueError."""
-        asked, began_s, self.touches.span_s, most_rows = numbers
-        self.asked, self.touches.began_s = int(asked), began_s + later_s
+        began_s, self.touches.span_s, most_rows = numbers
+        self.touches.began_s = began_s + later_s
         self._widen(max(int(most_rows), rows_here))
 
     def _widen(self, rows: int) -> None:
@@ -178,7 +177,6 @@ class ChainBook:
         self.touches.widen_span(now_s)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self.ghosts[tenant])
         known, count = path.known, len(path.before)
-        self.asked += count
         reach, length = path.first + known, path.first + count
         if path.chain >= 0 and not known and reach >= chains.length[path.chain]:
             return self._extend(path.chain, rows, length, order, now_s, missing, tenant)

@@ -3,8 +3,7 @@
 Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
 request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
 anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
-what was used, or lost a block, is looked at again. The more chains there are, the rarer the draws; and a draw looks at
-a slice of them, the next one at the next.
+what was used, or lost a block, is looked at again. A draw looks at a slice of the chains, the next one at the next.
 
 Owns the heap. Never changes residency.
 """
@@ -28,9 +27,8 @@ _TWICE_DEPTH = (
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
-_STALE_S, _STALE_MAX_S, _STALE_CHAINS = 1.0, 30.0, 64  # and after a second for so many chains, that being at least one
-_STALE_ASKED = 256  # and so many blocks asked for, which share what a draw costs
-_LATE_ASKED, _LOOKS_SOON = 256, 24  # later than that it does not wait for a request that can bear it
+_STALE_S = 1.0  # and after that time, however little was asked for: after a pause all ranks but the new ones are old
+_LOOKS_SOON = 24  # after so many looks more it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
 _MADE_MIN = 4  # ranks that are made anew with it, where there is time
@@ -56,7 +54,6 @@ class Candidates:
         self.worth_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
         self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
         self._stale_s = _NEVER_S  # when the draw is stale, if not before:
-        self._stale_asked = 0
         self._looks_left = 0  # after so many more looks
         self._is_wanted = False  # a victim was asked for since the last draw
         self._hand = 0  # the next draw begins with this chain
@@ -64,8 +61,7 @@ class Candidates:
     def first(self, now_s: float, exclude: Container[int]) -> int:
         """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
         book = self._book
-        is_late = now_s >= self._stale_s and book.asked >= self._stale_asked + _LATE_ASKED
-        if is_late or self._looks_left <= -_LOOKS_SOON:
+        if now_s >= self._stale_s or self._looks_left <= -_LOOKS_SOON:
             self._draw(now_s)
         self._is_wanted = True
         chains = book.chains
@@ -106,8 +102,7 @@ class Candidates:
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
-        is_fresh = now_s < self._stale_s or self._book.asked < self._stale_asked
-        if is_fresh and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
+        if now_s < self._stale_s and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
             return 0.0
         cells = int((budget_us - took_us - MAKING_US) / CELL_US)
         if cells >= _MADE_MIN and self._book.tables.is_any_asked:
@@ -171,8 +166,7 @@ class Candidates:
         slots = np.flatnonzero(eligible)
         slots += begin
         self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
-        self._stale_s = now_s + min(max(_STALE_S, len(slots) / _STALE_CHAINS), _STALE_MAX_S)
-        self._stale_asked = book.asked + _STALE_ASKED
+        self._stale_s = now_s + _STALE_S
         worth = self._worths(slots, tails[slots], now_s)
         wanted = max(_LEAST, len(slots) // _SHARE)
         self._ceiling = _ALL
