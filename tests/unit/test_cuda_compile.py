@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.kernels.cuda import BlockMover, CacheShape, CudaError, Device, PagedAttention, RopeCache, compiler
+from kvstore_engine.kernels.cuda import (
+    BlockMover,
+    CacheShape,
+    CudaError,
+    Device,
+    PagedAttention,
+    RopeCache,
+    compiler,
+    nvrtc,
+)
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_engine.kernels.cuda.compiler import compile_program, compile_with_log
 from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
@@ -31,7 +40,7 @@ BLOCKS = Program.of("blocks.cu")
 def need_nvrtc() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
     try:
-        compiler._library()
+        nvrtc.library()
     except CudaError as error:
         pytest.skip(f"no NVRTC: {error}")
 
@@ -55,20 +64,8 @@ def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> 
 def test_keys_are_copied_asynchronously_where_the_device_can() -> None:
     need_nvrtc()
     program = PagedAttention(ShimLauncher(), SHAPES[0]).program
-    text = _assembly(program, "compute_80"), _assembly(program, "compute_75")
-    assert ["cp.async.cg.shared.global" in one for one in text] == [True, False]
-
-
-def _assembly(program: Program, architecture: str) -> str:
-    from cuda.bindings import nvrtc
-
-    code, handle = nvrtc.nvrtcCreateProgram((SOURCES / program.source).read_bytes(), b"program.cu", 0, [], [])
-    assert code == 0
-    options = [option.encode() for option in compiler._options(program, architecture)]
-    assert nvrtc.nvrtcCompileProgram(handle, len(options), options)[0] == 0
-    text = bytearray(nvrtc.nvrtcGetPTXSize(handle)[1])
-    assert nvrtc.nvrtcGetPTX(handle, text)[0] == 0
-    return text.decode()
+    text = [compile_with_log(program, architecture)[0] for architecture in ("compute_80", "compute_75")]
+    assert [b"cp.async.cg.shared.global" in one for one in text] == [True, False]
 
 
 def test_a_program_is_compiled_once(tmp_path: Path) -> None:
@@ -97,14 +94,14 @@ def test_an_error_of_the_compiler_is_one_line() -> None:
 
 def test_a_machine_without_the_library_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    compiler._library.cache_clear()
+    nvrtc.library.cache_clear()
     try:
         with pytest.raises(CudaError, match=r"need the library cuda-bindings: pip install 'kvstored\[cuda\]'"):
             compile_program(BLOCKS, "sm_90", tmp_path)
         with pytest.raises(CudaError, match=r"need the library cuda-bindings"):
             Device()
     finally:
-        compiler._library.cache_clear()
+        nvrtc.library.cache_clear()
 
 
 def test_a_machine_without_a_driver_or_device_says_so() -> None:
@@ -138,7 +135,31 @@ def test_nothing_is_launched_for_no_work() -> None:
 
 def test_what_a_kept_file_is_named_after() -> None:
     need_nvrtc()
-    nvrtc = compiler._library()
-    sm_90 = ("--gpu-architecture=sm_90", "--include-path=/one")
-    assert compiler._digest(nvrtc, BLOCKS, sm_90) == compiler._digest(nvrtc, BLOCKS, (sm_90[0], "--include-path=/two"))
-    assert compiler._digest(nvrtc, BLOCKS, sm_90) != compiler._digest(nvrtc, BLOCKS, ("--gpu-architecture=sm_80",))
+    other = Program.of(BLOCKS.source, THREADS="64")
+    names = [
+        compiler._digest(program, name) for program, name in [(BLOCKS, "sm_90"), (BLOCKS, "sm_80"), (other, "sm_90")]
+    ]
+    assert len({*names}) == 3
+    assert compiler._digest(Program.of(BLOCKS.source), "sm_90") == names[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("kill -SEGV $$", r"^NVRTC crashed \(SIGSEGV\) on blocks.cu for sm_90: try again$"),
+        ("exit 3", r"^NVRTC cannot compile blocks.cu for sm_90: status 3$"),
+        ("exec sleep 60", r"^NVRTC did not compile blocks.cu for sm_90 within 0 s$"),
+    ],
+)
+def test_a_compiler_that_crashes_or_hangs_is_an_error_of_the_kernels(
+    script: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    need_nvrtc()
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!/bin/sh\n{script}\n")
+    interpreter.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(compiler, "LONGEST_S", 0.2 if "sleep" in script else 60.0)
+    with pytest.raises(CudaError, match=message):
+        compile_program(BLOCKS, "sm_90", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]

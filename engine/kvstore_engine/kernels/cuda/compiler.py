@@ -1,35 +1,29 @@
 """Compiles the kernels for one architecture with NVRTC, once, into the user's cache directory.
 
-Owns NVRTC's calls and the cached file's name, which holds a digest of every source, the options and NVRTC's version.
-It needs no device. The library is found by cuda-bindings: the wheel nvidia-cuda-nvrtc, then a toolkit of the system.
+Owns the process of a compilation and the cached file's name, which holds a digest of every source, the options and
+NVRTC's version. It needs no device.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 import tempfile
-from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from kvstore_engine.errors import OperationError
 from kvstore_engine.kernels.build import cache_folder
+from kvstore_engine.kernels.cuda.nvrtc import CudaError, call
 from kvstore_engine.kernels.cuda.program import SOURCES, Program
 
-EXTRA = "pip install 'kvstored[cuda]'"
-
-
-class CudaError(OperationError):
-    """A kernel cannot be compiled or launched here; the message says why and, where it can, what to do."""
+LONGEST_S = 300.0  # a compilation takes seconds
 
 
 def compile_program(program: Program, architecture: str, folder: Path | None = None) -> bytes:
     """The cubin of `program` for `architecture`, such as "sm_90". Raises CudaError."""
-    nvrtc = _library()
-    options = _options(program, architecture)
-    target = (folder or cache_folder()) / f"cuda-{_digest(nvrtc, program, options)}.cubin"
+    target = (folder or cache_folder()) / f"cuda-{_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()
     except OSError:
@@ -40,33 +34,38 @@ def compile_program(program: Program, architecture: str, folder: Path | None = N
 
 
 def compile_with_log(program: Program, architecture: str, *extra: str) -> tuple[bytes, str]:
-    """The cubin and what the compiler says; `extra` are further options. Nothing is cached. Raises CudaError."""
-    nvrtc = _library()
-    options = [option.encode() for option in (*_options(program, architecture), *extra)]
-    text = (SOURCES / program.source).read_bytes()
-    handle = _call(nvrtc, "nvrtcCreateProgram", text, program.source.encode(), 0, [], [])
+    """The cubin, for a virtual architecture ("compute_80") the PTX, and what the compiler says; `extra` are further
+    options. Nothing is cached. Raises CudaError."""
+    call("nvrtcVersion")  # says what to install where the library is missing
+    what = f"{program.source} for {architecture}"
+    command = [
+        sys.executable, "-m", "kvstore_engine.kernels.cuda.nvrtc_process", str(SOURCES / program.source), architecture,
+        *_options(program), f"--include-path={SOURCES}", *extra,
+    ]  # fmt: skip
     try:
-        (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
-        log = _filled(nvrtc, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0").decode()
-        if code != 0:
-            reason = next((line for line in log.splitlines() if "error" in line), f"error {int(code)}")
-            raise CudaError(f"NVRTC cannot compile {program.source} for {architecture}: {reason}")
-        return _filled(nvrtc, "nvrtcGetCUBINSize", "nvrtcGetCUBIN", handle), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(handle)
+        ended = subprocess.run(command, capture_output=True, check=False, timeout=LONGEST_S)
+    except subprocess.TimeoutExpired:
+        raise CudaError(f"NVRTC did not compile {what} within {LONGEST_S:.0f} s") from None
+    if ended.returncode < 0:
+        raise CudaError(f"NVRTC crashed ({signal.Signals(-ended.returncode).name}) on {what}: try again")
+    if ended.returncode:
+        lines = ended.stderr.decode(errors="replace").splitlines() or [f"status {ended.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        raise CudaError(f"NVRTC cannot compile {what}: {reason}")
+    sizes, _, rest = ended.stdout.partition(b"\n")
+    code_bytes, log_bytes = map(int, sizes.split())
+    return rest[:code_bytes], rest[code_bytes : code_bytes + log_bytes].decode()
 
 
-def _options(program: Program, architecture: str) -> tuple[str, ...]:
-    defines = (f"-D{name}={value}" for name, value in program.defines)
-    return (f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCES}", *defines)
+def _options(program: Program) -> list[str]:
+    return ["--std=c++17", *(f"-D{name}={value}" for name, value in program.defines)]
 
 
-def _digest(nvrtc: ModuleType, program: Program, options: tuple[str, ...]) -> str:
+def _digest(program: Program, architecture: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for path in (*sorted(SOURCES.glob("*.h")), SOURCES / program.source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    version = _call(nvrtc, "nvrtcVersion")
-    for text in (str(version), *(option for option in options if not option.startswith("--include-path"))):
+    for text in (str(call("nvrtcVersion")), architecture, *_options(program)):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
@@ -81,30 +80,3 @@ def _keep(target: Path, cubin: bytes) -> None:
         os.replace(scratch, target)
     except OSError:
         return
-
-
-@cache
-def _library() -> ModuleType:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        raise CudaError(f"the CUDA kernels need the library cuda-bindings: {EXTRA}") from None
-    try:
-        nvrtc.nvrtcVersion()
-    except Exception as error:  # of the library's own, which says at length where it looked
-        raise CudaError(f"libnvrtc.so cannot be loaded ({type(error).__name__}): {EXTRA}") from None
-    library: ModuleType = nvrtc
-    return library
-
-
-def _call(nvrtc: ModuleType, name: str, *arguments: Any) -> Any:
-    code, *answers = getattr(nvrtc, name)(*arguments)
-    if code != 0:
-        raise CudaError(f"{name}: error {int(code)}")
-    return answers[0] if len(answers) == 1 else tuple(answers)
-
-
-def _filled(nvrtc: ModuleType, size_call: str, call: str, handle: Any) -> bytes:
-    buffer = bytearray(_call(nvrtc, size_call, handle))
-    _call(nvrtc, call, handle, buffer)
-    return bytes(buffer)

@@ -10,7 +10,8 @@ import ctypes as ct
 from types import ModuleType
 from typing import Any
 
-from kvstore_engine.kernels.cuda.compiler import EXTRA, CudaError, compile_program
+from kvstore_engine.kernels.cuda.compiler import compile_program
+from kvstore_engine.kernels.cuda.nvrtc import EXTRA, CudaError
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, Launcher, Program
 from kvstore_proto.cuda_driver import cuda_driver
 

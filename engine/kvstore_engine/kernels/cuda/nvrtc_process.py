@@ -1,0 +1,52 @@
+"""The process that one compilation has for itself: NVRTC can crash, which an engine with requests under way must not.
+
+    python -m kvstore_engine.kernels.cuda.nvrtc_process SOURCE ARCHITECTURE [OPTION ...]
+
+writes a line with the bytes of the code and of the log, then both. It exits with 1 and the reason on standard error
+where the source does not compile.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvstore_engine.kernels.cuda.nvrtc import CudaError, call, library
+
+
+def compiled(source: Path, options: list[str]) -> tuple[bytes, bytes]:
+    """The cubin, or PTX where the architecture in `options` is virtual, and the log. Raises CudaError,
+    whose message is the log where the source does not compile."""
+    words = [option.encode() for option in options]
+    handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
+    try:
+        (code,) = library().nvrtcCompileProgram(handle, len(words), words)
+        log = _filled("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0")
+        if code != 0:
+            raise CudaError(log.decode() or f"error {int(code)}")
+        kind = "PTX" if "=compute_" in options[0] else "CUBIN"
+        return _filled(f"nvrtcGet{kind}Size", f"nvrtcGet{kind}", handle), log
+    finally:
+        library().nvrtcDestroyProgram(handle)
+
+
+def _filled(size_call: str, get_call: str, handle: Any) -> bytes:
+    buffer = bytearray(call(size_call, handle))
+    call(get_call, handle, buffer)
+    return bytes(buffer)
+
+
+def main(arguments: list[str]) -> int:
+    source, architecture, *options = arguments
+    try:
+        code, log = compiled(Path(source), [f"--gpu-architecture={architecture}", *options])
+    except CudaError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(b"%d %d\n" % (len(code), len(log)) + code + log)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
