@@ -27,7 +27,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.objects import object_name
-from kvstore_tiers.remote.sealed import Sealer
+from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.store import RemoteStore
 from kvstore_tiers.segments import Bytes
 from kvstore_tiers.testing.transfers import block, get, put

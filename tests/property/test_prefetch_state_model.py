@@ -15,8 +15,8 @@ from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.clock import NS_PER_S
 from kvstored.store.policies import Origin
-from kvstored.store.prefetch.accounts import Accounts
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.credit import PrefetchCredit
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
@@ -57,7 +57,7 @@ def drive(predictor: Predictor, events: list[tuple[str, int, int, int, float]]) 
 
 
 def state_of(predictor: Predictor) -> dict[str, Array]:
-    learner = PrefetchState(Guarded(predictor), RecentRequests(), Accounts(0.2, 0.5, 1, Counters()))
+    learner = PrefetchState(GuardedPredictor(predictor), RecentRequests(), PrefetchCredit(0.2, 0.5, 1, Counters()))
     pieces: dict[str, list[Array]] = {}
     for name, piece in learner.export_state():
         pieces.setdefault(name, []).append(piece.copy())
@@ -90,5 +90,5 @@ def test_guesses_outlive_the_process(
 
 def restore(predictor: Predictor, state: dict[str, Array], tenants: Array, before_s: float) -> None:
     """As a process whose clock is LATER_S ahead of that of before does."""
-    learner = PrefetchState(Guarded(predictor), RecentRequests(), Accounts(0.2, 0.5, 1, Counters()))
+    learner = PrefetchState(GuardedPredictor(predictor), RecentRequests(), PrefetchCredit(0.2, 0.5, 1, Counters()))
     learner.import_state(state, Origin(tenants, round(LATER_S * NS_PER_S), round((before_s + LATER_S) * NS_PER_S)))

@@ -17,7 +17,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import OutcomeKind, Slot, Tier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.objects import object_name
-from kvstore_tiers.remote.sealed import Sealer
+from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.store import RemoteStore
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing import TierContract

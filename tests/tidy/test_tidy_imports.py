@@ -22,7 +22,7 @@ def load(name):
     for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", ()), name + "."):
         left_out = module.name in (
             "kvstore_tiers.testing", "kvstore_client.hooks", "kvstore_tiers.remote.drivers",
-            "kvstore_tiers.remote.sealed", "kvstore_tiers.remote.worker", "kvstored.events.worker",
+            "kvstore_tiers.remote.encryption", "kvstore_tiers.remote.worker", "kvstored.events.worker",
             "kvstored.events.encoding",
         )
         if not left_out and not module.name.endswith("__main__"):

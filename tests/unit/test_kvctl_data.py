@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore_client.cli.bench import check_room
 from kvstore_client.cli.data_arguments import positive_size
 from kvstore_client.cli.exit_codes import DENIED, FAILED, USAGE, CommandError
-from kvstore_client.cli.explain_text import render_chain, why
+from kvstore_client.cli.explain_text import reason_text, render_chain
 from kvstore_client.cli.main import main
 from kvstore_client.cli.target import parse_tokens
 from kvstore_console.units import human_blocks
@@ -123,14 +123,14 @@ def stored(number: int, **fields: object) -> pb.BlockExplanation:
     ],
 )
 def test_the_reason_in_one_sentence(block: pb.BlockExplanation, said: str) -> None:
-    assert why(block).endswith(said)
+    assert reason_text(block).endswith(said)
 
 
 def test_each_cause_of_the_daemon_has_its_sentence() -> None:
     from kvstored.lifecycle import Cause
 
     for cause in Cause:
-        assert why(missing(cause.name.lower())) != cause.name.lower(), f"no sentence for {cause.name}"
+        assert reason_text(missing(cause.name.lower())) != cause.name.lower(), f"no sentence for {cause.name}"
 
 
 def test_a_run_of_missing_blocks_is_one_line_and_stored_ones_are_not() -> None:

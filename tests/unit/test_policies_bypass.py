@@ -28,7 +28,7 @@ from kvstored.store.policies import ChainHint, Policy, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.lru import Lru
 from kvstored.store.prefetch.feed import Feed
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS
 from kvstored.store.remote.compute import ComputeTimes
 from tests.reference.blocks import Shelf, key
@@ -120,7 +120,7 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
 
 def feed_of(shelf: Shelf, policy: Policy) -> Feed:
     unused: Any = None
-    return Feed(shelf.residency, [policy], Guarded(None), unused, unused, ComputeTimes())
+    return Feed(shelf.residency, [policy], GuardedPredictor(None), unused, unused, ComputeTimes())
 
 
 def get_over(shelf: Shelf, policy: ChainHazard) -> Get:

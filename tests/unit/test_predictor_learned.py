@@ -18,7 +18,7 @@ from kvstore_predictor.return_trees import ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.config import ConfigError, load_config
 from kvstored.predictor_names import LEARNED
-from kvstored.store.prefetch.guarded import create_predictor
+from kvstored.store.prefetch.guarded_predictor import create_predictor
 from kvstored.store.prefetch.model_file import read_model, write_model
 from tests.reference.return_model import small_arrays, small_trees
 

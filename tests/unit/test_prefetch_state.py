@@ -16,8 +16,8 @@ from kvstore_predictor.session_return import SessionReturn
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.store.policies import Origin
-from kvstored.store.prefetch.accounts import Accounts, Held, Standing
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.credit import Held, PrefetchCredit, Standing
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
@@ -35,15 +35,15 @@ class Learner:
 
     def __init__(self, predictor: Predictor | None) -> None:
         self.predictor = predictor
-        self.guarded, self.recent = Guarded(predictor), RecentRequests()
-        self.accounts = Accounts(0.2, 0.5, 1 << 40, Counters())
-        self.state = PrefetchState(self.guarded, self.recent, self.accounts)
+        self.guarded, self.recent = GuardedPredictor(predictor), RecentRequests()
+        self.credit = PrefetchCredit(0.2, 0.5, 1 << 40, Counters())
+        self.state = PrefetchState(self.guarded, self.recent, self.credit)
 
     def waste(self, tenant: int, blocks: int, now_s: float) -> None:
         for number in range(blocks):
             name = key(tenant, 1 << 20, number)
-            self.accounts.brought(tenant, name, Held(b"chain", 1000, 0.5, now_s, (), 0.9), now_s + 60)
-            self.accounts.wasted(tenant, name, now_s, is_evicted=False)
+            self.credit.brought(tenant, name, Held(b"chain", 1000, 0.5, now_s, (), 0.9), now_s + 60)
+            self.credit.wasted(tenant, name, now_s, is_evicted=False)
 
 
 def shelf_of(*tenants: str) -> Shelf:
@@ -160,26 +160,26 @@ def test_a_tenant_that_was_turned_down_stays_so_as_long_as_it_would_have(tmp_pat
     before, after, later = (Learner(Markov()) for _ in range(3))
     before.waste(1, 60, NOW_S)
     before.waste(0, 1, NOW_S)
-    assert before.accounts.statistics(1, 0).standing is Standing.OFF
+    assert before.credit.statistics(1, 0).standing is Standing.OFF
     clock = ManualClock(round(NOW_S * NS_PER_S))
     keep(tmp_path, shelf_of("alice", "bob"), before, clock)
     go_on(tmp_path, shelf_of("bob", "alice"), after, clock)
-    assert after.accounts.statistics(0, 0).standing is Standing.OFF
-    assert after.accounts.statistics(1, 0).standing is Standing.FULL
-    assert after.accounts.statistics(0, 0).wasted_blocks == 0, "figures count from the start"
+    assert after.credit.statistics(0, 0).standing is Standing.OFF
+    assert after.credit.statistics(1, 0).standing is Standing.FULL
+    assert after.credit.statistics(0, 0).wasted_blocks == 0, "figures count from the start"
     for each, tenant in ((before, 1), (after, 0)):
-        assert not each.accounts.may_bring(tenant, 0.9, 1000, 0, NOW_S + 1)
+        assert not each.credit.may_bring(tenant, 0.9, 1000, 0, NOW_S + 1)
     clock.advance(s=3600)
     go_on(tmp_path, shelf_of("alice", "bob"), later, clock)
     for each in (before, later):
-        assert each.accounts.may_bring(1, 0.9, 1000, 0, NOW_S + 3600)
+        assert each.credit.may_bring(1, 0.9, 1000, 0, NOW_S + 3600)
 
 
 def test_credit_is_copied_in_small_pieces() -> None:
     learner = Learner(Markov())
     for tenant in range(200):
         learner.waste(tenant, 1, NOW_S)
-    pieces = list(learner.accounts.credit())
+    pieces = list(learner.credit.pieces())
     assert max(map(len, pieces)) <= 64
     assert np.concatenate(pieces)["tenant"].tolist() == list(range(200))
 
@@ -190,8 +190,8 @@ def test_a_clock_that_began_anew_does_not_stop_time() -> None:
     before.waste(0, 60, NOW_S)
     state = joined(before)
     after.state.import_state(state, Origin(np.arange(1), 5000 * NS_PER_S, 10 * NS_PER_S))
-    assert not after.accounts.may_bring(0, 0.9, 1000, 0, 10.0)
-    assert after.accounts.may_bring(0, 0.9, 1000, 0, 3610.0)
+    assert not after.credit.may_bring(0, 0.9, 1000, 0, 10.0)
+    assert after.credit.may_bring(0, 0.9, 1000, 0, 3610.0)
 
 
 def joined(learner: Learner) -> dict[str, np.ndarray]:

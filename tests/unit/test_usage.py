@@ -16,8 +16,8 @@ from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.usage import DTYPE, STEP_ROWS, apply, collect
 from kvstored.store.policies import create
-from kvstored.store.prefetch.accounts import Accounts
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.credit import PrefetchCredit
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
@@ -116,7 +116,7 @@ def start(tmp_path: Path, shelf: Shelf, clock: ManualClock) -> UsageFile:
     """With a policy and a predictor that learn."""
     file = UsageFile(tmp_path, shelf.residency, clock)
     file.restore(())
-    prefetch = PrefetchState(Guarded(OnHint()), RecentRequests(), Accounts(0.2, 0.5, 1, Counters()))
+    prefetch = PrefetchState(GuardedPredictor(OnHint()), RecentRequests(), PrefetchCredit(0.2, 0.5, 1, Counters()))
     file.follow([create(CHAIN_HAZARD, shelf.residency, HOST)], Counters(), prefetch)
     return file
 

@@ -80,7 +80,7 @@ def render_chain(
     return "\n".join([*lines, render_table(_COLUMNS, rows, empty="no blocks")])
 
 
-def why(block: wire.BlockExplanation) -> str:
+def reason_text(block: wire.BlockExplanation) -> str:
     """One sentence for a block that a get cannot have; empty for one that it can."""
     if block.state == "filling":
         return "it is being written"
@@ -98,11 +98,11 @@ def why(block: wire.BlockExplanation) -> str:
     return text
 
 
-def _briefly(block: wire.BlockExplanation) -> str:
+def _short_reason(block: wire.BlockExplanation) -> str:
     if block.state == "stored" and not block.missing_ancestor and block.volatile_because:
         return _VOLATILE.get(block.volatile_because, f"volatile: {block.volatile_because}")
     if block.state != "missing":
-        return why(block)
+        return reason_text(block)
     return block.cause.replace("_", " ") + (f" {human_seconds(block.gone_s)} ago" if block.gone_s else "")
 
 
@@ -125,7 +125,7 @@ def _summary(label: str, blocks: Sequence[wire.BlockExplanation], usable: int, l
         cost = f"reading what is not in DRAM would take about {human_seconds(load_us / 1e6)}"
     if usable == len(blocks):
         return f"{label}: {'the block is' if usable == 1 else f'all {human_blocks(usable)} are'} stored, {cost}"
-    reason = f"block {usable}: {why(blocks[usable])}"
+    reason = f"block {usable}: {reason_text(blocks[usable])}"
     if not usable:
         return f"{label}: a get finds nothing; {reason}"
     return f"{label}: a get finds {human_count(usable)} of {human_blocks(len(blocks))}, {cost}; {reason}"
@@ -135,11 +135,11 @@ def _cells(explained: wire.BlockExplanation) -> list[str]:
     block = explained.block
     head = [explained.key[:KEY_DIGITS], explained.state]
     if explained.state != "stored":
-        return [*head, *["-"] * 9, _briefly(explained)]
+        return [*head, *["-"] * 9, _short_reason(explained)]
     classes = dict.fromkeys(copy.residency for copy in explained.copies if copy.residency)
     age = human_seconds(explained.age_s) if explained.has_age else "-"
     return [
         *head, "+".join(block.tiers), "+".join(classes), block.durability, human_count(block.accesses),
         human_seconds(block.idle_s), age, human_count(block.leases), human_count(block.children),
-        human_seconds(explained.load_us / 1e6), _briefly(explained),
+        human_seconds(explained.load_us / 1e6), _short_reason(explained),
     ]  # fmt: skip

@@ -122,7 +122,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
     def __contains__(self, key: Sequence[int]) -> bool:
         try:
-            return self._usable_blocks(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+            return self._restorable_at_most(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
         except KVStoreError:
             return False
 
@@ -135,7 +135,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         """
         self.restored_tokens = 0
         self._asked_tokens = tokens = self._tokens(key)
-        blocks = self._usable_blocks(key)
+        blocks = self._restorable_at_most(key)
         held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
         try:
             if blocks * self._block_tokens <= held:
@@ -195,7 +195,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     def close(self) -> None:
         self._session.close()
 
-    def _usable_blocks(self, key: Sequence[int]) -> int:
+    def _restorable_at_most(self, key: Sequence[int]) -> int:
         """Leading full blocks of a prompt whose last token is computed in any case."""
         return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
 

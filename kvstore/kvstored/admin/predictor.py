@@ -8,7 +8,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.predictor_names import NONE
 from kvstored.store.blocks import Residency
-from kvstored.store.prefetch.accounts import PrefetchFigures
+from kvstored.store.prefetch.credit import PrefetchFigures
 from kvstored.store.prefetch.prefetcher import Prefetcher
 
 

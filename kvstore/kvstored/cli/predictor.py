@@ -152,7 +152,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _makers(arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """By name what makes the predictors that were asked for. Raises ValueError with one line."""
     from kvstored.predictor_names import LEARNED, NONE, ON_HINT, PREDICTORS
-    from kvstored.store.prefetch.guarded import create_predictor
+    from kvstored.store.prefetch.guarded_predictor import create_predictor
 
     alone = tuple(name for name in PREDICTORS if name not in (NONE, LEARNED))
     text = "session-return" if arguments.predictor is None else arguments.predictor

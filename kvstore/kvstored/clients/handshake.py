@@ -26,7 +26,7 @@ from kvstored.clients.tenants import read_peer
 log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 128 * 1024
 ACCEPT_PAUSE_S = 0.5
-HELLO_PATIENCE_S = 10.0  # a connection that says nothing must not keep a place for ever
+HELLO_TIMEOUT_S = 10.0  # a connection that says nothing must not keep a place for ever
 MAX_REJECTED = 64
 
 
@@ -124,17 +124,17 @@ class _Connection:
         self._on_end = on_end
         self._refusal = refusal
         self._session: Session | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._readable)
-        self._patience = loop.call_later(HELLO_PATIENCE_S, self.end)
+        self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self.end)
 
     def end(self) -> None:
         if self._socket.fileno() < 0:
             return
-        self._be_patient()
+        self._cancel_hello_timer()
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._on_end(self)
@@ -144,10 +144,10 @@ class _Connection:
     def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
         return self._session is not None and is_meant(self._session)
 
-    def _be_patient(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_hello_timer(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
 
     def refuse(self, kind: ErrorKind, message: str) -> None:
         self._send(_refusal(kind, message), None)
@@ -186,7 +186,7 @@ class _Connection:
                 raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
             session, welcome, descriptor = self._reception.welcome(read_peer(self._socket), packet.hello)
             self._session = session
-            self._be_patient()
+            self._cancel_hello_timer()
             reply.welcome.CopyFrom(welcome)
             self._send(reply, descriptor)
             if session.staging is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
 from kvstored.simulator.trace import Op, Trace
-from kvstored.store.prefetch.guarded import create_predictor
+from kvstored.store.prefetch.guarded_predictor import create_predictor
 
 Make = Callable[[Trace, float], Predictor]  # of a trace and the speed at which it is served
 SESSIONS_MAX = 65_536

@@ -30,9 +30,9 @@ from kvstored.store.endurance import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Admission, Policy, PolicySettings, create, create_admission, succeed
 from kvstored.store.policies.admission import Always, Reused
-from kvstored.store.prefetch.accounts import Accounts
+from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
-from kvstored.store.prefetch.guarded import Guarded, create_predictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
@@ -208,12 +208,12 @@ class Store:
                 if settings.predictor != LEARNED:
                     raise
                 raise ConfigError(f"prefetch.model: {error}") from None
-        guarded = Guarded(predictor)
-        accounts = Accounts(
+        guarded = GuardedPredictor(predictor)
+        credit = PrefetchCredit(
             settings.waste_limit, settings.min_probability, self.config.host.capacity_bytes // HELD_SHARE, self.counters
         )  # fmt: skip
         prefetcher = Prefetcher(
-            settings, guarded, residency, self.promoter, self.policies, self.clock, recent, accounts
+            settings, guarded, residency, self.promoter, self.policies, self.clock, recent, credit
         )  # fmt: skip
         feed = Feed(residency, self.policies, guarded, recent, prefetcher, self.compute)
 
@@ -222,7 +222,7 @@ class Store:
             self.absences.forget(tenant, keys)
 
         residency.forget_with(forget)
-        return prefetcher, feed, PrefetchState(guarded, recent, accounts)
+        return prefetcher, feed, PrefetchState(guarded, recent, credit)
 
     def _make_rooms_of_keyed(self) -> tuple[Demoter, list[Room]]:
         """What demotes to the first of them, and their rooms."""

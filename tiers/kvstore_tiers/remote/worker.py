@@ -26,9 +26,9 @@ from typing import Any
 from kvstore_tiers.objects import DamagedObject
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
+from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
 from kvstore_tiers.remote.process import Settings
-from kvstore_tiers.remote.sealed import Sealer
 
 READ_BATCH, WRITE_BATCH = 32, 64
 Message = dict[str, Any]

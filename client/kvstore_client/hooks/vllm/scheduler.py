@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from kvstore_client.hooks.load import hit_of
 from kvstore_client.hooks.vllm.answers import Answer
 from kvstore_client.hooks.vllm.identity import Extras, KeySource, address
+from kvstore_client.hooks.vllm.load_bounds import loadable_blocks, restorable_at_most
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
-from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
 from kvstore_client.restore.choice import Chosen, Hit, LoadChoice, all_of
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_proto.errors import KVStoreError
@@ -102,7 +102,7 @@ class SchedulerSide:
         """Tokens that are worth loading beyond the `computed_tokens` that vLLM's own prefix cache has, and whether they
         are loaded beside the steps."""
         tracked = self._track(request)
-        most = usable_blocks(request.num_tokens, self._block_tokens)
+        most = restorable_at_most(request.num_tokens, self._block_tokens)
         if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
             return 0, False
         found = self._lookup(self._prefix(tracked, most))

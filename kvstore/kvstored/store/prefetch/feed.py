@@ -13,7 +13,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.remote.compute import ComputeTimes
@@ -30,7 +30,7 @@ class Feed:
         self,
         residency: Residency,
         policies: Sequence[Policy],
-        predictor: Guarded,
+        predictor: GuardedPredictor,
         recent: RecentRequests,
         prefetcher: Prefetcher,
         compute: ComputeTimes,

@@ -2,7 +2,7 @@
 
 Owns when that happens: a few times a second, and soon after a hint. Every part of it is bounded: a slice of the control
 thread's time looks at one chain. What it begins waits behind demand in the lanes, takes a free slot or one whose block
-is worth less, and is judged by `accounts`. While the predictor fails, or is none, it does nothing.
+is worth less, and is judged by `credit`. While the predictor fails, or is none, it does nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.schema import PrefetchSection
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import ChainHint, Policy, ResidencyClass
-from kvstored.store.prefetch.accounts import Accounts, Held, PrefetchFigures
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.credit import Held, PrefetchCredit, PrefetchFigures
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.transfer.promote import Promoter
@@ -66,13 +66,13 @@ class Prefetcher:
     def __init__(
         self,
         settings: PrefetchSection,
-        predictor: Guarded,
+        predictor: GuardedPredictor,
         residency: Residency,
         promoter: Promoter,
         policies: Sequence[Policy],
         clock: Clock,
         recent: RecentRequests,
-        accounts: Accounts,
+        credit: PrefetchCredit,
     ) -> None:
         self._settings = settings
         self._predictor = predictor
@@ -81,7 +81,7 @@ class Prefetcher:
         self._policies = policies
         self._clock = clock
         self._recent = recent
-        self._accounts = accounts
+        self._credit = credit
         self.is_enabled = settings.enabled
         self._queue = PrefetchQueue(settings.budget_bytes_per_s, AHEAD_BYTES)
         self._walked: dict[tuple[int, bytes], _Walked] = {}
@@ -108,27 +108,27 @@ class Prefetcher:
 
     def requested(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> None:
         """A request has asked for these blocks, and what could be had of them is mapped."""
-        held_of = self._accounts.held_of(tenant)
+        held_of = self._credit.held_of(tenant)
         if held_of:
             now_s = now_ns / NS_PER_S
             for key in dict.fromkeys(key for key in keys if key in held_of):
                 if self._slot(tenant, key) == held_of[key].slot:
-                    self._accounts.used(tenant, key, now_s)
+                    self._credit.used(tenant, key, now_s)
                 else:
-                    self._accounts.wasted(tenant, key, now_s, is_evicted=True)
+                    self._credit.wasted(tenant, key, now_s, is_evicted=True)
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         """Blocks were deleted: nothing of them is expected or judged any more."""
-        held_of = self._accounts.held_of(tenant)
+        held_of = self._credit.held_of(tenant)
         for key in list(held_of) if keys is None else [key for key in keys if key in held_of]:
-            self._accounts.wasted(tenant, key, self._now_s(), is_evicted=True)
+            self._credit.wasted(tenant, key, self._now_s(), is_evicted=True)
 
     def statistics(self) -> PrefetchStatus:
-        accounts, demanded = self._accounts, self._promoter.demanded_blocks
+        credit, demanded = self._credit, self._promoter.demanded_blocks
         return PrefetchStatus(
             self.is_enabled, self._predictor.name, self._predictor.failure, self._guesses, len(self._queue),
-            self._queue.under_way, self._cancelled, accounts.statistics(None, demanded(None)),
-            {tenant: accounts.statistics(tenant, demanded(tenant)) for tenant in accounts.tenants},
+            self._queue.under_way, self._cancelled, credit.statistics(None, demanded(None)),
+            {tenant: credit.statistics(tenant, demanded(tenant)) for tenant in credit.tenants},
         )  # fmt: skip
 
     # Planning
@@ -209,7 +209,7 @@ class Prefetcher:
             row = self._residency.current(block.token)
             if row < 0 or self._promoter.is_coming(row):
                 self._queue.skip(block)
-            elif not self._accounts.may_bring(
+            elif not self._credit.may_bring(
                 candidate.tenant, candidate.probability, block.nbytes, self._queue.under_way_of(candidate.tenant), now_s
             ):
                 self._queue.drop(candidate.tenant, candidate.key)
@@ -241,12 +241,12 @@ class Prefetcher:
         if not is_mapped or row < 0:
             self._cancelled += 1
         elif is_late:
-            self._accounts.late(tenant, block.nbytes, probability, now_s)
+            self._credit.late(tenant, block.nbytes, probability, now_s)
         else:
             key = self._residency.key(row)
             until_s, slot = max(candidate.until_s, now_s + SLACK_S), self._slot(tenant, key)
             held = Held(candidate.key, block.nbytes, block.load_s, now_s, slot, probability)
-            self._accounts.brought(tenant, key, held, until_s)
+            self._credit.brought(tenant, key, held, until_s)
             self._keep(tenant, row, candidate.due_s, now_s)  # else the policy's order evicts it first
         self._pump_soon()
 
@@ -254,7 +254,7 @@ class Prefetcher:
 
     def _hold(self, guess: Guess, until_s: float, now_s: float) -> None:
         """What was brought for this guess is held as long as it is expected, however long its request takes."""
-        hold = self._accounts.hold(guess.tenant, guess.key)
+        hold = self._credit.hold(guess.tenant, guess.key)
         if hold is None or now_s - hold.renewed_s < RENEWED_S or guess.probability < HOLD_LEAST:
             return
         hold.renewed_s, hold.until_s = now_s, max(hold.until_s, until_s)
@@ -276,10 +276,10 @@ class Prefetcher:
 
     def _look_after_held(self) -> None:
         now_s = self._now_s()
-        for tenant, key, held in self._accounts.to_look_at(LOOKED_AT):
+        for tenant, key, held in self._credit.to_look_at(LOOKED_AT):
             is_evicted = self._slot(tenant, key) != held.slot
-            if is_evicted or self._accounts.is_over(tenant, held, now_s):
-                self._accounts.wasted(tenant, key, now_s, is_evicted=is_evicted)
+            if is_evicted or self._credit.is_over(tenant, held, now_s):
+                self._credit.wasted(tenant, key, now_s, is_evicted=is_evicted)
 
     def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
         """The place of the block's mapped copy; () where there is none."""

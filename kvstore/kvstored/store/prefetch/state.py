@@ -14,8 +14,8 @@ from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.pieces import within
 from kvstored.clock import NS_PER_S
 from kvstored.store.policies import Origin
-from kvstored.store.prefetch.accounts import CREDIT, Accounts
-from kvstored.store.prefetch.guarded import Guarded
+from kvstored.store.prefetch.credit import CREDIT, PrefetchCredit
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import END, RecentRequests
 
 _PREDICTOR, _CREDIT, _ENDS = "predictor/", "credit", "ends"
@@ -24,10 +24,10 @@ _PREDICTOR, _CREDIT, _ENDS = "predictor/", "credit", "ends"
 class PrefetchState:
     """Of one store. Exports nothing without a predictor that works."""
 
-    def __init__(self, predictor: Guarded, recent: RecentRequests, accounts: Accounts) -> None:
+    def __init__(self, predictor: GuardedPredictor, recent: RecentRequests, credit: PrefetchCredit) -> None:
         self._predictor = predictor
         self._recent = recent
-        self._accounts = accounts
+        self._credit = credit
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class PrefetchState:
         if self._predictor.works:
             for name, piece in self._predictor.pieces():
                 yield _PREDICTOR + name, piece
-            for piece in self._accounts.credit():
+            for piece in self._credit.pieces():
                 yield _CREDIT, piece
             for piece in self._recent.ends():
                 yield _ENDS, piece
@@ -64,7 +64,7 @@ class PrefetchState:
             raise ValueError("the state of another version")
         learned = {name: _renumbered(table, origin) for name, table in within(state, _PREDICTOR).items()}
         self._predictor.import_state(learned, later_s)
-        self._accounts.restore(credit, later_s, now_s)
+        self._credit.restore(credit, later_s, now_s)
         self._recent.restore(ends)
 
 

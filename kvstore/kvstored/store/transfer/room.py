@@ -30,7 +30,7 @@ class NoSlot(Enum):
     """Why there is none."""
 
     NO_ROOM = auto()  # nothing (more) may be evicted now, or the tier takes nothing
-    OVER_QUOTA = auto()  # the tenant is at its maximum, and none of its own blocks may be evicted now
+    OVER_QUOTA = auto()  # the tenant is at its quota, and none of its own blocks may be evicted now
     DECLINED = auto()  # the policy would rather keep what would have to go
 
 
@@ -52,15 +52,15 @@ class Room:
         self._victims.follow(policy)
 
     def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
-        """A slot if one is free and the tenant is below its maximum; evicts nothing. `writable`: by its clients."""
-        if self._victims.is_over_maximum(tenant, nbytes):
+        """A slot if one is free and the tenant is below its quota; evicts nothing. `writable`: by its clients."""
+        if self._victims.is_over_quota(tenant, nbytes):
             return None
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def next_victim(self, nbytes: int, tenant: int) -> int:
         """The row that alone would be evicted for so many bytes of the tenant, or -1: also where a whole container
         would have to be emptied."""
-        is_confined = self._victims.is_over_maximum(tenant, nbytes)
+        is_confined = self._victims.is_over_quota(tenant, nbytes)
         row = self._victims.next((), tenant if is_confined else None)
         if row < 0 or is_confined:
             return row
@@ -102,7 +102,7 @@ class Room:
             slot = self.allocate_now(nbytes, tenant, writable=writable)
             if slot is not None:
                 return slot
-            confined = tenant if self._victims.is_over_maximum(tenant, nbytes) else None
+            confined = tenant if self._victims.is_over_quota(tenant, nbytes) else None
             refused = NoSlot.NO_ROOM if confined is None else NoSlot.OVER_QUOTA
             row = self._next(passed, confined)
             if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):

@@ -1,5 +1,5 @@
 """Which block is evicted from a tier next (orphans first, then what the policy names), and whether a tenant has reached
-its quota, its maximum share of the tier.
+its quota: the most of the tier that it may take.
 
 Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 evicts a block.
@@ -50,8 +50,8 @@ class Victims:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
         self._policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
-    def is_over_maximum(self, tenant: int, nbytes: int) -> bool:
-        """Whether `nbytes` more would take the tenant over its maximum: it has to make room from its own blocks."""
+    def is_over_quota(self, tenant: int, nbytes: int) -> bool:
+        """Whether `nbytes` more would take the tenant over its quota: it has to make room from its own blocks."""
         share = self._policy.shares.get(tenant)
         if share is None or share.max_bytes is None:
             return False

@@ -34,7 +34,7 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
     return predictor
 
 
-class Guarded:
+class GuardedPredictor:
     """`failure`: what the predictor raised; "" while it works."""
 
     def __init__(self, predictor: Predictor | None) -> None:

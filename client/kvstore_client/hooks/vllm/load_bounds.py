@@ -12,7 +12,7 @@ _READY_TIERS = frozenset({"host", "gpu"})
 _SHARE_OF_DEADLINE = 0.5  # the estimate is one, and the copy needs time too
 
 
-def usable_blocks(tokens: int, block_tokens: int) -> int:
+def restorable_at_most(tokens: int, block_tokens: int) -> int:
     """Leading whole blocks that a request of so many tokens can do without computing."""
     return max(tokens - 1, 0) // block_tokens
 

@@ -11,8 +11,8 @@ pytest.importorskip("cryptography", reason="needs the extra 'remote'")
 
 from kvstore_tiers.objects import DamagedObject, object_name
 from kvstore_tiers.remote.driver import NAME_CHARACTERS
+from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
-from kvstore_tiers.remote.sealed import Sealer
 
 SECRET = bytes(range(32))
 NAME = object_name(b"t" * 16, b"k" * 16)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.hooks.vllm.layout import PagedLayers
-from kvstore_client.hooks.vllm.plan import loadable_blocks, usable_blocks
+from kvstore_client.hooks.vllm.load_bounds import loadable_blocks, restorable_at_most
 from kvstore_client.results import Lookup
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (128, 0), (129, 1), (256, 1), (257, 2), (1000, 7)])
 def test_the_last_token_of_a_prompt_is_always_computed(tokens: int, blocks: int) -> None:
-    assert usable_blocks(tokens, 128) == blocks
+    assert restorable_at_most(tokens, 128) == blocks
 
 
 def test_all_that_is_mapped_is_loaded() -> None:

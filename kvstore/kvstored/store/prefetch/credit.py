@@ -157,7 +157,7 @@ class Held:
     risk_bytes: float = 0.0
 
 
-class Accounts:
+class PrefetchCredit:
     """See the module. At most `most_held_bytes` of the mapped tier wait for their use."""
 
     def __init__(self, waste_limit: float, min_probability: float, most_held_bytes: int, counters: Counters) -> None:
@@ -289,7 +289,7 @@ class Accounts:
 
     # Over a restart
 
-    def credit(self) -> Iterator[Array]:
+    def pieces(self) -> Iterator[Array]:
         """What decides how much each tenant gets (dtype CREDIT), in small pieces. What waits for its use is not judged
         in it."""
         rows = (
@@ -300,7 +300,7 @@ class Accounts:
         return parts(rows, CREDIT, COPIED)
 
     def restore(self, credit: Array, later_s: float, now_s: float) -> None:
-        """Go on from the `credit` of accounts whose clock was `later_s` behind."""
+        """Go on from the joined `pieces` of one whose clock was `later_s` behind."""
         for tenant, at_s, used_bytes, wasted_bytes, used_blocks, block_bytes, bins in credit.tolist():
             self._tenants[tenant] = _Account(
                 used_bytes=used_bytes, wasted_bytes=wasted_bytes, used_blocks=used_blocks,
