@@ -45,6 +45,7 @@ WAYS: tuple[Restoring, ...] = ("load", "compute", "planned")
 CONTEXTS, ROUNDS = (1024, 2048, 4096), 3
 TAIL_TOKENS, POOL_TOKENS = 33, 16384
 BLOCK_TOKENS = 64
+BESIDE = "beside"  # the request of a prompt that is restored or computed while answers are decoded
 
 
 @dataclass
@@ -204,13 +205,15 @@ def rows_of(cells: list[Cell]) -> list[Row]:
 
 
 class _Gaps(Observer):
-    """Seconds between two tokens of each answer."""
+    """Seconds between two tokens of each answer; a prompt beside them has one token, and no gap."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._last: dict[str, float] = {}
 
     def token(self, request_id: str, index: int, t: float) -> None:
+        if request_id == BESIDE:
+            return
         if request_id in self._last:
             self.seconds.append(t - self._last[request_id])
         self._last[request_id] = t
@@ -239,13 +242,13 @@ def decode_beside(engine: BatchEngine, model: Model, context: int, *, others: bo
     left, is_under_way = 4, False
     while left:
         if others and not is_under_way:
-            engine.add(Request("other", prompt, once))
+            engine.add(Request(BESIDE, prompt, once))
             is_under_way = True
         for event in engine.step():
             if isinstance(event, Finished):
-                is_other = event.request_id == "other"
+                is_other = event.request_id == BESIDE
                 is_under_way, left = is_under_way and not is_other, left - (not is_other)
-    engine.cancel("other")
+    engine.cancel(BESIDE)
     engine.drain()
 
 
