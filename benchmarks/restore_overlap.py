@@ -4,8 +4,9 @@ SmolLM2-135M in this process, a real daemon, prompts of which all whole blocks b
 slow: one at a time, each delayed (failpoint `nvme.read`), so that loading all takes 0.1 to 10 times as long as
 computing all. For each ratio and context the three ways take turns: loading alone, computing alone, and as planned;
 DRAM is dropped before each. The figure is the median time to first token, and the spread is (highest - lowest) /
-median. `predicted` compares the plan's time with that from the plan until all was present. `busy` is the greater share
-of that time in which the link or steps worked, for the plans that use both; at the optimum both are 1.
+median. `predicted` compares the plan's time with that from the plan until all was present; `computing_differs` is how
+far computing alone is from the turn before, which no prediction can know. `busy` is the greater share of that time in
+which the link or steps worked, for the plans that use both; at the optimum both are 1.
 
 Last, four answers are decoded while other prompts are restored, computed, or absent, at a ratio of 1: the 99th
 percentile of the time between two tokens.
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -193,12 +195,14 @@ def rows_of(cells: list[Cell]) -> list[Row]:
         for cell in cells
     ]  # fmt: skip
     spreads = [spread(times) for cell in cells for times in cell.ttft_s.values()]
+    turns = [abs(now / before - 1) for cell in cells for before, now in pairwise(cell.ttft_s["compute"])]
     return [
         *rows,
         Row("least_gain_0.5_to_2", min(cell.gain for cell in middle), "x", 1.0, "single", AT_LEAST, 1.5),
         Row("mean_gain_0.25_to_4", sum(cell.gain for cell in wide) / len(wide), "x", 1.0, "single", AT_LEAST, 1.3),
         Row("least_gain", min(cell.gain for cell in cells), "x", 1.0, "single", AT_LEAST, 0.97),
         within("prediction_error_p90", percentile(errors, 90) if errors else 1.0, "of the time", 0.1),
+        within("computing_differs_p90", percentile(turns, 90), "from the turn before", 0.1),
         Row("busy_0.5_to_2", median(busy) if busy else 0.0, "", 1.0, "all of the time", AT_LEAST, 0.85),
         within("spread_median", median(spreads), "of the median", 1.0),
     ]
