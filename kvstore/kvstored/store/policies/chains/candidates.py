@@ -31,7 +31,7 @@ _STALE_S = 1.0  # and after that time, however little was asked for: after a pau
 _LOOKS_SOON = 24  # after so many looks more it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
-_MADE_MIN = 4  # ranks that are made anew with it, where there is time
+_MADE_MIN, _MADE_MOST = 4, 32  # ranks that are made anew with it: where there is time; where a victim waits, 0.2 ms
 _SLACK = 1024
 _SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
@@ -62,6 +62,8 @@ class Candidates:
         """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
         book = self._book
         if now_s >= self._stale_s or self._looks_left <= -_LOOKS_SOON:
+            if book.tables.is_any_asked:
+                book.tables.make(_MADE_MOST)
             self._draw(now_s)
         self._is_wanted = True
         chains = book.chains

@@ -2,8 +2,9 @@
 
 A shadow holds no bytes: the keys that LRU would hold, of a sample of all blocks (by their keys, which are hashes), at
 the tier's size. What it hits is compared with what the tier hits, on the sampled blocks of every request. LRU has to
-lead by more than chance explains; it then decides for a while, after which the policy is tried again, later each time
-it fails.
+lead by more than chance explains, clearly at first, later by little: where both hit about as much a false alarm costs
+next to nothing, and where chains say much LRU does not come near. It then decides for a while, after which the policy
+is tried again, later each time it fails.
 
 Owns the shadow and the verdict. Decides no victim.
 """
@@ -17,9 +18,10 @@ from collections.abc import Iterable, Sequence
 _SHADOW_MAX = 1024  # keys; a larger tier is sampled
 _MASK_MAX = 255
 _DECAY = 0.998  # a request: verdicts are about the last 500
-_SURE = 3.0  # standard deviations
-_LEAD = 0.02  # and that share of the hits
-_PROBATION_MIN = 300  # requests under LRU
+_SURE_FIRST, _SURE = 3.0, 1.0  # standard deviations: of the first requests that are judged,
+_SETTLED = 500  # and of those so many requests later
+_LEAD = 0.005  # and that share of the hits
+_PROBATION_MIN = 200  # requests under LRU
 _PROBATION_MAX = 10_000
 
 
@@ -35,6 +37,7 @@ class LruGuard:
         self._ours = 0.0
         self._lead = 0.0  # of LRU, in hits
         self._spread = 0.0  # sum of squares of the requests' differences
+        self._judged = 0  # requests
         self._probation = _PROBATION_MIN
         self._left = 0
         self.is_lru_ahead = False
@@ -42,8 +45,8 @@ class LruGuard:
     def numbers(self) -> list[float]:
         """All that is known but for the shadow."""
         return [
-            self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._probation, self._left,
-            self.is_lru_ahead,
+            self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._judged,
+            self._probation, self._left, self.is_lru_ahead,
         ]  # fmt: skip
 
     def shadow(self) -> list[tuple[int, bytes]]:
@@ -52,9 +55,9 @@ class LruGuard:
 
     def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:
         """Go on from what `numbers` and `shadow` gave."""
-        capacity, most, mask, ours, lead, spread, probation, left, is_lru_ahead = numbers
+        capacity, most, mask, ours, lead, spread, judged, probation, left, is_lru_ahead = numbers
         self.capacity, self._most, self._mask = int(capacity), int(most), int(mask)
-        self._ours, self._lead, self._spread = ours, lead, spread
+        self._ours, self._lead, self._spread, self._judged = ours, lead, spread, int(judged)
         self._probation, self._left, self.is_lru_ahead = int(probation), int(left), bool(is_lru_ahead)
         self._held = OrderedDict.fromkeys(shadow)
 
@@ -122,12 +125,17 @@ class LruGuard:
         self._ours = self._ours * _DECAY + ours
         self._lead = self._lead * _DECAY + lead
         self._spread = self._spread * _DECAY + lead * lead
+        self._judged += 1
         if self.is_lru_ahead:
             self._left -= 1
             if self._left <= 0:
                 self.is_lru_ahead = False
                 self._lead = self._spread = 0.0
-        elif self._lead > _LEAD * self._ours and self._lead > _SURE * math.sqrt(self._spread) > 0:
+        elif self._lead > _LEAD * self._ours and self._lead > self._sure * math.sqrt(self._spread) > 0:
             self.is_lru_ahead = True
             self._left = self._probation
             self._probation = min(2 * self._probation, _PROBATION_MAX)
+
+    @property
+    def _sure(self) -> float:
+        return max(_SURE, _SURE_FIRST - (_SURE_FIRST - _SURE) * self._judged / _SETTLED)
