@@ -86,11 +86,6 @@ def address(source: KeySource, prefix: Prefix, first_block: int = 0) -> dict[str
     return {"keys": keys[first_block:]}
 
 
-def address_whole(source: KeySource, prefix: Prefix) -> dict[str, Any] | None:
-    """The same for `put`, which takes the whole prefix and the number of the first block."""
-    return address(source, prefix, 0)
-
-
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
     """The keys of blocks that depend on more than their tokens."""
     return BlockKeys(
