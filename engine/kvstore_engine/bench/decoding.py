@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[st
     settings = LlamaSettings(
         context_tokens(question) * count, count, threads, flash=question["flash"], unified=question["unified"]
     )
-    with LlamaContext(model, settings) as context:
+    with closing(LlamaContext(model, settings)) as context:
         asked = prompts(question, context.vocabulary)
         tokens = [context.prefill(number, prompt) for number, prompt in enumerate(asked)]
         positions = [len(prompt) for prompt in asked]

@@ -15,8 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,14 +102,6 @@ class LlamaContext:
             self._function("llama_free", None, ct.c_void_p)(self._context)
             self._function("llama_model_free", None, ct.c_void_p)(self._model)
             self._context = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def prefill(self, sequence: int, tokens: Int32Array) -> int:
         """Compute a prompt, `batch` tokens a call; its likeliest next token."""

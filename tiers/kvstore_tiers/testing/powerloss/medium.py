@@ -64,6 +64,14 @@ class Choice(Protocol):
         """Whether another change reached it: a name, a truncation, the new length after a write."""
 
 
+def _take_settled(pending: list[Change], settled: set[Change]) -> Iterator[Change]:
+    """Take the changes out that can no longer be lost: the first ones of `pending` that are `settled`."""
+    while pending and pending[0] in settled:
+        change = pending.pop(0)
+        settled.remove(change)
+        yield change
+
+
 @dataclass
 class _File:
     base: bytearray = field(default_factory=bytearray)
@@ -72,9 +80,7 @@ class _File:
     settled: set[Change] = field(default_factory=set)
 
     def fold(self) -> None:
-        while self.pending and self.pending[0] in self.settled:
-            change = self.pending.pop(0)
-            self.settled.remove(change)
+        for change in _take_settled(self.pending, self.settled):
             self.size = _apply(self.base, self.size, change)
 
     def content(self, choice: Choice) -> bytes:
@@ -99,9 +105,7 @@ class _Directory:
     settled: set[Change] = field(default_factory=set)
 
     def fold(self) -> None:
-        while self.pending and self.pending[0] in self.settled:
-            change = self.pending.pop(0)
-            self.settled.remove(change)
+        for change in _take_settled(self.pending, self.settled):
             _rename(self.base, change)
 
     def names(self, choice: Choice) -> dict[str, int]:
