@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from functools import partial
@@ -26,9 +27,13 @@ SETTINGS = (
 
 def workers_of(daemon: int) -> list[int]:
     """The processes that a daemon started for its GPUs."""
-    children = Path(f"/proc/{daemon}/task").glob("*/children")
-    found = [int(each) for child in children for each in child.read_text().split()]
-    return [each for each in found if b"kvstore_tiers.gpu.worker" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    found: list[int] = []
+    for children in Path(f"/proc/{daemon}/task").glob("*/children"):
+        for each in map(int, children.read_text().split()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                if b"kvstore_tiers.gpu.worker" in Path(f"/proc/{each}/cmdline").read_bytes():
+                    found.append(each)
+    return found
 
 
 def test_blocks_are_demoted_to_the_gpu_and_promoted(monkeypatch: pytest.MonkeyPatch) -> None:

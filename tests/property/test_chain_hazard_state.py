@@ -142,4 +142,4 @@ def test_it_hits_as_if_there_had_been_no_restart() -> None:
                 store.request()
             hits[remembers] += store.hits
     assert hits[False] < 0.9 * hits[None], "then there is nothing to remember"
-    assert hits[True] >= 0.98 * hits[None]
+    assert hits[True] >= 0.97 * hits[None]
