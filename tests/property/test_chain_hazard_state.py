@@ -131,7 +131,7 @@ def test_it_hits_as_if_there_had_been_no_restart() -> None:
     hits: dict[bool | None, int] = {}
     for remembers in (None, True, False):
         hits[remembers] = 0
-        for seed in range(24):  # each alone is luck
+        for seed in range(48):  # each alone is luck
             store = Store(seed)
             for _ in range(600):
                 store.request()
@@ -142,4 +142,4 @@ def test_it_hits_as_if_there_had_been_no_restart() -> None:
                 store.request()
             hits[remembers] += store.hits
     assert hits[False] < 0.9 * hits[None], "then there is nothing to remember"
-    assert hits[True] >= 0.97 * hits[None]
+    assert hits[True] >= 0.98 * hits[None]
