@@ -12,8 +12,6 @@ measured instead of the loop, us hot / cold:  8 keys: loop 5 / 27, NumPy 12 / 12
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import numpy as np
 from support.blocks import MIB, model, payloads, tokens_of
 from support.daemon import BenchDaemon, bench_daemon
 from support.report import AT_MOST, Row, main, progress, within
+from support.stopped import stopped
 from support.timing import median, percentile, time_each, time_once
 
 from kvstore_client import BlockKeys, Session
@@ -103,13 +102,10 @@ def _beyond_the_deadline(daemon: BenchDaemon, keys: BlockKeys, times: int) -> li
     for _ in range(times):
         with daemon.connect(model(SMALL_BLOCK_BYTES), staging_bytes=0) as session:
             session.lookup(keys=keys)
-            os.kill(daemon.pid, signal.SIGSTOP)
-            try:
+            with stopped(daemon.pid):
                 started = time.perf_counter()
                 answer = session.contains(keys=keys, deadline_s=DEADLINE_S)
                 beyond.append(time.perf_counter() - started - DEADLINE_S)
-            finally:
-                os.kill(daemon.pid, signal.SIGCONT)
             if answer is not None:
                 raise RuntimeError(f"a stopped daemon answered: {answer}")
     return beyond

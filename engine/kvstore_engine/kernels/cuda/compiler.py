@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from kvstore_engine.kernels.build import cache_folder
-from kvstore_engine.kernels.cuda.nvrtc import CudaError, call
+from kvstore_engine.kernels.cuda.nvrtc import CudaError, call, library
 from kvstore_engine.kernels.cuda.program import SOURCES, Program
 
 LONGEST_S = 300.0  # a compilation takes seconds
@@ -36,7 +36,7 @@ def compile_program(program: Program, architecture: str, folder: Path | None = N
 def compile_with_log(program: Program, architecture: str, *extra: str) -> tuple[bytes, str]:
     """The cubin, for a virtual architecture ("compute_80") the PTX, and what the compiler says; `extra` are further
     options. Nothing is cached. Raises CudaError."""
-    call("nvrtcVersion")  # says what to install where the library is missing
+    library()  # says what to install where it is missing
     what = f"{program.source} for {architecture}"
     command = [
         sys.executable, "-m", "kvstore_engine.kernels.cuda.nvrtc_process", str(SOURCES / program.source), architecture,

@@ -15,17 +15,17 @@ from typing import Any
 from kvstore_engine.kernels.cuda.nvrtc import CudaError, call, library
 
 
-def compiled(source: Path, options: list[str]) -> tuple[bytes, bytes]:
-    """The cubin, or PTX where the architecture in `options` is virtual, and the log. Raises CudaError,
-    whose message is the log where the source does not compile."""
-    words = [option.encode() for option in options]
+def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes, bytes]:
+    """The cubin, or PTX where the architecture is virtual, and the log. Raises CudaError; where the source does not
+    compile its message is the log."""
+    words = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
     handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
     try:
         (code,) = library().nvrtcCompileProgram(handle, len(words), words)
         log = _filled("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0")
         if code != 0:
             raise CudaError(log.decode() or f"error {int(code)}")
-        kind = "PTX" if "=compute_" in options[0] else "CUBIN"
+        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
         return _filled(f"nvrtcGet{kind}Size", f"nvrtcGet{kind}", handle), log
     finally:
         library().nvrtcDestroyProgram(handle)
@@ -40,7 +40,7 @@ def _filled(size_call: str, get_call: str, handle: Any) -> bytes:
 def main(arguments: list[str]) -> int:
     source, architecture, *options = arguments
     try:
-        code, log = compiled(Path(source), [f"--gpu-architecture={architecture}", *options])
+        code, log = compiled(Path(source), architecture, options)
     except CudaError as error:
         print(error, file=sys.stderr)
         return 1
