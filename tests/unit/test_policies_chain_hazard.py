@@ -169,7 +169,7 @@ def test_draws_are_rare_and_follow_what_is_used() -> None:
 
     def watched(*arguments: Any) -> int:
         hits = request(*arguments)
-        drawn.update((at, each._stale_s, each._ceiling) for at, each in enumerate(candidates))
+        drawn.update((at, each._drawn_s, each._ceiling) for at, each in enumerate(candidates))
         return hits
 
     replay.request = watched  # type: ignore[method-assign]

@@ -63,6 +63,7 @@ class ChainBook:
         self._types: dict[str, int] = {}
         self._uses_types = self.tables.takes("type")
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
+        self.left_blocks = 0  # so many have left the tier
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
 
     @property
@@ -121,6 +122,7 @@ class ChainBook:
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
         """`rows` of `chain` are removed from the tier, the deepest first."""
+        self.left_blocks += len(rows)
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
         ghost = self.ghosts[tenant]
@@ -146,6 +148,7 @@ class ChainBook:
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
+        self.left_blocks += 1
         owner, columns = self.owner, self.residency.rows
         owner[row] = UNOWNED
         key = columns.keys[row]

@@ -27,11 +27,13 @@ _TWICE_DEPTH = (
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
-_STALE_S = 1.0  # and after that time, however little was asked for: after a pause all ranks but the new ones are old
+_STALE_S = 1.0  # after that time a request that can bear a draw gets one; a victim waits for one where an eighth of the
+_STALE_BLOCKS = 8  # tier's blocks have left it since,
+_OLD_S = 4.0  # or after so long: in a pause all ranks grow old
 _LOOKS_SOON = 24  # after so many looks more it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
-_MADE_MIN, _MADE_MOST = 4, 32  # ranks that are made anew with it: where there is time; where a victim waits, 0.2 ms
+_MADE_MIN, _MADE_MOST = 4, 16  # ranks that are made anew with it: where there is time; where a victim waits, 0.12 ms
 _SLACK = 1024
 _SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
@@ -53,15 +55,16 @@ class Candidates:
         self._ceiling = -1.0
         self.worth_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
         self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
-        self._stale_s = _NEVER_S  # when the draw is stale, if not before:
-        self._looks_left = 0  # after so many more looks
+        self._drawn_s = _NEVER_S
+        self._left_by_then = 0  # blocks that had left the tier
+        self._looks_left = 0  # after so many more looks the draw is stale
         self._is_wanted = False  # a victim was asked for since the last draw
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
         """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
         book = self._book
-        if now_s >= self._stale_s or self._looks_left <= -_LOOKS_SOON:
+        if self._looks_left <= -_LOOKS_SOON or (now_s >= self._drawn_s + _STALE_S and self._is_old(now_s)):
             if book.tables.is_any_asked:
                 book.tables.make(_MADE_MOST)
             self._draw(now_s)
@@ -104,7 +107,7 @@ class Candidates:
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
-        if now_s < self._stale_s and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
+        if now_s < self._drawn_s + _STALE_S and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
             return 0.0
         cells = int((budget_us - took_us - MAKING_US) / CELL_US)
         if cells >= _MADE_MIN and self._book.tables.is_any_asked:
@@ -154,6 +157,11 @@ class Candidates:
                     heap.clear()
                     self._ceiling, self._looks_left = -1.0, 0
 
+    def _is_old(self, now_s: float) -> bool:
+        """Whether a victim is to wait for a draw: what few blocks are chosen by old ranks costs less than that."""
+        left = self._book.left_blocks - self._left_by_then
+        return now_s >= self._drawn_s + _OLD_S or left * _STALE_BLOCKS >= self._residency.tier_blocks(self._tier)
+
     def _draw(self, now_s: float) -> None:
         book = self._book
         chains = book.chains
@@ -168,7 +176,7 @@ class Candidates:
         slots = np.flatnonzero(eligible)
         slots += begin
         self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
-        self._stale_s = now_s + _STALE_S
+        self._drawn_s, self._left_by_then = now_s, book.left_blocks
         worth = self._worths(slots, tails[slots], now_s)
         wanted = max(_LEAST, len(slots) // _SHARE)
         self._ceiling = _ALL
