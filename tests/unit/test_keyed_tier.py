@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -88,6 +89,35 @@ def test_no_flipped_bit_is_served() -> None:
         for cut in (0, 10, HEADER_BYTES, len(whole) - 1):
             store.objects[name] = whole[:cut]
             assert get(tier, slot, header.key, PAYLOAD_BYTES)[0].kind is OutcomeKind.CORRUPT, cut
+
+
+@pytest.mark.parametrize("memory", [None, 3, 1])
+def test_reads_that_wait_together_go_to_the_store_together(memory: int | None) -> None:
+    """Each has its own bytes, or its own damage, also where the store has memory for a few of a call alone."""
+    store, outcomes = LossyStore(), dict[int, Outcome]()
+    blocks = [block(number, PAYLOAD_BYTES) for number in range(60)]
+    copies = np.zeros((60, PAYLOAD_BYTES), np.uint8)
+    with closing(KeyedTier(store, CAPACITY_BYTES, readers=2)) as tier:
+        slots = [stored_slot(tier, *each) for each in blocks]
+        for number, (header, _) in enumerate(blocks):
+            name = object_name(header.tenant, header.key)
+            if number % 10 == 3:
+                del store.objects[name]
+            elif number % 10 == 6:
+                store.objects[name] = store.objects[object_name(header.tenant, blocks[0][0].key)]
+        store.memory, store.calls = memory, 0
+        store.hang()
+        for number, (slot, (header, _)) in enumerate(zip(slots, blocks, strict=True)):
+            tier.read(slot, header.key, [segment_of(copies[number])], partial(outcomes.__setitem__, number))
+        store.let_go()
+        assert eventually(lambda: len(outcomes) == 60)
+    for number, (_, payload) in enumerate(blocks):
+        kind = {3: OutcomeKind.MISSING, 6: OutcomeKind.CORRUPT}.get(number % 10, OutcomeKind.DONE)
+        assert outcomes[number].kind is kind
+        if kind is OutcomeKind.DONE:
+            assert np.array_equal(copies[number], payload)
+    most = {None: 12, 3: 24, 1: 60}[memory]  # calls: of eight each, but for the first two
+    assert 60 / min(8, memory or 8) <= store.calls <= most
 
 
 def test_operations_on_one_name_keep_their_order() -> None:

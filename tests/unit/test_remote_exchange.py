@@ -47,6 +47,24 @@ def test_a_caller_waits_for_room_and_ends_with_the_tier() -> None:
         parts.take(1)
 
 
+def test_a_further_part_is_had_at_once_or_not_and_several_come_back_together() -> None:
+    parts = Parts(0, 4 * PART_ALIGNMENT)
+    first, second = parts.take(PART_ALIGNMENT), parts.take_now(PART_ALIGNMENT)
+    assert second == (PART_ALIGNMENT, PART_ALIGNMENT)
+    assert parts.take_now(3 * PART_ALIGNMENT) is None
+    taken: list[tuple[int, int]] = []
+    waiting = threading.Thread(target=lambda: taken.append(parts.take(4 * PART_ALIGNMENT)))
+    waiting.start()
+    assert eventually(lambda: parts.waiting == 1)
+    assert parts.take_now(PART_ALIGNMENT) is None, "another caller was first"
+    parts.give_back(first, second)
+    waiting.join(PATIENCE_S)
+    assert taken == [(0, 4 * PART_ALIGNMENT)]
+    parts.close()
+    parts.give_back(*taken)
+    assert parts.take_now(1) is None
+
+
 def test_a_large_part_is_not_passed_by_small_ones() -> None:
     parts = Parts(0, 4 * PART_ALIGNMENT)
     small, large = parts.take(PART_ALIGNMENT), parts.take(3 * PART_ALIGNMENT)

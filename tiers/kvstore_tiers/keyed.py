@@ -37,21 +37,22 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
-from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, ObjectStore, object_name
+from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore, object_name
 from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
+from kvstore_tiers.waiting_reads import WaitingReads
 
 UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed
 MOST_UNREMOVED = 65536  # names: of older ones the orders were answered as failed, and have to be given again
-READERS, WRITERS = 32, 16  # operations at once; questions have a thread of their own
+READERS, WRITERS = 4, 16  # threads; one reader serves what waits together. Questions have a thread of their own
 
 
 class KeyedTier(Tier):
-    """`capacity_bytes` bounds the slots; so many `readers` and `writers` wait for the store at once. Objects may
+    """`capacity_bytes` bounds the slots; so many threads, `readers` and `writers`, wait for the store. Objects may
     outlive this process, or be forgotten: nothing that is only here is durable. `refuses(digest)`: whether a tenant's
     blocks must not be in this store; the caller neither writes them nor asks for them."""
 
@@ -65,7 +66,7 @@ class KeyedTier(Tier):
         self._slots = SingleSlots(capacity_bytes)
         self._counters = TransferCounters()
         self._questions = ResidentThreads(f"{store.name}-ask", 1)
-        self._readers = ResidentThreads(f"{store.name}-read", readers)
+        self._reads = WaitingReads(f"{store.name}-read", readers, self._read_some)
         self._writers = ResidentThreads(f"{store.name}-write", writers)
         self._lock = threading.Lock()
         self._names: dict[int, bytes] = {}  # by container
@@ -86,7 +87,7 @@ class KeyedTier(Tier):
     def free(self, slot: Slot) -> None:
         name = self._unname(slot)
         if name is not None:
-            self._submit(self._writers, [name], partial(self._store.evict, [name]), self._pending.begin(self._evicted))
+            self._submit_write([name], partial(self._store.evict, [name]), self._pending.begin(self._evicted))
 
     def discard(self, slot: Slot) -> None:
         """Free the slot, and remove its object from the store."""
@@ -139,27 +140,49 @@ class KeyedTier(Tier):
             self._store.write(name, HEADER_BYTES + header.payload_bytes, fill)
             return Outcome(OutcomeKind.DONE, stamped, header.payload_bytes)
 
-        self._submit(
-            self._writers, [name], store, self._pending.begin(lambda outcome: done(self._counters.wrote(outcome)))
-        )
+        self._submit_write([name], store, self._pending.begin(lambda outcome: done(self._counters.wrote(outcome))))
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         with self._lock:
             name = self._names.get(slot.container)
 
-        def fetch() -> Outcome:
-            if name is None or name[DIGEST_BYTES:] != expect_key:
-                return Outcome(OutcomeKind.CORRUPT, message=f"no block {expect_key.hex()} was written to this slot")
-            try:
-                with self._store.read(name, slot.nbytes) as image:
-                    if image is None:
-                        message = f"{self.info.name} has forgotten {expect_key.hex()}"
-                        return Outcome(OutcomeKind.MISSING, message=message)
-                    return _unpack(image, slot, name, segments)
-            except DamagedObject as damage:
-                return Outcome(OutcomeKind.CORRUPT, message=str(damage))
+        job = _Operation([name or expect_key], lambda outcome: done(self._counters.read(outcome)))
+        if name is None or name[DIGEST_BYTES:] != expect_key:
+            message = f"no block {expect_key.hex()} was written to this slot"
+            job.begin = partial(self._end_soon, job, Outcome(OutcomeKind.CORRUPT, message=message))
+        else:
+            job.begin = partial(self._reads.put, _Read(job, name, slot, segments))
+        self._submit(job)
 
-        self._submit(self._readers, [name or expect_key], fetch, lambda outcome: done(self._counters.read(outcome)))
+    def _end_soon(self, job: _Operation, outcome: Outcome) -> None:
+        self._questions.post(partial(self._end, job, outcome))
+
+    def _read_some(self, reads: Sequence[_Read]) -> int:
+        """End the leading ones of these, as many as the store has memory for: how many."""
+        ended = 0
+
+        def fetch() -> Outcome:
+            nonlocal ended
+            with self._store.read([(read.name, read.slot.nbytes) for read in reads]) as found:
+                for read, image in zip(reads, found, strict=False):
+                    ended += 1
+                    self._end(read.job, run_transfer(partial(self._unpacked, read, image)))
+            return Outcome(OutcomeKind.DONE)
+
+        outcome = run_transfer(fetch)
+        if not outcome.ok:
+            for read in reads[ended:]:
+                self._end(read.job, outcome)
+            return len(reads)
+        return ended
+
+    def _unpacked(self, read: _Read, image: Found) -> Outcome:
+        if isinstance(image, DamagedObject):
+            return Outcome(OutcomeKind.CORRUPT, message=str(image))
+        if image is None:
+            message = f"{self.info.name} has forgotten {read.name[DIGEST_BYTES:].hex()}"
+            return Outcome(OutcomeKind.MISSING, message=message)
+        return _unpack(image, read.slot, read.name, read.segments)
 
     def sync(self, done: Completion) -> None:
         """The store has what was written before this call, and no longer what was removed; FAILED where it refuses to
@@ -232,36 +255,40 @@ class KeyedTier(Tier):
         self._store.abort()  # questions too: a store that is slow, or away, must not keep the daemon from ending
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running)
-        for threads in (self._questions, self._readers, self._writers):
+        self._reads.close()
+        for threads in (self._questions, self._writers):
             threads.close()
         self._store.close()
 
     # Order
 
-    def _submit(
-        self, threads: ResidentThreads, names: Sequence[bytes], operation: Callable[[], Outcome | None],
-        done: Completion,
-    ) -> None:  # fmt: skip
-        """Run `operation` after those before it on any of the same names. None stands for DONE."""
-        job = _Operation(threads, operation, done, waits_for=len(names), names=names)
+    def _submit(self, job: _Operation) -> None:
+        """Begin `job` after those before it on any of the same names."""
         if self._closed:
-            deliver(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"), done)
+            deliver(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"), job.done)
             return
+        job.waits_for = len(job.names)
         with self._lock:
             self._running += 1
-            for name in names:
+            for name in job.names:
                 order = self._order.setdefault(name, deque())
                 order.append(job)
                 job.waits_for -= order[0] is job
             is_ready = not job.waits_for
         if is_ready:
-            threads.post(partial(self._run, job))
+            job.begin()
 
-    def _run(self, job: _Operation) -> None:
-        def operation() -> Outcome:
-            return job.operation() or Outcome(OutcomeKind.DONE)
+    def _submit_write(self, names: Sequence[bytes], write: Callable[[], Outcome | None], done: Completion) -> None:
+        """None stands for DONE."""
+        job = _Operation(names, done)
 
-        outcome = run_transfer(operation)
+        def run() -> None:
+            self._end(job, run_transfer(lambda: write() or Outcome(OutcomeKind.DONE)))
+
+        job.begin = partial(self._writers.post, run)
+        self._submit(job)
+
+    def _end(self, job: _Operation, outcome: Outcome) -> None:
         if self._is_given_up and outcome.kind is OutcomeKind.FAILED:
             outcome = Outcome(OutcomeKind.CANCELLED, message="the tier was closed before the store answered")
         deliver(outcome, job.done)
@@ -277,10 +304,11 @@ class KeyedTier(Tier):
                 if not order[0].waits_for:
                     ready.append(order[0])
         for following in ready:
-            following.threads.post(partial(self._run, following))
+            following.begin()
         with self._quiet:
             self._running -= 1
-            self._quiet.notify_all()
+            if not self._running:
+                self._quiet.notify_all()
 
     def _remove(self, names: Sequence[bytes]) -> None:
         def removed(outcome: Outcome) -> None:
@@ -291,9 +319,9 @@ class KeyedTier(Tier):
                     while len(self._unremoved) > MOST_UNREMOVED:
                         del self._unremoved[next(iter(self._unremoved))]
 
-        self._submit(
-            self._writers, names, partial(self._store.remove, names), self._pending.begin(removed, must_succeed=True)
-        )
+        self._submit_write(
+            names, partial(self._store.remove, names), self._pending.begin(removed, must_succeed=True)
+        )  # fmt: skip
 
     def _evicted(self, outcome: Outcome) -> None:
         if not outcome.ok:
@@ -302,13 +330,20 @@ class KeyedTier(Tier):
 
 @dataclass(slots=True)
 class _Operation:
-    """`waits_for`: so many of its names have an operation before this one."""
+    """`begin` hands it to a thread, once no operation is before it; `waits_for`: so many of its names have one."""
 
-    threads: ResidentThreads
-    operation: Callable[[], Outcome | None]
-    done: Completion
-    waits_for: int
     names: Sequence[bytes]
+    done: Completion
+    begin: Callable[[], object] = lambda: None
+    waits_for: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    job: _Operation
+    name: bytes
+    slot: Slot
+    segments: Sequence[Segment]
 
 
 def _address_of(memory: memoryview) -> int:

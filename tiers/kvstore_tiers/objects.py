@@ -14,7 +14,10 @@ DIGEST_BYTES = 16
 
 
 class DamagedObject(Exception):
-    """What the store has under a name is not the object of that name; says how that shows."""
+    """What the store has under a name is not the object of that name, or a larger one; says how that shows."""
+
+
+Found = memoryview | DamagedObject | None  # None: there is none
 
 
 def object_name(tenant: bytes, key: bytes) -> bytes:
@@ -39,9 +42,9 @@ class ObjectStore(ABC):
         """Bytes of each object; 0 where there is none."""
 
     @abstractmethod
-    def read(self, name: bytes, most_bytes: int) -> AbstractContextManager[memoryview | None]:
-        """The object, as long as the context lasts; None where there is none. Raises DamagedObject, also for an object
-        of more than `most_bytes`."""
+    def read(self, wanted: Sequence[tuple[bytes, int]]) -> AbstractContextManager[Sequence[Found]]:
+        """Objects by name, of at most so many bytes each, as long as the context lasts: as many of the leading ones as
+        there is memory for, one at least."""
 
     @abstractmethod
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:

@@ -64,6 +64,12 @@ class Parts:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
 
+    def take_now(self, nbytes: int) -> tuple[int, int] | None:
+        """`take`, if that need not wait."""
+        with self._changed:
+            is_free = not self._waiting and not self._closed
+            return self._first_fit(-(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT) if is_free else None
+
     def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
         for at, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
@@ -71,10 +77,11 @@ class Parts:
                 return begin, nbytes
         return None
 
-    def give_back(self, part: tuple[int, int]) -> None:
+    def give_back(self, *parts: tuple[int, int]) -> None:
+        """Together, so that a caller who waits for several may have them all."""
         with self._changed:
             merged: list[tuple[int, int]] = []
-            for begin, end in sorted([*self._free, (part[0], part[0] + part[1])]):
+            for begin, end in sorted([*self._free, *((begin, begin + nbytes) for begin, nbytes in parts)]):
                 if merged and merged[-1][1] == begin:
                     merged[-1] = (merged[-1][0], end)
                 else:

@@ -8,14 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, ObjectStore
+from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
 from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
 from kvstore_tiers.remote.process import Message, Settings, WorkerProcess
 
 NAMES_A_CALL = 1000
-READERS, WRITERS = 2, 2  # threads of the worker; each serves what waits in one call
+READERS, WRITERS = 2, 2  # threads of the worker
+
+
+class _Place(NamedTuple):
+    """What the value of an image of so many bytes takes, and the image itself: of a plain value it is inside."""
+
+    image_bytes: int
+    is_plain: bool
+
+    @property
+    def nbytes(self) -> int:
+        return value_bytes(self.image_bytes) if self.is_plain else self._image_begins + self.image_bytes
+
+    def request(self, name: bytes, offset: int) -> Message:
+        """Of the object `name`, whose place begins at `offset`."""
+        value, image = (offset, value_bytes(self.image_bytes)), (offset + self._image_begins, self.image_bytes)
+        return {"name": name.hex(), "value": value, "image": image, "plain": self.is_plain}
+
+    @property
+    def _image_begins(self) -> int:
+        return HEAD_BYTES if self.is_plain else -(-value_bytes(self.image_bytes) // PART_ALIGNMENT) * PART_ALIGNMENT
 
 
 class RemoteStore(ObjectStore):
@@ -52,23 +73,37 @@ class RemoteStore(ObjectStore):
         return [size for answer in self._call_for("sizes", names) for size in answer["sizes"]]
 
     @contextmanager
-    def read(self, name: bytes, most_bytes: int) -> Iterator[memoryview | None]:
-        most_bytes = min(most_bytes, self.largest_bytes)
-        plain = self._plain(name)
-        with self._part(self._for_reads, most_bytes, plain=plain) as (value, image):
-            answer = self._worker.call({
-                "verb": "read", "name": name.hex(), "value": value, "image": image, "plain": plain,
-            })  # fmt: skip
-            if "damaged" in answer:
-                raise DamagedObject(answer["damaged"])
-            found = answer["image"]
-            yield None if found is None else self._exchange.memory[found[0] : found[0] + found[1]]
+    def read(self, wanted: Sequence[tuple[bytes, int]]) -> Iterator[Sequence[Found]]:
+        parts: list[tuple[int, int]] = []
+        reads: list[Message] = []
+        try:
+            for name, most_bytes in wanted:
+                place = _Place(min(most_bytes, self.largest_bytes), self._is_plain(name[:DIGEST_BYTES]))
+                part = self._for_reads.take_now(place.nbytes) if parts else self._for_reads.take(place.nbytes)
+                if part is None:
+                    break
+                parts.append(part)
+                reads.append(place.request(name, part[0]))
+            yield [self._found(each) for each in self._worker.call({"verb": "read", "reads": reads})["found"]]
+        finally:
+            self._for_reads.give_back(*parts)
+
+    def _found(self, answer: Sequence[int] | str | None) -> Found:
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            return DamagedObject(answer)
+        return self._exchange.memory[answer[0] : answer[0] + answer[1]]
 
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        plain = self._plain(name)
-        with self._part(self._for_writes, nbytes, plain=plain) as (value, image):
-            fill(self._exchange.memory[image[0] : image[0] + nbytes])
-            self._worker.call({"verb": "write", "name": name.hex(), "value": value, "image": image, "plain": plain})
+        place = _Place(nbytes, self._is_plain(name[:DIGEST_BYTES]))
+        part = self._for_writes.take(place.nbytes)
+        try:
+            request = place.request(name, part[0])
+            fill(self._exchange.memory[request["image"][0] : request["image"][0] + nbytes])
+            self._worker.call({"verb": "write", **request})
+        finally:
+            self._for_writes.give_back(part)
 
     def evict(self, names: Sequence[bytes]) -> None:
         self._call_for("evict", names)
@@ -92,17 +127,3 @@ class RemoteStore(ObjectStore):
         """The answers of calls for so many names each that a message fits the socket."""
         pieces = (names[first : first + NAMES_A_CALL] for first in range(0, len(names), NAMES_A_CALL))
         return [self._worker.call({"verb": verb, "names": [name.hex() for name in piece]}) for piece in pieces]
-
-    def _plain(self, name: bytes) -> bool:
-        return self._is_plain(name[:DIGEST_BYTES])
-
-    @contextmanager
-    def _part(self, parts: Parts, nbytes: int, *, plain: bool) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Places of a value and of its image, as offset and bytes: of a plain value, inside it."""
-        sealed = value_bytes(nbytes)
-        at_image = -(-sealed // PART_ALIGNMENT) * PART_ALIGNMENT
-        whole = parts.take(sealed if plain else at_image + nbytes)
-        try:
-            yield (whole[0], sealed), (whole[0] + (HEAD_BYTES if plain else at_image), nbytes)
-        finally:
-            parts.give_back(whole)

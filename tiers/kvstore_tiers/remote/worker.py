@@ -5,7 +5,8 @@
 One side of a socket pair carries JSON messages; values travel in the shared memory. The first message has the settings
 (`Settings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and one
 answer with that number. The process ends when its daemon does.
-Requests of one kind that wait together go to the driver in one call. Never decides what is stored or asked for.
+Writes that wait together go to the driver in one call; reads come together in one request. Never decides what is
+stored or asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
 from kvstore_tiers.remote.process import Settings
 
-READ_BATCH, WRITE_BATCH = 32, 64
+WRITE_BATCH = 64
 Message = dict[str, Any]
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Worker:
     def run(self, readers: int, writers: int) -> None:
         """Serve until the daemon is gone."""
         for kind, count, most, serve in (
-            ("read", readers, READ_BATCH, self._read),
+            ("read", readers, 1, self._read),
             ("write", writers, WRITE_BATCH, self._write),
             ("ask", 1, 1, self._ask),
         ):
@@ -109,27 +110,30 @@ class Worker:
     # Kinds of requests
 
     def _read(self, requests: Sequence[Message]) -> None:
-        """A request has the place of the value, and of the image that is to be opened."""
-        names = [bytes.fromhex(request["name"]) for request in requests]
-        values = [self._part(request["value"]) for request in requests]
+        """The values of one request; each read has the place of the value, and of the image that is to be opened."""
+        (request,) = requests
+        reads = request["reads"]
+        names = [bytes.fromhex(read["name"]) for read in reads]
+        values = [self._part(read["value"]) for read in reads]
         sizes = self._driver.read(
             [Placed(self._sealer.value_name(name), value) for name, value in zip(names, values, strict=True)]
         )
-        for request, name, value, size in zip(requests, names, values, sizes, strict=True):
-            self._answer(request, self._opened(request, name, value, size))
+        found = [self._opened(*each) for each in zip(reads, names, values, sizes, strict=True)]
+        self._answer(request, {"found": found})
 
-    def _opened(self, request: Message, name: bytes, value: memoryview, size: int) -> Message:
+    def _opened(self, read: Message, name: bytes, value: memoryview, size: int) -> list[int] | str | None:
+        """Offset and bytes of the image, or what is wrong with the value; None where there is none."""
         if not size:
-            return {"image": None}
+            return None
         if size > len(value):
-            return {"damaged": f"the value has {size} bytes, more than {len(value)}"}
-        offset, nbytes = request["image"]
+            return f"the value has {size} bytes, more than {len(value)}"
+        offset, nbytes = read["image"]
         try:
-            image = self._sealer.open(name, value[:size], self._part((offset, nbytes)), plain=request["plain"])
+            image = self._sealer.open(name, value[:size], self._part((offset, nbytes)), plain=read["plain"])
         except DamagedObject as damage:
-            return {"damaged": str(damage)}
+            return str(damage)
         is_in_value = len(image) > 0 and size == value_bytes(len(image)) and value[5] == 0
-        return {"image": [request["value"][0] + HEAD_BYTES if is_in_value else offset, len(image)]}
+        return [read["value"][0] + HEAD_BYTES if is_in_value else offset, len(image)]
 
     def _write(self, requests: Sequence[Message]) -> None:
         """Values, evictions and removals, in order: neighbours of one kind in one call."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvstore_tiers.objects import DamagedObject, ObjectStore
+from kvstore_tiers.objects import DamagedObject, Found, ObjectStore
 
 
 class LossyStore(ObjectStore):
@@ -26,6 +26,8 @@ class LossyStore(ObjectStore):
         self.latency_s, self.lost, self.damaged, self.refused = latency_s, lost, damaged, refused
         self.objects: dict[bytes, bytes] = {}
         self.questions = 0  # names asked for by `sizes`
+        self.calls = 0  # of `read`
+        self.memory: int | None = None  # of a call of `read`: so many objects, or any number
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._waiting = threading.Event()
@@ -46,14 +48,13 @@ class LossyStore(ObjectStore):
             return [len(self.objects.get(name, b"")) for name in names]
 
     @contextmanager
-    def read(self, name: bytes, most_bytes: int) -> Iterator[memoryview | None]:
+    def read(self, wanted: Sequence[tuple[bytes, int]]) -> Iterator[Sequence[Found]]:
         self._pass_time()
         with self._lock:
             self._maybe_refuse()
-            stored = self.objects.get(name)
-        if stored is not None and len(stored) > most_bytes:
-            raise DamagedObject(f"the object has {len(stored)} bytes, more than {most_bytes}")
-        yield None if stored is None else memoryview(stored)
+            self.calls += 1
+            stored = [self.objects.get(name) for name, _ in wanted[: self.memory]]
+        yield [_judged(image, most_bytes) for image, (_, most_bytes) in zip(stored, wanted, strict=False)]
 
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
         image = bytearray(nbytes)
@@ -88,3 +89,9 @@ class LossyStore(ObjectStore):
     def _maybe_refuse(self) -> None:
         if self._random.random() < self.refused:
             raise OSError(111, "the store refuses")
+
+
+def _judged(image: bytes | None, most_bytes: int) -> Found:
+    if image is not None and len(image) > most_bytes:
+        return DamagedObject(f"the object has {len(image)} bytes, more than {most_bytes}")
+    return None if image is None else memoryview(image)
