@@ -183,9 +183,9 @@ class Node:
         visit.end_ns = self._now_ns()
         if self.store is not None:
             await self.store.end_get(visit)
-            self._report_answer(visit, self.store)
         if self.store is None or visit.op is Op.GET:
             self._let_go(visit)
+            self._report_answer(visit)
         else:
             self._put(visit)
 
@@ -296,6 +296,7 @@ class Node:
                 await store.put(visit, writes_behind=self.plan.writes_behind)
             finally:
                 self._let_go(visit)
+            self._report_answer(visit)
 
         task = self._tasks.create_task(put(self.store))
         self._puts.add(task)
@@ -307,9 +308,14 @@ class Node:
         if rows is not None:
             self.pool.release(rows)
 
-    def _report_answer(self, visit: Visit, store: NodeStore) -> None:
-        """Report the answer to the store when it has been written, and what the engine expects then."""
-        answered_ns = visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS
+    def _report_answer(self, visit: Visit) -> None:
+        """Report the answer to the store when it has been written, and what the engine expects then; the engine has
+        stored the prompt before.
+        """
+        store = self.store
+        if store is None or visit.op is Op.PUT:
+            return
+        answered_ns = max(self._now_ns(), visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS)
         if visit.answer_tokens:
             self._loop.at_ns(answered_ns, store.answered, visit)
         hint = self._hints[visit.number]

@@ -167,9 +167,11 @@ class Get:
         """What is to be expected, at once; then runs of blocks as they become readable; the last answer says why the
         chain ends. What is left when the time is up, or the caller stops, is given back.
 
-        The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded.
+        The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
+        are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
+        for a whole chain for one of the blocks that were mapped.
         """
-        began_ns = self._clock.monotonic_ns()
+        began_ns, asked = self._clock.monotonic_ns(), None
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
         loading = self._loader.load(rows, self._readable(client))
@@ -184,8 +186,10 @@ class Get:
                 rows += more
                 self._begin(loading, wanted, range(max(held, intact), len(rows)), until_ns)
                 intact = len(rows)
-            leased = set(range(min(held, len(rows))))
-            self._count_access(client, loading.tokens[:intact], wanted, intact, self._clock.monotonic_ns())
+            leased, asked = set(range(min(held, len(rows)))), loading.tokens[:intact]
+            self._feed.got(
+                client.tenant_id, client.session_id, wanted.keys, intact, wanted.context, self._clock.monotonic_ns()
+            )
             yield expected
             while not loading.is_over and not client.closed:
                 arrived = await loading.wait(until_ns)
@@ -196,6 +200,8 @@ class Get:
                     self._counters.add("acquire_timeouts")
                     break
         finally:
+            if asked is not None:
+                self._count_access(client, asked, wanted, len(asked), self._clock.monotonic_ns())
             loading.close()
         found = next((at for at in range(len(rows)) if at not in leased), len(rows))
         self._counters.add("acquires")
@@ -268,7 +274,7 @@ class Get:
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
         tokens = [self._residency.token(row) for row in rows]
         now_ns = self._clock.monotonic_ns()
-        asyncio.get_running_loop().call_soon(self._count_access, client, tokens, wanted, found, now_ns)
+        asyncio.get_running_loop().call_soon(self._count_request, client, tokens, wanted, found, now_ns)
         run = self._lease(client, rows, 0, sources) if rows else None
         if not wanted.mapped_only:
             return Acquired(found, cause, run)
@@ -319,6 +325,10 @@ class Get:
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
+    def _count_request(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
+        self._count_access(client, tokens, wanted, found, now_ns)
+        self._feed.got(client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
+
     def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
         """Count an access of those blocks that are still there, by a request that wanted others too."""
         residency = self._residency
@@ -329,7 +339,6 @@ class Get:
                 if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
                     policy.expect(wanted.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns)
-        self._feed.got(client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
 
     def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
