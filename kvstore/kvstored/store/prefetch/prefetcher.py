@@ -171,26 +171,30 @@ class Prefetcher:
             planning.result()
 
     async def _missing(self, row: int) -> list[Block]:
-        """The blocks of the chain that ends with `row` up to the first that is mapped, the head first, in slices. Where
-        the end is mapped, what is before it is on its way, or with the engine: it was put there a moment ago."""
+        """The blocks of the chain that ends with `row` that are not mapped, up to one above that is, the head first, in
+        slices. Where the end is mapped, it was put there a moment ago: blocks between it and other mapped ones have made
+        room for it; if there are no others, they are with the engine."""
         residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
+        is_end_mapped = bool(mask[row] >> residency.mapped & 1)
         for step in range(1, WALK_BLOCKS):
-            if row < 0 or mask[row] >> residency.mapped & 1:
+            is_mapped = row >= 0 and bool(mask[row] >> residency.mapped & 1)
+            if row < 0 or (is_mapped and blocks):
                 break
-            like = (mask[row], payload_bytes[row])
-            source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
-            if source >= 0:
-                blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
+            if not is_mapped:
+                like = (mask[row], payload_bytes[row])
+                source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
+                if source >= 0:
+                    blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
             row = parents[row]
             if step % STEPS == 0 and row >= 0:
                 token = residency.token(row)
                 await asyncio.sleep(0)
                 row = residency.current(token)
         await asyncio.sleep(0)
-        return blocks[::-1]
+        return [] if is_end_mapped and row < 0 else blocks[::-1]
 
     # Moving
 
