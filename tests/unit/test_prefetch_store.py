@@ -211,6 +211,22 @@ async def until_mapped(driven: DrivenStore, clock: ManualClock) -> None:
             return
 
 
+@pytest.mark.parametrize(("out", "expected"), [(KEYS[1:3], KEYS), (KEYS[:4], KEYS[4:]), (KEYS[:1], KEYS[1:])])
+def test_what_made_room_for_the_end_of_its_chain_is_fetched_and_what_an_engine_holds_is_not(
+    tmp_path: Path, out: list[bytes], expected: list[bytes]
+) -> None:
+    """A put whose chain is worth least takes the room of that chain's own blocks."""
+
+    async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(out)
+        hint_due(driven, 2000)
+        await pass_time(driven, clock, 80)
+        assert [key for key in KEYS if driven.tiers_of(key) == ON_BOTH] == expected
+
+    over_a_store(OnHint, tmp_path, scenario)
+
+
 def test_what_a_hint_says_is_due_is_mapped_before_the_request(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
         await map_by_hint(driven, clock, 5000)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstored.clock import NS_PER_S
 from kvstored.config import load_config
+from kvstored.simulator.hints import Hints
 from kvstored.simulator.machine import Compute, Machine, MediumSpec
 from kvstored.simulator.node import Node, overlapped_s, serve_trace
 from kvstored.simulator.node_store import NodeSettings, NodeStore
@@ -20,6 +21,7 @@ from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model, worth_of_served
 from kvstored.store.blocks.check import check
+from kvstored.store.policies import ChainHint
 from tests.reference.tiers import HOST, NVME
 from tests.reference.traces import Requests, sessions, trace_of
 
@@ -148,6 +150,23 @@ def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
     last = served.served.visits[3]
     assert (last.found[1], last.recomputed) == (4, 0)
     assert last.exposed_ns == 0, "everything was there when its turn came"
+
+
+def test_an_engine_says_when_a_session_will_be_back_once_its_prompt_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its queue of puts and hints has it: a hint at a chain that is put afterwards would be for its beginning."""
+    known: list[tuple[int, int | None]] = []
+
+    def hint(store: NodeStore, visit: Visit, hint: ChainHint, due_in_ms: int | None) -> None:
+        known.append((visit.blocks - len(store.store.residency.find_keys(0, visit.keys)), due_in_ms))
+
+    monkeypatch.setattr(NodeStore, "hint", hint)
+    trace = asked((0, range(4), Op.REQUEST), (100, range(6), Op.REQUEST), (200, range(8), Op.REQUEST))
+    tiers = (("dram", 100 * SLOT), ("nvme", 100 * SLOT))
+    wanted = NodeSettings(machine(), MODEL, tiers, 100 * BLOCK_BYTES, "lru", hints=Hints(pause_noise=0.0))
+    node = serve_trace(trace, wanted, ORCHESTRATED, lambda done, total: None)
+    (ours, first_ms), (theirs, second_ms) = known
+    assert ours == theirs == 0 and first_ms is not None and second_ms is not None
+    assert first_ms / 1000 == pytest.approx(100 - ttft_s(node)[0], abs=0.1)
 
 
 def test_computing_again_wins_over_a_slow_medium() -> None:

@@ -168,6 +168,42 @@ async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: Dr
     await driven.small.settle()
 
 
+def notes_of_uses(driven: DrivenStore) -> list[tuple[list[int], list[bytes]]]:
+    """The rows, and missing keys, of each request of which DRAM's policy is notified from now on."""
+    policy, noted = driven.small.store.policies[HOST], list[tuple[list[int], list[bytes]]]()
+    requested = policy.requested
+
+    def note(rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        noted.append((list(rows), list(missing)))
+        requested(rows, missing, tenant, now_ns)
+
+    policy.requested = note  # type: ignore[method-assign]
+    policy.accessed = lambda rows, now_ns: note(rows, (), driven.client.tenant_id, now_ns)  # type: ignore[method-assign]
+    return noted
+
+
+@over_a_store("movement.in_flight=1")
+async def test_a_policy_is_notified_of_a_get_in_order_when_its_blocks_are_mapped(driven: DrivenStore) -> None:
+    """Else the policy of DRAM would take it for a request of the blocks that were there before."""
+    await driven.put(KEYS, DurabilityMode.ALWAYS)
+    driven.leave_host(KEYS[2:])
+    rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
+    uses = notes_of_uses(driven)
+    await driven.stream(Wanted(PACKED, from_back=True))
+    assert uses == [(rows, [])]
+
+    driven.leave_host(KEYS[1:])
+    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    assert len(uses) == 1
+    await leaving.aclose()  # the engine has computed the rest
+    mapped = [row for row in rows if driven.small.residency.has(row, HOST)]
+    assert uses[1:] == [(mapped, [])] and len(mapped) < BLOCKS
+    driven.operations.get.release(driven.client, [first.lease_id])
+
+    await driven.stream(Wanted(b"".join(OTHERS)))
+    assert uses[2:] == [([], OTHERS)], "a request that found nothing"
+
+
 @over_a_store("movement.in_flight=1")
 async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) -> None:
     """As the layer ranges of a prefix are: each get begins before the first of them has a block."""
