@@ -172,8 +172,8 @@ class Prefetcher:
 
     async def _missing(self, row: int) -> list[Block]:
         """The blocks of the chain that ends with `row` that are not mapped, up to one above that is, the head first, in
-        slices. Where the end is mapped, it was put there a moment ago: blocks between it and other mapped ones have made
-        room for it; if there are no others, they are with the engine."""
+        slices. Where the end is mapped, it was put there a moment ago: blocks between it and other mapped ones have
+        made room for it; if there are no others, they are with the engine."""
         residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
