@@ -200,9 +200,9 @@ class Get:
                     self._counters.add("acquire_timeouts")
                     break
         finally:
+            loading.close()
             if asked is not None:
                 self._count_access(client, asked, wanted, len(asked), self._clock.monotonic_ns())
-            loading.close()
         found = next((at for at in range(len(rows)) if at not in leased), len(rows))
         self._counters.add("acquires")
         yield Acquired(found, self._cause(client, wanted, found))
