@@ -12,12 +12,14 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.lifecycle import Cause
+from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import offer
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.get import LeasedRun, Wanted
 from kvstored.store.operations.offer import Durability, DurabilityMode, StoreStatus
 from kvstored.store.policies.base import Share
+from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import PAYLOAD_BYTES, small_store
 from tests.reference.tiers import HOST, NVME
@@ -202,6 +204,51 @@ async def test_a_policy_is_notified_of_a_get_in_order_when_its_blocks_are_mapped
 
     await driven.stream(Wanted(b"".join(OTHERS)))
     assert uses[2:] == [([], OTHERS)], "a request that found nothing"
+
+
+@over_a_store("movement.in_flight=1")
+async def test_a_look_at_what_is_mapped_and_the_get_that_follows_are_one_request_to_policies(
+    driven: DrivenStore,
+) -> None:
+    await driven.put(KEYS, DurabilityMode.ALWAYS)
+    driven.leave_host(KEYS[2:])
+    rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
+    uses = notes_of_uses(driven)
+    seen = driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED, mapped_only=True))
+    assert seen is not None and seen.blocks == 2
+    await asyncio.sleep(0)
+    await driven.stream(Wanted(PACKED))
+    assert uses == [(rows, [])]
+    driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED, mapped_only=True))
+    await asyncio.sleep(0)
+    assert uses[1:] == [(rows, [])], "nothing follows where all is mapped"
+
+
+@over_a_store("movement.in_flight=1")
+async def test_what_goes_while_it_is_loaded_ends_the_chain_that_policies_are_notified_of(driven: DrivenStore) -> None:
+    await driven.put_on_nvme_alone(KEYS)
+    rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
+    uses = notes_of_uses(driven)
+    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    driven.operations.get.release(driven.client, [first.lease_id])
+    await driven.operations.delete.delete(driven.client, KEYS[3:])
+    await leaving.aclose()
+    assert len(uses) == 1 and set(uses[0][0]) <= set(rows[:3])
+    await driven.small.settle()
+
+
+@over_a_store(f"host.policy={CHAIN_HAZARD}")
+async def test_a_get_that_is_loaded_whole_is_a_request_and_not_the_end_of_the_put_before(driven: DrivenStore) -> None:
+    policy = driven.small.store.policies[HOST]
+    assert isinstance(policy, ChainHazard)
+    await driven.get(KEYS)
+    await asyncio.sleep(0)  # policies are notified behind the answer
+    await driven.put(KEYS, DurabilityMode.ALWAYS)
+    for number in range(1, 3):
+        driven.leave_host(KEYS)
+        driven.small.clock.advance(s=10.0)
+        await driven.stream(Wanted(PACKED))
+        assert policy.follower.book.returns == number
 
 
 @over_a_store("movement.in_flight=1")

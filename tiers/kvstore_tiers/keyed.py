@@ -48,7 +48,8 @@ from kvstore_tiers.waiting_reads import WaitingReads
 UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed
 MOST_UNREMOVED = 65536  # names: of older ones the orders were answered as failed, and have to be given again
-READERS, WRITERS = 4, 16  # threads; one reader serves what waits together. Questions have a thread of their own
+WRITERS = 16  # threads; questions have one of their own
+READERS = 2  # each serves what waits together. No more wait behind each other in the store, whose time limit is for two
 
 
 class KeyedTier(Tier):

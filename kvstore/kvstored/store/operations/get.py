@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
@@ -202,7 +203,8 @@ class Get:
         finally:
             loading.close()
             if asked is not None:
-                self._count_access(client, asked, wanted, len(asked), self._clock.monotonic_ns())
+                left = next((at for at, token in enumerate(asked) if self._residency.current(token) < 0), len(asked))
+                self._count_access(client, asked[:left], wanted, left, self._clock.monotonic_ns())
         found = next((at for at in range(len(rows)) if at not in leased), len(rows))
         self._counters.add("acquires")
         yield Acquired(found, self._cause(client, wanted, found))
@@ -274,7 +276,8 @@ class Get:
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
         tokens = [self._residency.token(row) for row in rows]
         now_ns = self._clock.monotonic_ns()
-        asyncio.get_running_loop().call_soon(self._count_request, client, tokens, wanted, found, now_ns)
+        count = partial(self._count_request, more_follows=wanted.mapped_only and len(resident) > found)
+        asyncio.get_running_loop().call_soon(count, client, tokens, wanted, found, now_ns)
         run = self._lease(client, rows, 0, sources) if rows else None
         if not wanted.mapped_only:
             return Acquired(found, cause, run)
@@ -325,8 +328,13 @@ class Get:
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
-    def _count_request(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
-        self._count_access(client, tokens, wanted, found, now_ns)
+    def _count_request(
+        self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int, *, more_follows: bool
+    ) -> None:
+        """`more_follows`: this was a look at what is mapped, and another get may load the rest: that one is the request
+        of which policies are notified."""
+        if not more_follows:
+            self._count_access(client, tokens, wanted, found, now_ns)
         self._feed.got(client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
 
     def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:

@@ -181,7 +181,7 @@ class Prefetcher:
         is_end_mapped = bool(mask[row] >> residency.mapped & 1)
         for step in range(1, WALK_BLOCKS):
             is_mapped = row >= 0 and bool(mask[row] >> residency.mapped & 1)
-            if row < 0 or (is_mapped and blocks):
+            if row < 0 or (is_mapped and (blocks or step > STEPS)):  # blocks near the end make room first
                 break
             if not is_mapped:
                 like = (mask[row], payload_bytes[row])

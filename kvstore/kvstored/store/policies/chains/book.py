@@ -333,6 +333,8 @@ class ChainBook:
         if tails[chain] < 0 or depth[last] > depth[tails[chain]]:
             tails[chain] = last
             self.chains.blocked[chain] = 0
+        if depth[last] + 1 >= self.chains.length[chain]:  # what is loaded later is another request's
+            self._promised.pop(chain, None)
         return count
 
     def _extend(

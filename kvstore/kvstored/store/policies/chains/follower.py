@@ -147,11 +147,12 @@ class ChainFollower:
                 taken = set(rows)
                 self.fresh = [row for row in fresh if row not in taken]
                 missed -= len(self.fresh)
-        if rows and missed == len(rows) and book.is_promised(chain := book.owner[rows[0]]):
+        if rows and not missing and missed == len(rows) and book.is_promised(chain := book.owner[rows[0]]):
             filled = book.filled(rows, chain)
             self._look_at(chain, looks=0)
             rows, missed = rows[filled:], missed - filled
             if not rows:
+                self._context = None
                 return
         if self.unknown:
             owner = book.owner
