@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -187,7 +187,7 @@ def machine_of(read_s: float) -> Machine:
 def live(load: Load, machine: Machine, session: Session) -> list[float]:
     """The time to first token of each turn, in seconds. Another thread stores, as in an engine."""
     images = payloads(max(turn.blocks for turn in load.turns), BLOCK_BYTES)
-    found, begin_s = [], time.perf_counter()
+    found, stores, begin_s = list[float](), list[Future[None]](), time.perf_counter()
 
     def store(turn: Turn, stored: int) -> None:
         tokens = tokens_of(turn.conversation, turn.blocks)
@@ -205,7 +205,9 @@ def live(load: Load, machine: Machine, session: Session) -> list[float]:
                 first = min(stored * BLOCK_TOKENS, len(tokens) - 1)
                 time.sleep(machine.prefill_s(COMPUTED, first, len(tokens)))
             found.append(time.perf_counter() - begin_s - turn.due_s)
-            storing.submit(store, turn, stored)
+            stores.append(storing.submit(store, turn, stored))
+    for each in stores:
+        each.result()
     return found
 
 

@@ -150,13 +150,10 @@ class KeyedTier(Tier):
         job = _Operation([name or expect_key], lambda outcome: done(self._counters.read(outcome)))
         if name is None or name[DIGEST_BYTES:] != expect_key:
             message = f"no block {expect_key.hex()} was written to this slot"
-            job.begin = partial(self._end_soon, job, Outcome(OutcomeKind.CORRUPT, message=message))
+            job.begin = partial(self._end, job, Outcome(OutcomeKind.CORRUPT, message=message))  # waits for no store
         else:
             job.begin = partial(self._reads.put, _Read(job, name, slot, segments))
         self._submit(job)
-
-    def _end_soon(self, job: _Operation, outcome: Outcome) -> None:
-        self._questions.post(partial(self._end, job, outcome))
 
     def _read_some(self, reads: Sequence[_Read]) -> int:
         """End the leading ones of these, as many as the store has memory for: how many."""

@@ -48,7 +48,6 @@ class Parts:
 
     def take(self, nbytes: int) -> tuple[int, int]:
         """Offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once closed."""
-        nbytes = -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
         turn = object()
         with self._changed:
             self._waiting.append(turn)
@@ -68,9 +67,10 @@ class Parts:
         """`take`, if that need not wait."""
         with self._changed:
             is_free = not self._waiting and not self._closed
-            return self._first_fit(-(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT) if is_free else None
+            return self._first_fit(nbytes) if is_free else None
 
     def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
+        nbytes = -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
         for at, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []

@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
@@ -276,8 +275,10 @@ class Get:
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
         tokens = [self._residency.token(row) for row in rows]
         now_ns = self._clock.monotonic_ns()
-        count = partial(self._count_request, more_follows=wanted.mapped_only and len(resident) > found)
-        asyncio.get_running_loop().call_soon(count, client, tokens, wanted, found, now_ns)
+        soon = asyncio.get_running_loop().call_soon
+        if not (wanted.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
+            soon(self._count_access, client, tokens, wanted, found, now_ns)
+        soon(self._feed.got, client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
         run = self._lease(client, rows, 0, sources) if rows else None
         if not wanted.mapped_only:
             return Acquired(found, cause, run)
@@ -327,15 +328,6 @@ class Get:
         for position, blocks in promoted.items():
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
-
-    def _count_request(
-        self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int, *, more_follows: bool
-    ) -> None:
-        """`more_follows`: this was a look at what is mapped, and another get may load the rest: that one is the request
-        of which policies are notified."""
-        if not more_follows:
-            self._count_access(client, tokens, wanted, found, now_ns)
-        self._feed.got(client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
 
     def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
         """Count an access of those blocks that are still there, by a request that wanted others too."""

@@ -27,9 +27,8 @@ _TWICE_DEPTH = (
 _LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
-_STALE_S = 1.0  # after that time a request that can bear a draw gets one; a victim waits for one where an eighth of the
-_STALE_BLOCKS = 8  # tier's blocks have left it since,
-_OLD_S = 4.0  # or after so long: in a pause all ranks grow old
+_STALE_S = 1.0  # or after so long: the next request that can bear a draw gets one
+_OLD_S, _OLD_SHARE = 4.0, 8  # a victim waits for one after so long, or once such a part of the tier has been replaced
 _LOOKS_SOON = 24  # after so many looks more it does not wait for a request that can bear it
 _LIGHT = 4.0  # a request that can bear so many times what a draw takes gets one in any case
 _DRAW_US, _CHAINS_A_US = 35.0, 40.0  # what a draw takes, about
@@ -160,7 +159,7 @@ class Candidates:
     def _is_old(self, now_s: float) -> bool:
         """Whether a victim is to wait for a draw: what few blocks are chosen by old ranks costs less than that."""
         left = self._book.left_blocks - self._left_by_then
-        return now_s >= self._drawn_s + _OLD_S or left * _STALE_BLOCKS >= self._residency.tier_blocks(self._tier)
+        return now_s >= self._drawn_s + _OLD_S or left * _OLD_SHARE >= self._residency.tier_blocks(self._tier)
 
     def _draw(self, now_s: float) -> None:
         book = self._book
