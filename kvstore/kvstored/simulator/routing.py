@@ -18,7 +18,7 @@ from kvstored.simulator.visit import Visit
 
 RANDOM, STICKY, EVENTS = "random", "sticky", "events"
 ROUTINGS = (RANDOM, STICKY, EVENTS)
-QUEUED = 0.1  # what a second in a queue counts; a second of computing counts 1
+QUEUED = 0.05  # what a second in a queue counts; a second of computing counts 1
 _ENDS = 2  # the last block of a request may be cut differently in the next turn
 
 
