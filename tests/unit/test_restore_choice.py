@@ -125,6 +125,23 @@ def test_over_many_requests_it_takes_little_more_than_the_better_path(ratio: flo
     assert better / spent >= 0.97
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_first_step_that_warms_the_engine_up_misleads_for_a_few_requests_alone(
+    is_restarted: bool, tmp_path: Path
+) -> None:
+    machine = Machine(block_s=1.3 * 1e-3 * BLOCK_TOKENS)
+    choice = LoadChoice(clock=lambda: machine.now_s)
+    if is_restarted:
+        choice = _knowing(machine)
+        choice.save(tmp_path / "costs")
+        choice = LoadChoice.load(tmp_path / "costs", clock=lambda: machine.now_s)
+    choice.observe_compute(0, 1000, 1.7 * machine.compute_s(1000))
+    hit = machine.hit(15)
+    loaded = [machine.serve(choice, hit)[1].blocks for _ in range(12)]
+    assert loaded[0] == (0 if is_restarted else 15), "what was known before counts"
+    assert loaded[6:] == [0] * 6
+
+
 @pytest.mark.parametrize("token_s", [2e-6, 1e-4, 1e-2, 1.0])
 def test_machines_of_all_speeds_are_known_after_a_few_prompts(token_s: float) -> None:
     choice = LoadChoice()

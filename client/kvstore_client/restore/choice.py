@@ -8,8 +8,9 @@ For engines that compute only behind what was loaded. With n blocks loaded a fir
 queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier (bias.py). Within a run of blocks in one tier the
 sum is concave in n, so its least value is at an end of a run: only those are compared.
 
-A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it some blocks take the other one, as
-soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of each request may be lost to this.
+A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
+few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
+each request may be lost to this. The first step of a process also warms the engine up: it counts until the second.
 Owns what was learned, and its file. It loads and computes nothing. Safe for use by several threads.
 """
 
@@ -109,6 +110,8 @@ class LoadChoice:
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
         self._informative_tokens = 0  # so many at once say what those of the latest hit cost
+        self._steps = 0  # that were observed in this process
+        self._is_provisional = False  # all that is known of computing is from the first of them
         self._path: Path | None = None
         self._unsaved = 0
         self._lock = threading.RLock()
@@ -155,7 +158,12 @@ class LoadChoice:
         with self._lock:
             if tokens < 1 or seconds <= 0 or (self._compute.samples and tokens < self._informative_tokens):
                 return
-            self._compute.observe(compute_features(tokens, tokens * (first + tokens / 2)), seconds)
+            self._steps += 1
+            if self._steps == 1 and self._compute.samples:
+                return
+            features = compute_features(tokens, tokens * (first + tokens / 2))
+            self._compute.observe(features, seconds, is_to_scale=self._is_provisional)
+            self._is_provisional = self._steps == 1
             self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
@@ -247,13 +255,15 @@ class LoadChoice:
         whole = len(hit.tiers)
         if best < whole and self._since_load >= TRIAL_EVERY:
             room, sign = whole - best, +1
-        elif best and self._since_compute >= TRIAL_EVERY:
+        elif best and self._since_compute >= min(TRIAL_EVERY, 2**self._steps):
             room, sign = best, -1
         else:
             return None
         step = -(-room // _TRIAL_PART)
         while step:
             blocks = best + sign * step
+            if sign < 0 and hit.tokens - hit.held(blocks) < self._informative_tokens:
+                return None  # `observe_compute` would pass it over
             if self._total_s(hit, blocks, waits) - best_s <= self._saved_s:
                 return blocks
             step //= 2

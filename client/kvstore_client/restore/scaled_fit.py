@@ -34,14 +34,16 @@ class ScaledFit:
         """Seconds for each unit of a feature, none of them negative."""
         return [self._scale * max(0.0, value) for value in self._fit.coefficients]
 
-    def observe(self, features: Sequence[float], cost_s: float) -> None:
-        """Learn that `features` took `cost_s` seconds. A sample that is not finite or not positive is ignored."""
+    def observe(self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False) -> None:
+        """Learn that `features` took `cost_s` seconds. A sample that is not finite or not positive is ignored.
+        `is_to_scale`: samples before were wrong by one factor, which this one corrects."""
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return
         predicted_s = self._fit.predict(features)
         ratio = cost_s / (self._scale * predicted_s) if predicted_s > 0 else 1.0
-        if not self.samples or not 0.5 <= ratio <= 2.0:
-            scale = self._scale * ratio ** (_SHARE if self.samples else 1.0)
+        is_to_scale = is_to_scale or not self.samples
+        if is_to_scale or not 0.5 <= ratio <= 2.0:
+            scale = self._scale * ratio ** (1.0 if is_to_scale else _SHARE)
             self._scale = min(max(scale, 1 / _MOST), _MOST)
         self._fit.observe(features, cost_s / self._scale)
 
