@@ -27,7 +27,8 @@ from support.gpu_kernels import KERNEL_QUESTIONS, Card
 
 from kvstore_console.units import human_bytes
 from kvstore_engine.kernels.cuda import CudaError
-from kvstore_tiers.gpu.driver import Driver, DriverError, NoDriver, Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
 
 CHUNK_BYTES = 64 << 20
 PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
