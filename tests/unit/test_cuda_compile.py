@@ -24,6 +24,7 @@ from kvstore_proto import cuda_compiler, kernel_cache, nvrtc
 from kvstore_proto.cuda_compiler import compile_program, compile_with_log
 from kvstore_proto.nvrtc import CompileError
 from tests.cuda_shim.launcher import ShimLauncher
+from tests.reference.nvrtc import need_nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILLS = re.compile(r"(\d+) bytes spill stores")
@@ -36,14 +37,6 @@ SHAPES = [
     CacheShape(10, 2, 80, 128, "f16", "f16"),
 ]
 BLOCKS = Program.of("blocks.cu")
-
-
-def need_nvrtc() -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
-    try:
-        nvrtc.library()
-    except CompileError as error:
-        pytest.skip(f"no NVRTC: {error}")
 
 
 @pytest.mark.slow

@@ -167,9 +167,13 @@ class Store:
         """The tier of device memory that a container is of, where clients may import that."""
         if container < DEVICE_ARENAS:
             return None
+        return next((tier for tier in self.exporters.values() if tier.owner(container) is not None), None)
+
+    @property
+    def exporters(self) -> dict[int, GpuTier]:
+        """By position, the tiers whose memory clients may import."""
         exported = self.residency.exported
-        tiers = (cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1)
-        return next((tier for tier in tiers if tier.owner(container) is not None), None)
+        return {position: cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1}
 
     def _free_leased(self, slot: Slot) -> None:
         (self.exporter_of(slot.container) or self.host).free(slot)
