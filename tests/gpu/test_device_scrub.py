@@ -9,6 +9,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.segments import view_at
 from kvstored.health.integrity import Integrity
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
 from kvstored.store.operations.offer import DurabilityMode
@@ -72,6 +73,29 @@ def test_a_block_that_an_importer_wrote_over_is_dropped(tmp_path: Path, checks: 
                 assert (await store.get(keys_of(1, BLOCKS))).blocks == BLOCKS, "DRAM has it"
                 await settle(store)
                 assert must_hold(store)
+
+    asyncio.run(run())
+
+
+def test_a_block_that_is_damaged_in_dram_is_found_by_its_copy_to_the_device(tmp_path: Path) -> None:
+    """The next get has it from NVMe."""
+    tier = open_tier(emulated_node())
+
+    async def run() -> None:
+        async with small_store(tmp_path, *SMALL, before=[tier]) as small:
+            store, residency, host = DrivenStore(small), small.residency, small.mapped
+            keys = keys_of(1, BLOCKS)
+            await store.put(keys, DurabilityMode.ALWAYS)
+            await store.get(keys)
+            row = residency.find(store.client.tenant_id, keys[2])
+            place = small.store.host.slot_segment(residency.slot(row, host))
+            view_at(place.address + HEADER_BYTES, 100)[77] ^= 1
+            await settle(store)
+            assert not residency.has(row, host) and not residency.has(row, 0)
+            assert small.store.counters["corrupt_blocks"] == 1
+            assert (await store.get(keys)).blocks == BLOCKS  # which compares the bytes
+            await settle(store)
+            assert must_hold(store)
 
     asyncio.run(run())
 

@@ -6,10 +6,9 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.host import HostTier
@@ -94,14 +93,28 @@ def test_a_block_that_changed_in_dram_after_its_checksum_does_not_become_readabl
         assert verified(tier, slot).ok
 
 
+def test_other_bytes_than_were_sent_are_no_fault_of_the_source(tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    control.write_text("run:2=spoil")  # the first cleared the new memory
+    with closing(open_tier(emulated_node(control=control))) as tier:
+        header, payload = block(1, PAYLOAD_BYTES)
+        slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+        assert slot is not None
+        outcome = finish(lambda done: tier.write(slot, header, [segment_of(payload)], done))
+        assert outcome.kind is OutcomeKind.FAILED and "other bytes arrived" in outcome.message
+        assert get(tier, slot, header.key, PAYLOAD_BYTES)[0].kind is OutcomeKind.CORRUPT, "nothing is there"
+        tier.free(slot)
+        assert verified(tier, stored(tier)).ok and tier.worker_starts == 1
+
+
 def test_a_worker_that_dies_between_copy_and_check_fails_the_write(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.write_text("cuLaunchKernel:1=kill")
     with closing(open_tier(emulated_node(control=control))) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
-        slot = tier.allocate(HEADER_BYTES + 12 * 4096 + 4096)
+        slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
         assert slot is not None
-        outcome = finish(lambda done: tier.write(slot, header, [segment_of(np.asarray(payload))], done))
+        outcome = finish(lambda done: tier.write(slot, header, [segment_of(payload)], done))
         assert outcome.kind is OutcomeKind.FAILED
         control.write_text("")
         tier.free(slot)

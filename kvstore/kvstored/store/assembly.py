@@ -268,7 +268,8 @@ class Store:
             if gate.shares_early:
                 link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
-                made.append(Sharing(residency, link, back, room, gate, self.absences, self.counters))
+                copied = partial(self.counters.add, "shared_blocks")
+                made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, copied))
 
         def used(rows: Sequence[int]) -> None:
             for sharing in made:
@@ -277,7 +278,8 @@ class Store:
         for position in range(residency.mapped):
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
             gate, room = self._make_device_gate(position), self.rooms[position]
-            made.append(Sharing(residency, link, back, room, gate, None, self.counters, "device_blocks"))
+            copied = partial(self.counters.add, "device_blocks")
+            made.append(Sharing(residency, link, back, room, gate, None, self.damage, copied))
 
         if made:
             residency.use_with(used)
