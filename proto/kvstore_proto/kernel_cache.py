@@ -17,9 +17,14 @@ STALE_S = 3600.0  # no compilation takes so long: its process was killed
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvstored/kernels."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvstored" / "kernels"
+    """$XDG_CACHE_HOME/kvstored/kernels; what systemd gave a service; else in ~/.cache, where the user has a home."""
+    root, of_service = os.environ.get("XDG_CACHE_HOME"), os.environ.get("CACHE_DIRECTORY")
+    if not root and of_service:
+        return Path(of_service) / "kernels"
+    try:
+        return Path(root or Path.home() / ".cache") / "kvstored" / "kernels"
+    except RuntimeError:  # as of a container's user that no one knows
+        return Path("/nonexistent")
 
 
 def keep(target: Path, content: bytes) -> None:

@@ -188,6 +188,22 @@ EXPORTED CUresult cuStreamSynchronize(CUstream stream) {
     return result;
 }
 
+EXPORTED CUresult cuCtxSynchronize(void) {
+    ENTER("cuCtxSynchronize");
+    int device = current_device();
+    pthread_mutex_lock(&emulated_lock);
+    for (struct stream *each = streams; each;)
+        if (each->device == device && each->first) {
+            pthread_cond_wait(&changed, &emulated_lock);
+            each = streams; /* it may be gone */
+        } else {
+            each = each->next;
+        }
+    CUresult result = broken(device);
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
 EXPORTED CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
     ENTER("cuStreamWaitEvent");
     return flags || event->is_destroyed ? INVALID_VALUE : add(stream, (struct work){.kind = WAIT, .event = event});

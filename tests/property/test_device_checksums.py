@@ -9,7 +9,9 @@ import pytest
 import xxhash
 
 from kvstore_proto.cuda_compiler import compile_with_log
-from kvstore_tiers.gpu.checksums import _RANGE, _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.checksums import _RANGE, _SHARED_BYTES, KERNEL, MOST_RANGES, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu.worker import MAX_TOGETHER
 from tests.cuda_shim.launcher import placed, run_kernel
 from tests.reference.nvrtc import need_nvrtc
 
@@ -64,6 +66,15 @@ def test_it_compiles_without_spilling_registers(architecture: str) -> None:
     cubin, log = compile_with_log(PROGRAM, architecture, "--ptxas-options=-v")
     assert cubin.startswith(b"\x7fELF")
     assert " 0 bytes spill stores" in log, log
+
+
+def test_what_a_worker_takes_together_fits_one_launch() -> None:
+    assert MAX_TOGETHER * wire.MAX_CHECKED <= MOST_RANGES
+    pieces = [wire.Piece(1, 4096 * each, 0, 0, 4096) for each in range(wire.MAX_CHECKED + 1)]
+    with pytest.raises(ValueError, match="65 pieces do not fit"):
+        wire.pack_transfer(wire.CHECK, 7, pieces)
+    assert wire.unpack_transfer(wire.pack_transfer(wire.CHECK, 7, pieces[:-1])) == (7, pieces[:-1])
+    assert wire.unpack_sums(wire.pack_sums(7, [0, 2**64 - 1])) == [0, 2**64 - 1]
 
 
 def test_its_argument_has_the_size_that_the_kernel_reads() -> None:

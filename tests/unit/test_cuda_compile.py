@@ -162,6 +162,19 @@ def test_a_compiler_that_crashes_or_hangs_is_an_error_of_the_kernels(
     assert {path.name for path in tmp_path.iterdir()} - {"python.ran"} == {"python"}
 
 
+def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "CACHE_DIRECTORY", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # of a container: no entry, no home
+    assert kernel_cache.cache_folder() == Path("/nonexistent")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert kernel_cache.cache_folder() == Path("/home/someone/.cache/kvstored/kernels")
+    monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/kvstored")
+    assert kernel_cache.cache_folder() == Path("/var/cache/kvstored/kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert kernel_cache.cache_folder() == Path("/elsewhere/kvstored/kernels")
+
+
 def test_what_a_killed_compilation_left_is_removed_and_what_another_makes_is_not(tmp_path: Path) -> None:
     target = tmp_path / "cuda-1.cubin"
     left, folder, made = tmp_path / "a.partial", tmp_path / "b.partial", tmp_path / "c.partial"
