@@ -14,6 +14,9 @@ from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of, view_at
 from kvstore_tiers.testing.transfers import block, finish, get, put
+from kvstored.config import load_config
+from kvstored.config.tiers import Start
+from kvstored.config.tiers.gpu import GpuSection
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_gpu_export import overwrite
 from tests.reference.nvrtc import need_nvrtc
@@ -149,3 +152,15 @@ def test_a_tier_that_is_not_to_verify_loads_no_kernel() -> None:
     with closing(open_tier(emulated_node(), checks=False)) as tier:
         assert not tier.verifies and "verified" not in tier.statistics().message
         assert verified(tier, stored(tier)).ok
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_configuration_says_whether_it_is_wanted(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in emulated_node().items():
+        monkeypatch.setenv(name, value)
+    settings = ("tier.vram.kind=gpu", "tier.vram.capacity=4MiB", "tier.vram.chunk=2MiB", "tier.vram.bounce=2MiB")
+    chosen = () if wanted else ("tier.vram.verify=false",)
+    section = load_config(None, (*settings, *chosen)).tier("vram")
+    assert isinstance(section, GpuSection)
+    with closing(section.open(Start())) as tier:
+        assert tier.verifies == wanted

@@ -112,7 +112,7 @@ def test_kernels_touch_no_memory_that_is_not_theirs() -> None:
         SANITIZE: "1",
         "PYTHONMALLOC": "malloc",
     }
-    files = [f"tests/property/test_cuda_{name}.py" for name in ("attention", "rope", "blocks")]
+    files = [f"tests/property/test_cuda_{name}.py" for name in ("attention", "rope", "blocks", "checksums")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", *files]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -73,7 +73,8 @@ class DeviceScrubber:
         finally:
             if residency.current(token) == row:
                 residency.unpin(row)
-        self._counters.add("scrubbed_bytes", slot.nbytes)
+        if outcome.kind is not OutcomeKind.FAILED:
+            self._counters.add("scrubbed_bytes", slot.nbytes)
         is_there = residency.current(token) == row and residency.has(row, position)
         if outcome.kind is OutcomeKind.CORRUPT and is_there and residency.slot(row, position) == slot:
             self._counters.add("scrub_corrupt")
