@@ -16,20 +16,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
+from queue import SimpleQueue
 
 import numpy as np
+import xxhash
 from support.gpu_card import CudaCard
 from support.gpu_kernels import KERNEL_QUESTIONS, Card
 
 from kvstore_console.units import human_bytes
 from kvstore_engine.kernels.cuda import CudaError
-from kvstore_tiers.gpu.driver import Driver, DriverError, NoDriver, Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_proto.nvrtc import CompileError
+from kvstore_tiers.gpu.checksums import Checksums
+from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
+from kvstore_tiers.gpu.events import Events
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES, BLOCK_BYTES = 64 << 20, 1 << 20
 PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 ROUNDS = 5
 Answer = tuple[bool, str]
@@ -128,6 +134,33 @@ def speeds(device: int) -> Answer:
     return True, "; ".join(said)
 
 
+def checksums(device: int) -> Answer:
+    """Checksums of device memory by the GPU tier's kernel: whether they are xxhash's, and how fast."""
+    driver = Driver(device)
+    at = driver.map(driver.create(CHUNK_BYTES), CHUNK_BYTES)
+    mapping, host = pinned(driver, CHUNK_BYTES)
+    np.frombuffer(mapping, np.uint64)[:] = np.random.default_rng(1).integers(0, 2**63, CHUNK_BYTES // 8)
+    copy(driver, [Run(at, host, CHUNK_BYTES)], to_device=True)
+    found: SimpleQueue[tuple[Sequence[int], DriverError | None]] = SimpleQueue()
+    kernel = Checksums(driver, Events(driver), lambda _, sums, failure: found.put((sums, failure)))
+    said, holds = [], True
+    for count in (1, CHUNK_BYTES // BLOCK_BYTES):
+        ranges = [(at + block * BLOCK_BYTES, BLOCK_BYTES) for block in range(count)]
+        took_s = []
+        for _ in range(ROUNDS):
+            began_s = time.perf_counter()
+            kernel.start([(0, ranges)])
+            sums, failure = found.get()
+            took_s.append(time.perf_counter() - began_s)
+            if failure is not None:
+                raise failure
+        wanted = [xxhash.xxh3_64_intdigest(mapping[start - at : start - at + nbytes]) for start, nbytes in ranges]
+        holds = holds and list(sums) == wanted
+        said.append(f"{count} x {human_bytes(BLOCK_BYTES)} {count * BLOCK_BYTES / min(took_s) / 1e9:.1f} GB/s")
+    verdict = "those of xxhash" if holds else "WRONG"
+    return holds, f"checksums of device memory are {verdict}; launch included: {', '.join(said)}"
+
+
 def _run(device: int, host: int, offset: int, nbytes: int, to_device: bool) -> Run:
     ends = (device + offset, host + offset)
     return Run(*(ends if to_device else ends[::-1]), nbytes)
@@ -138,7 +171,7 @@ def of_card(question: Callable[[Card], Answer], device: int) -> Answer:
 
 
 QUESTIONS: tuple[Callable[[int], Answer], ...] = (
-    registers_read_only, read_only_access_holds, memory_outlives_its_maker, speeds,
+    registers_read_only, read_only_access_holds, memory_outlives_its_maker, speeds, checksums,
     *(partial(of_card, question) for question in KERNEL_QUESTIONS),
 )  # fmt: skip
 
@@ -151,7 +184,7 @@ def _name(number: int) -> str:
 def _ask(number: int, device: int, pipe: Connection) -> None:
     try:
         pipe.send(QUESTIONS[number](device))
-    except (DriverError, NoDriver, CudaError) as error:
+    except (DriverError, NoDriver, CompileError, CudaError) as error:
         pipe.send((False, f"{_name(number)}: {error}"))
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.cuda import Device
-from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from kvstore_proto.cuda_driver import call
+from kvstore_tiers.gpu.driver import Driver, Run
 from support.gpu_kernels import Array, Card
 
 REPEATS, ROUNDS = 20, 5
@@ -92,7 +93,4 @@ class CudaCard(Card):
         return mapping, host
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        code, *answers = getattr(self._cuda, name)(*arguments)
-        if code != 0:
-            raise DriverError(name, int(code), f"error {int(code)}")
-        return answers[0] if len(answers) == 1 else tuple(answers)
+        return call(self._cuda, name, *arguments)

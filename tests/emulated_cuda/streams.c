@@ -7,9 +7,17 @@
 
 #include "emulated.h"
 
-enum kind { COPIES, RECORD, WAIT, END };
+enum kind { COPIES, KERNEL, RECORD, WAIT, END };
 struct event { uint64_t recorded, reached; CUresult result; bool is_destroyed; };
-struct work { enum kind kind; struct piece *pieces; size_t count; CUevent event; uint64_t number; struct work *next; };
+struct work {
+    enum kind kind;
+    struct piece *pieces;
+    size_t count;
+    struct launch *launch;
+    CUevent event;
+    uint64_t number;
+    struct work *next;
+};
 struct stream {
     int device;
     pthread_t thread;
@@ -42,17 +50,22 @@ bool is_pending(uint64_t address, size_t nbytes) {
     return false;
 }
 
-static void run_copies(struct stream *stream, const struct work *work) {
+static void run_on_device(struct stream *stream, const struct work *work) {
     long most_us = setting("EMULATED_CUDA_DELAY_US", 200);
     if (most_us > 0)
         usleep((useconds_t)(rand_r(&stream->seed) % (most_us + 1)));
     char own[16];
     snprintf(own, sizeof own, "run%u", stream->number);
     CUresult result = broken(stream->device) ? broken(stream->device) : enter("run");
-    if (!result)
+    bool spoils = result == SPOIL;
+    if (!result || spoils)
         result = enter(own);
     for (size_t i = 0; i < work->count && !result; i++) /* in no promised order: the last first */
         result = run_copy(stream->device, &work->pieces[work->count - 1 - i]);
+    for (size_t i = 0; spoils && i < work->count; i++)
+        spoil(stream->device, &work->pieces[i]);
+    if (work->kind == KERNEL && !result)
+        result = run_kernel(stream->device, work->launch);
     if (result)
         break_context(stream->device, result);
 }
@@ -64,9 +77,9 @@ static void *serve(void *argument) {
         while (!stream->first)
             pthread_cond_wait(&changed, &emulated_lock);
         struct work *work = stream->first;
-        if (work->kind == COPIES) {
+        if (work->kind == COPIES || work->kind == KERNEL) {
             pthread_mutex_unlock(&emulated_lock);
-            run_copies(stream, work);
+            run_on_device(stream, work);
             pthread_mutex_lock(&emulated_lock);
         } else if (work->kind == RECORD) {
             if (work->event->reached < work->number)
@@ -80,6 +93,7 @@ static void *serve(void *argument) {
         stream->last = stream->first ? stream->last : NULL;
         bool is_end = work->kind == END;
         free(work->pieces);
+        free(work->launch);
         free(work);
         pthread_cond_broadcast(&changed);
         if (is_end)
@@ -116,12 +130,16 @@ static CUresult add(CUstream stream, struct work work) {
     }
     pthread_mutex_unlock(&emulated_lock);
     if (result)
-        free(work.pieces);
+        free(work.pieces), free(work.launch);
     return result;
 }
 
 CUresult enqueue_copies(CUstream stream, struct piece *pieces, size_t count) {
     return add(stream, (struct work){.kind = COPIES, .pieces = pieces, .count = count});
+}
+
+CUresult enqueue_kernel(CUstream stream, struct launch *launch) {
+    return add(stream, (struct work){.kind = KERNEL, .launch = launch});
 }
 
 EXPORTED CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
@@ -166,6 +184,22 @@ EXPORTED CUresult cuStreamSynchronize(CUstream stream) {
             pthread_cond_wait(&changed, &emulated_lock);
         result = broken(device);
     }
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuCtxSynchronize(void) {
+    ENTER("cuCtxSynchronize");
+    int device = current_device();
+    pthread_mutex_lock(&emulated_lock);
+    for (struct stream *each = streams; each;)
+        if (each->device == device && each->first) {
+            pthread_cond_wait(&changed, &emulated_lock);
+            each = streams; /* it may be gone */
+        } else {
+            each = each->next;
+        }
+    CUresult result = broken(device);
     pthread_mutex_unlock(&emulated_lock);
     return result;
 }

@@ -63,6 +63,7 @@ def test_the_unit_does_what_the_daemon_counts_on() -> None:
     assert str(config.daemon.socket_dir) == f"/run/{settings['RuntimeDirectory']}"
     assert str(config.daemon.state_dir) == f"/var/lib/{settings['StateDirectory']}"
     assert (settings["RuntimeDirectoryMode"], settings["StateDirectoryMode"]) == ("0750", "0700")
+    assert (settings["CacheDirectory"], settings["CacheDirectoryMode"]) == ("kvstored", "0700"), "compiled kernels"
     assert settings["ExecStart"].endswith("serve --config /etc/kvstored/kvstored.toml")
     assert settings["LimitCORE"] == "0"
     assert settings["RestartPreventExitStatus"] == "2 4", "a mistake is not tried again"

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cuda_shim import launcher
-from tests.cuda_shim.launcher import HERE, compiler
+from tests.cuda_shim.build import HERE, SANITIZE, compiler
 from tests.tidy.tree import ROOT
 
 KERNELS = """
@@ -110,10 +109,10 @@ def test_kernels_touch_no_memory_that_is_not_theirs() -> None:
     environment = os.environ | {
         "LD_PRELOAD": found,
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        launcher.SANITIZE: "1",
+        SANITIZE: "1",
         "PYTHONMALLOC": "malloc",
     }
-    files = [f"tests/property/test_cuda_{name}.py" for name in ("attention", "rope", "blocks")]
+    files = [f"tests/property/test_cuda_{name}.py" for name in ("attention", "rope", "blocks", "checksums")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", *files]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
