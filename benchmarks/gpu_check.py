@@ -29,10 +29,11 @@ from support.gpu_kernels import KERNEL_QUESTIONS, Card
 
 from kvstore_console.units import human_bytes
 from kvstore_engine.kernels.cuda import CudaError
+from kvstore_proto.cuda_copies import Run
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.checksums import Checksums
-from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
+from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
 
 CHUNK_BYTES, BLOCK_BYTES = 64 << 20, 1 << 20

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.cuda import Device
+from kvstore_proto.cuda_copies import Run
 from kvstore_proto.cuda_driver import call
-from kvstore_tiers.gpu.driver import Driver, Run
+from kvstore_tiers.gpu.driver import Driver
 from support.gpu_kernels import Array, Card
 
 REPEATS, ROUNDS = 20, 5

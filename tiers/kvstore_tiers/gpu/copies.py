@@ -2,36 +2,24 @@
 
 Owns the streams of copies, one a direction. Never decides which copies go together: the caller hands over all that it
 knows of at a time.
+
+What is left of merged runs is large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M
+parameters: 1.4), or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside
+28 us and more of its payload: a gather kernel, which is faster below some 28 KiB, would win 4 % at most, and take turns
+with an engine's.
 Invariant: each transfer is reported once, after its bytes are in place or when they will not be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from kvstore_proto.cuda_copies import Run, merged
 from kvstore_proto.cuda_driver import DriverError
-from kvstore_tiers.gpu.driver import Driver, Run
+from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
 
 Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """The same copies with neighbours in one: the driver merges none, and small ones are slow.
-
-    What is left is large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M parameters: 1.4),
-    or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside 28 us and more of
-    its payload: a gather kernel, which is faster below some 28 KiB, would win 4 % at most, and take turns with an
-    engine's.
-    """
-    joined: list[Run] = []
-    for run in sorted(runs, key=lambda run: run.to):
-        last = joined[-1] if joined else None
-        if last and last.to + last.nbytes == run.to and last.source + last.nbytes == run.source:
-            joined[-1] = Run(last.to, last.source, last.nbytes + run.nbytes)
-        else:
-            joined.append(run)
-    return joined
 
 
 class Copies:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kvstore_proto.cuda_copies import Run, has_batches, queue_copies
 from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
 
-BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in the form that the library calls
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
 _MAJOR, _MINOR = 75, 76
@@ -23,15 +22,6 @@ _NON_BLOCKING, _NO_TIMING_BLOCKING_SYNC = 1, 3
 
 class NoDriver(OSError):
     """There is no driver, no library for it or no such device; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes to copy. One side is an address of the device, the other one of registered host memory."""
-
-    to: int
-    source: int
-    nbytes: int
 
 
 class Driver:
@@ -55,7 +45,7 @@ class Driver:
         self.use_in_this_thread()
         if not self._attribute(_HANDLE_IS_DESCRIPTOR_SUPPORTED):
             raise NoDriver(f"CUDA device {index} cannot export memory as a file descriptor")
-        self._has_batches = self._call("cuDriverGetVersion") >= BATCH_VERSION
+        self._has_batches = has_batches(self._cuda)
         self._registers_read_only = bool(self._attribute(_READ_ONLY_HOST_REGISTER_SUPPORTED))
 
     def use_in_this_thread(self) -> None:
@@ -190,23 +180,7 @@ class Driver:
 
     def copy(self, runs: Sequence[Run], *, to_device: bool, stream: Any) -> None:
         """Queue copies, in no order among them: one call for all where the driver has batches."""
-        cuda = self._cuda
-        if self._has_batches and len(runs) > 1:
-            attributes = cuda.CUmemcpyAttributes()
-            attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-            self._call(
-                "cuMemcpyBatchAsync",
-                [cuda.CUdeviceptr(run.to) for run in runs],
-                [cuda.CUdeviceptr(run.source) for run in runs],
-                [run.nbytes for run in runs],
-                len(runs), [attributes], [0], 1, stream,
-            )  # fmt: skip
-            return
-        for run in runs:
-            if to_device:
-                self._call("cuMemcpyHtoDAsync", cuda.CUdeviceptr(run.to), run.source, run.nbytes, stream)
-            else:
-                self._call("cuMemcpyDtoHAsync", run.to, cuda.CUdeviceptr(run.source), run.nbytes, stream)
+        queue_copies(self._cuda, runs, "to device" if to_device else "to host", stream, is_batched=self._has_batches)
 
     def close(self) -> None:
         self._call("cuDevicePrimaryCtxRelease", self._device)

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_proto.cuda_copies import Run
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies
-from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
+from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
 from kvstore_tiers.passing import receive_packet, send_packet
 
