@@ -37,7 +37,8 @@ from kvstore_proto.v1 import handshake_pb2
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 if TYPE_CHECKING:
-    from kvstore_client.device import DeviceArenas, DeviceMemory
+    from kvstore_client.device import DeviceMemory
+    from kvstore_client.device.arenas import DeviceArenas
 
 DEFAULT_DEADLINE_S = 0.25
 _DEFAULT_MAX_KEYS = 1024
@@ -102,7 +103,7 @@ class DaemonSession:
         self.arenas = Arenas(handshake, welcome.arena_ids, former._arenas_in(welcome) if former is not None else None)
         self.device_arenas: DeviceArenas | None = None
         if options.device is not None:
-            from kvstore_client.device import DeviceArenas
+            from kvstore_client.device.arenas import DeviceArenas
 
             self.device_arenas = DeviceArenas(handshake, options.device)
         self.writable = WritableArenas(handshake, welcome.writable_arena_ids, is_offered=welcome.put_in_place)

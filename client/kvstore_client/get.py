@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvstore_client.counters import Counters
 from kvstore_client.daemon_session import DaemonSession
@@ -22,8 +23,13 @@ from kvstore_client.results import REASON_LATE, REASON_LIMIT, REASON_NO_ARENA, R
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
+
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceChunk
+
+    OnDevice = Mapping[int, tuple[DeviceChunk, Bytes]]  # by position in an answer: chunk, and a copy of the header
 
 WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
 
@@ -51,11 +57,17 @@ class Get:
     def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
         """A lease on the leading blocks that could be had within the deadline, or without promotion."""
         request = wire.Request(acquire=self._acquire(mapped_only=not promote, prompt_tokens=prompt_tokens))
-        answer = self._prefix.daemon.call(request, self._deadline_s, lambda late: self.give_back(late.acquire.lease_id))
-        if isinstance(answer, str):
-            return Lease(reason=answer)
-        reply = answer.acquire
-        blocks, stopped = self._blocks(reply, self._prefix.chain, self._deadline_s - self._age_s())
+        reply = self._ask(request)
+        if isinstance(reply, str):
+            return Lease(reason=reply)
+        on_device = self._on_device(reply, self._deadline_s - self._age_s())
+        if on_device is None:
+            self.give_back(reply.lease_id)
+            request.acquire.host_only, on_device = True, {}
+            reply = self._ask(request)
+            if isinstance(reply, str):
+                return Lease(reason=reply)
+        blocks, stopped = self._blocks(reply, self._prefix.chain, self._deadline_s - self._age_s(), on_device)
         if prefault:
             _prefault(blocks)
         reason = stopped or miss_reason(reply.miss_reason)
@@ -73,15 +85,35 @@ class Get:
 
     def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
         part = self._prefix.chain.part(reply.first, reply.blocks)
-        return self._lease(reply, *self._blocks(reply, part, timeout_s))
+        on_device = self._on_device(reply, timeout_s)
+        if on_device is None:
+            self.give_back(reply.lease_id)
+            again = self._ask(wire.Request(acquire=self._acquire(part.keys)))
+            if isinstance(again, str):
+                return Lease(reason=again)
+            reply, on_device = again, {}
+        return self._lease(reply, *self._blocks(reply, part, timeout_s, on_device))
 
     def give_back(self, lease_id: int) -> None:
         if lease_id:
             self._prefix.daemon.release(lease_id)
 
-    def _acquire(self, **fields: object) -> wire.Acquire:
+    def _ask(self, request: wire.Request) -> wire.AcquireReply | str:
+        """The daemon's answer, or the reason why there is none before the deadline."""
+        left_s = max(self._deadline_s - self._age_s(), 0.001)
+        answer = self._prefix.daemon.call(request, left_s, lambda late: self.give_back(late.acquire.lease_id))
+        return answer if isinstance(answer, str) else answer.acquire
+
+    def _on_device(self, reply: wire.AcquireReply, timeout_s: float) -> OnDevice | None:
+        """Of the blocks that an answer names on the device; None when they can be had from host memory alone."""
+        devices = self._prefix.daemon.device_arenas
+        return {} if devices is None else devices.headers(reply.arena_ids, reply.offsets, timeout_s)
+
+    def _acquire(self, keys: BlockKeys | None = None, **fields: object) -> wire.Acquire:
+        devices = self._prefix.daemon.device_arenas
         return wire.Acquire(
-            set=self._prefix.key_set(self._keys),
+            set=self._prefix.key_set(self._keys if keys is None else keys),
+            host_only=devices is not None and devices.is_off,
             max_wait_ms=max(1, int(self._deadline_s * WAIT_SHARE * 1000)),
             **fields,  # type: ignore[arg-type]
         )
@@ -108,16 +140,16 @@ class Get:
             clock=self._clock,
         )
 
-    def _blocks(self, reply: wire.AcquireReply, chain: Chain, timeout_s: float) -> tuple[list[LeasedBlock], str]:
+    def _blocks(
+        self, reply: wire.AcquireReply, chain: Chain, timeout_s: float, on_device: OnDevice
+    ) -> tuple[list[LeasedBlock], str]:
         """The leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if it was.
 
-        `chain` begins with the first block of the answer.
+        `chain` begins with the first block of the answer. A place on the device that is not in `on_device` is none.
         """
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
         blocks: list[LeasedBlock] = []
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
-        devices = self._prefix.daemon.device_arenas
-        on_device = devices.headers(reply.arena_ids, reply.offsets, timeout_s) if devices is not None else {}
         places = zip(
             chain.keys,
             reply.arena_ids,
@@ -132,7 +164,8 @@ class Get:
             known, at, chunk = mapped.get(arena_id), offset, None
             if arena_id >= DEVICE_ARENAS:
                 if index not in on_device:
-                    return blocks, REASON_NO_ARENA
+                    self._counters.add(verify_failures=1)
+                    return blocks, REASON_VERIFY_FAILED
                 chunk, page = on_device[index]
                 known, at = (page, page.data), 0
             if known is None:

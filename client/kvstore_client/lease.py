@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,18 @@ from kvstore_client.verify import mismatch
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import TokenIds
 
-if TYPE_CHECKING:
-    from kvstore_client.device import DeviceChunk
-
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
+
+
+class Chunk(Protocol):
+    """Device memory that this process may read."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, offset: int, nbytes: int) -> Bytes: ...
 
 
 class LeasedBlock(NamedTuple):
@@ -39,7 +46,7 @@ class LeasedBlock(NamedTuple):
     payload_bytes: int
     generation: int
     key: bytes
-    chunk: DeviceChunk | None = None
+    chunk: Chunk | None = None
 
 
 class Grant(Protocol):
@@ -116,7 +123,7 @@ class Lease:
     def payload(self, block: int) -> Bytes:
         """uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError after
         release, IndexError out of range, DeviceError where the device gives no copy."""
-        leased = self._held(block)
+        leased = self.leased(block)
         start = leased.offset + HEADER_BYTES
         if leased.chunk is not None:
             return leased.chunk.read(start, leased.payload_bytes)
@@ -125,7 +132,7 @@ class Lease:
     def device_address(self, block: int) -> int:
         """Where a block's payload is in device memory, to be read there; 0 for one in host memory. Work that reads it
         has to end before the lease is released. Raises as `payload`."""
-        leased = self._held(block)
+        leased = self.leased(block)
         return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
 
     def layer(self, block: int, layer: int) -> Bytes:
@@ -198,7 +205,8 @@ class Lease:
         state = "released" if self._released else "valid" if self.valid else "ended"
         return f"Lease({len(self)} blocks, {state}{', ' + self.reason if self.reason else ''})"
 
-    def _held(self, block: int) -> LeasedBlock:
+    def leased(self, block: int) -> LeasedBlock:
+        """Where a block is. Raises as `payload`."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         return self._blocks[block]

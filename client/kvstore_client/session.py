@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvstore_client.connection import Connection
 from kvstore_client.counters import Counters
@@ -40,6 +40,9 @@ from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.identity import BlockKeys, TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
+
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceMemory
 
 DEFAULT_PUT_DEADLINE_S = 5.0
 
@@ -76,6 +79,15 @@ class Session:
     def state(self) -> str:
         """ "connected", "degraded" (every lookup is a miss; it reconnects by itself) or "closed"."""
         return self._connection.state
+
+    @property
+    def device(self) -> DeviceMemory:
+        """The device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises KVStoreError
+        where there is none."""
+        device = self._connection.options.device
+        if device is None:
+            raise invalid("this session was opened without a device: connect(..., device=0)")
+        return device
 
     def lookup(
         self,

@@ -3,7 +3,9 @@
     python -m tests.gpu.device_client SOCKET_DIR UID      then a line of JSON in for each line out
 
 Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
-["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number].
+["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
+["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
+["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 from kvstore_client import Lease, Session, connect
 from kvstore_client.device import DeviceError, DeviceMemory
+from tests.gpu.device_engine import EmulatedEngine
 from tests.reference.conversations import model, payloads_of, tokens_of
 
 MODEL = model()
@@ -36,6 +39,7 @@ class Client:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.held: tuple[Lease, int] | None = None
+        self.engine: EmulatedEngine | None = None
 
     def obey(self, command: str, *numbers: int) -> dict[str, Any]:
         if command in ("get", "hold"):
@@ -47,6 +51,10 @@ class Client:
             else:
                 lease.release()
             return answer
+        if command in ("load", "store", "register"):
+            if self.engine is None:
+                self.engine = EmulatedEngine(self.session)
+            return self.engine.obey(command, *numbers)
         if command == "lookup":
             number, blocks = numbers
             return {"tiers": list(self.session.lookup(tokens_of(number, blocks)).tiers)}
@@ -54,24 +62,28 @@ class Client:
             daemon = self.session._connection.current()
             assert daemon is not None
             return {"granted": daemon._handshake.request_arena(numbers[0], 30.0) is not None}
+        if command == "used":
+            memory = self.session.device
+            with memory.current():
+                free_bytes, total_bytes = memory.call("cuMemGetInfo")
+            return {"bytes": total_bytes - free_bytes}
         assert self.held is not None
         if command == "again":
             return describe(*self.held)
         if command == "write":
-            return {"failed": write(self.held[0])}
+            return {"failed": write(self.session.device, self.held[0])}
         self.held[0].release()
+        self.held = None
         return {}
 
 
-def write(lease: Lease) -> str:
+def write(memory: DeviceMemory, lease: Lease) -> str:
     """What the driver says to a copy into the first block."""
-    memory: DeviceMemory | None = lease._blocks[0].chunk.memory if lease._blocks[0].chunk is not None else None
-    assert memory is not None
     try:
-        with memory._current():
-            to = memory._cuda.CUdeviceptr(lease.device_address(0))
-            memory._call("cuMemcpyHtoDAsync", to, memory._address, 4096, memory._stream)
-            memory._call("cuStreamSynchronize", memory._stream)
+        with memory.current():
+            to = memory.driver.CUdeviceptr(lease.device_address(0))
+            memory.call("cuMemcpyHtoDAsync", to, memory._address, 4096, memory._stream)
+            memory.call("cuStreamSynchronize", memory._stream)
     except DeviceError as error:
         return str(error)
     return ""

@@ -20,7 +20,8 @@ from kvstore_proto.arena import DEVICE_ARENAS
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, put_many, use, whole
 from tests.gpu.test_daemon_gpu_tier import workers_of
-from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+from tests.reference.conversations import put_conversation
+from tests.reference.running_daemon import RunningDaemon, connected_as, eventually, running_daemon
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -39,10 +40,10 @@ class DeviceClient:
 
 
 @contextmanager
-def device_client(daemon: RunningDaemon, uid: int = 0) -> Iterator[DeviceClient]:
+def device_client(daemon: RunningDaemon, uid: int = 0, **environment: str) -> Iterator[DeviceClient]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.device_client", str(daemon.socket_dir), str(uid)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -140,3 +141,30 @@ def test_after_a_restart_numbers_mean_other_memory_and_nothing_is_mixed_up(daemo
         assert client("get", 2, BLOCKS)["right"]
         again = client("again")
         assert again["right"] and not again["valid"], "what was mapped before is what it was, and promised no more"
+
+
+def test_a_client_that_cannot_import_gets_its_blocks_in_host_memory(daemon: RunningDaemon) -> None:
+    faults = "cuMemImportFromShareableHandle:0=2"
+    with daemon.connect(MODEL) as session, device_client(daemon, EMULATED_CUDA_FAULTS=faults) as client:
+        use(daemon, session, 1)
+        put_many(session, range(100, 170))
+        assert client("lookup", 1, BLOCKS)["tiers"] == ["gpu"] * BLOCKS
+        found = client("get", 1, BLOCKS)
+        assert (found["blocks"], found["on_device"], found["right"]) == (BLOCKS, 0, True)
+        assert found["promoted_bytes"] > 0, "from the device to DRAM, by the daemon"
+
+
+def test_a_client_gives_up_chunks_that_the_daemon_has_dropped(daemon: RunningDaemon) -> None:
+    with (
+        daemon.connect(MODEL) as session,
+        connected_as(daemon, 65534, MODEL) as other,
+        device_client(daemon) as client,
+    ):
+        use(daemon, session, 1)
+        assert held_on_device(client, 1)
+        client("release")
+        for number in range(1, 60):  # more than the device holds: it takes the chunks of the first tenant
+            put_conversation(other, number, BLOCKS, wait="settled")
+            assert whole(other, number)
+        assert client("lookup", 1, BLOCKS)["tiers"] != ["gpu"] * BLOCKS
+        assert eventually(lambda: client("used")["bytes"] <= daemon.tiers()["vram"].used_bytes)

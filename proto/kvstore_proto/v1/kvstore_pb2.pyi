@@ -608,6 +608,7 @@ class Acquire(google.protobuf.message.Message):
     MAPPED_ONLY_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    HOST_ONLY_FIELD_NUMBER: builtins.int
     max_wait_ms: builtins.int
     """how long to wait for promotion; 0 = the daemon's default"""
     mapped_only: builtins.bool
@@ -616,6 +617,8 @@ class Acquire(google.protobuf.message.Message):
     """of the whole prompt, with those that fill no block; 0 = not told"""
     order: global___AcquireOrder.ValueType
     """other than WHOLE: many answers, each a lease on blocks as they become readable"""
+    host_only: builtins.bool
+    """of a client that maps device memory, where it cannot: lease host memory alone"""
     @property
     def set(self) -> global___KeySet: ...
     def __init__(
@@ -626,9 +629,10 @@ class Acquire(google.protobuf.message.Message):
         mapped_only: builtins.bool = ...,
         prompt_tokens: builtins.int = ...,
         order: global___AcquireOrder.ValueType = ...,
+        host_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "order", b"order", "prompt_tokens", b"prompt_tokens", "set", b"set"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host_only", b"host_only", "mapped_only", b"mapped_only", "max_wait_ms", b"max_wait_ms", "order", b"order", "prompt_tokens", b"prompt_tokens", "set", b"set"]) -> None: ...
 
 global___Acquire = Acquire
 

@@ -54,7 +54,7 @@ class AcquireVerb:
         async with aclosing(answers):
             async for answer in answers:
                 if isinstance(answer, Expected):
-                    codes = self._codes[session.maps_device]
+                    codes = self._codes[session.maps_device and not request.host_only]
                     tiers = bytes(codes[position] for position in answer.tiers)
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
                     if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
@@ -91,7 +91,7 @@ class AcquireVerb:
             context = RequestContext(self._requests, request.prompt_tokens)
         return Wanted(
             request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
-            request.order == pb.ACQUIRE_ORDER_BACK, context,
+            request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
         )  # fmt: skip
 
     def _reply(self, session: Session, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:

@@ -40,6 +40,7 @@ class Wanted:
     group: int = 0  # layer group
     from_back: bool = False
     context: RequestContext | None = None
+    host_only: bool = False  # also of a client that maps device memory
 
     @property
     def blocks(self) -> int:
@@ -123,7 +124,7 @@ class Get:
         """The lease, when every block of the run is mapped already or only those are wanted; None when something must
         be promoted or verified first."""
         resident = rows = self._run(client, wanted)
-        mask, readable = self._residency.rows.mask, self._readable(client)
+        mask, readable = self._residency.rows.mask, self._readable(client, wanted)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
         if mapped < len(rows):
             if not wanted.mapped_only:
@@ -140,7 +141,7 @@ class Get:
         """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows, self._readable(client))
+        loading = self._loader.load(rows, self._readable(client, wanted))
         leased: list[int] = []
         try:
             intact = await self._loader.verify(rows, loading.tokens)
@@ -174,15 +175,15 @@ class Get:
         began_ns, asked = self._clock.monotonic_ns(), None
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows, self._readable(client))
+        loading = self._loader.load(rows, self._readable(client, wanted))
         try:
             intact = await self._loader.verify(rows, loading.tokens)
-            expected = self._expected(client, rows[:intact])
+            expected = self._expected(client, wanted, rows[:intact])
             until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
             self._begin(loading, wanted, range(held, intact), until_ns)
             if question is not None and intact == len(rows):
                 more = await self._found(client, wanted, loading, question)
-                expected = expected.followed_by(self._expected(client, more))
+                expected = expected.followed_by(self._expected(client, wanted, more))
                 rows += more
                 self._begin(loading, wanted, range(max(held, intact), len(rows)), until_ns)
                 intact = len(rows)
@@ -195,7 +196,7 @@ class Get:
                 arrived = await loading.wait(until_ns)
                 for run in _runs(arrived):
                     leased.update(run)
-                    yield self._lease(client, loading.lease(run), run[0], loading.sources, began_ns)
+                    yield self._lease(client, wanted, loading.lease(run), run[0], loading.sources, began_ns)
                 if not arrived and self._clock.monotonic_ns() >= until_ns:
                     self._counters.add("acquire_timeouts")
                     break
@@ -215,15 +216,15 @@ class Get:
     def leases_of(self, client: Client) -> int:
         return self._leases.count(client.session_id)
 
-    def _readable(self, client: Client) -> int:
+    def _readable(self, client: Client, wanted: Wanted) -> int:
         """The tiers that a client reads in place, as a mask."""
-        return self._residency.readable(maps_device=client.maps_device)
+        return self._residency.readable(maps_device=client.maps_device and not wanted.host_only)
 
-    def _places(self, client: Client, rows: Sequence[int]) -> list[int]:
+    def _places(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> list[int]:
         """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
         for all, as most clients read no other."""
         mapped, exported = self._residency.mapped, self._residency.exported
-        if not exported or not client.maps_device:
+        if not exported or not client.maps_device or wanted.host_only:
             return []
         mask = self._residency.rows.mask
         on_device = [mask[row] & exported for row in rows]
@@ -259,10 +260,11 @@ class Get:
     def _begin(self, loading: Loading, wanted: Wanted, order: range, until_ns: int) -> None:
         loading.begin(reversed(order) if wanted.from_back else order, until_ns)
 
-    def _expected(self, client: Client, rows: Sequence[int]) -> Expected:
+    def _expected(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> Expected:
         fastest = self._residency.fastest
         return Expected(
-            [fastest(row) for row in rows], list(accumulate(self._promoter.estimate_us(rows, self._readable(client))))
+            [fastest(row) for row in rows],
+            list(accumulate(self._promoter.estimate_us(rows, self._readable(client, wanted)))),
         )
 
     def _end(
@@ -279,11 +281,11 @@ class Get:
         if not (wanted.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
             soon(self._count_access, client, tokens, wanted, found, now_ns)
         soon(self._feed.got, client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
-        run = self._lease(client, rows, 0, sources) if rows else None
+        run = self._lease(client, wanted, rows, 0, sources) if rows else None
         if not wanted.mapped_only:
             return Acquired(found, cause, run)
         return Acquired(
-            found, cause, run, len(resident), sum(self._promoter.estimate_us(resident, self._readable(client)))
+            found, cause, run, len(resident), sum(self._promoter.estimate_us(resident, self._readable(client, wanted)))
         )
 
     def _cause(self, client: Client, wanted: Wanted, found: int) -> Cause | None:
@@ -300,11 +302,17 @@ class Get:
         return cause
 
     def _lease(
-        self, client: Client, rows: list[int], first: int, sources: dict[int, int], began_ns: int | None = None
+        self,
+        client: Client,
+        wanted: Wanted,
+        rows: list[int],
+        first: int,
+        sources: dict[int, int],
+        began_ns: int | None = None,
     ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
-        tokens, places = [residency.token(row) for row in rows], self._places(client, rows)
+        tokens, places = [residency.token(row) for row in rows], self._places(client, wanted, rows)
         if places:
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         else:

@@ -1,7 +1,7 @@
 """Device memory of the daemon's GPU tier, imported to be read in place by an engine that computes on that device.
 
-Owns the imported chunks: each is mapped once, with the right to read alone, and unmapped when no lease and no session
-refers to it any more. Never copies a payload unless it is asked for one in host memory.
+Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Never
+copies a payload unless it is asked for one in host memory.
 Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
 engine's context; the caller's context is current again after each call.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.arenas import ArenaGrants
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
-from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_driver import cuda_driver
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
@@ -59,23 +57,23 @@ class DeviceMemory:
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()  # of the buffer
-        self._index = index
+        self.index = index
         try:
             self._cuda = cuda_driver()
-            self._call("cuInit", 0)
-            count = self._call("cuDeviceGetCount")
+            self.call("cuInit", 0)
+            count = self.call("cuDeviceGetCount")
             if not 0 <= index < count:
                 raise invalid(f"there is no CUDA device {index}: this machine has {count}")
-            device = self._call("cuDeviceGet", index)
+            device = self.call("cuDeviceGet", index)
             with contextlib.ExitStack() as undo:
-                self._context = self._call("cuDevicePrimaryCtxRetain", device)
+                self._context = self.call("cuDevicePrimaryCtxRetain", device)
                 undo.callback(_quietly, self._cuda, "cuDevicePrimaryCtxRelease", device)
-                with self._current():
-                    self._stream = self._call("cuStreamCreate", _NON_BLOCKING)
+                with self.current():
+                    self._stream = self.call("cuStreamCreate", _NON_BLOCKING)
                     undo.callback(_quietly, self._cuda, "cuStreamDestroy", self._stream)
                     buffer = mmap.mmap(-1, _BUFFER_BYTES)
                     self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-                    self._call("cuMemHostRegister", self._address, _BUFFER_BYTES, _PORTABLE)
+                    self.call("cuMemHostRegister", self._address, _BUFFER_BYTES, _PORTABLE)
                 undo.callback(_unregister, self._cuda, self._context, self._address, buffer)
                 ending = undo.pop_all()
         except OSError as error:
@@ -88,16 +86,16 @@ class DeviceMemory:
         kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         access = cuda.CUmemAccessDesc()
         access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._index
+        access.location.id = self.index
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-        with self._current(), contextlib.ExitStack() as undo:
-            handle = self._call("cuMemImportFromShareableHandle", descriptor, kind)
+        with self.current(), contextlib.ExitStack() as undo:
+            handle = self.call("cuMemImportFromShareableHandle", descriptor, kind)
             undo.callback(_quietly, cuda, "cuMemRelease", handle)
-            address = self._call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
+            address = self.call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
             undo.callback(_quietly, cuda, "cuMemAddressFree", address, nbytes)
-            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+            self.call("cuMemMap", address, nbytes, 0, handle, 0)
             undo.callback(_quietly, cuda, "cuMemUnmap", address, nbytes)
-            self._call("cuMemSetAccess", address, nbytes, [access], 1)
+            self.call("cuMemSetAccess", address, nbytes, [access], 1)
             ending = undo.pop_all()
         chunk = DeviceChunk(int(address), nbytes, self)
         weakref.finalize(chunk, self._end, ending).atexit = False
@@ -106,7 +104,7 @@ class DeviceMemory:
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]:
         """Copies of device memory (address and bytes of each), read-only. Raises DeviceError."""
         copies = [np.empty(nbytes, np.uint8) for _, nbytes in places]
-        with self._lock, self._current():
+        with self._lock, self.current():
             queued: list[tuple[Bytes, int]] = []  # destination, and where in the buffer its bytes will be
             used = 0
             for (address, nbytes), copy in zip(places, copies, strict=True):
@@ -116,7 +114,7 @@ class DeviceMemory:
                         self._settle(queued)
                         used = 0
                     source = self._cuda.CUdeviceptr(address + start)
-                    self._call("cuMemcpyDtoHAsync", self._address + used, source, part.nbytes, self._stream)
+                    self.call("cuMemcpyDtoHAsync", self._address + used, source, part.nbytes, self._stream)
                     queued.append((part, used))
                     used += part.nbytes
             self._settle(queued)
@@ -125,70 +123,37 @@ class DeviceMemory:
         return copies
 
     def _settle(self, queued: list[tuple[Bytes, int]]) -> None:
-        self._call("cuStreamSynchronize", self._stream)
+        self.call("cuStreamSynchronize", self._stream)
         for part, at in queued:
             ctypes.memmove(part.ctypes.data, self._address + at, part.nbytes)
         queued.clear()
 
+    def quietly(self, name: str, *arguments: Any) -> None:
+        """As `call`, where nothing can be done about a failure."""
+        _quietly(self._cuda, name, *arguments)
+
     def _end(self, ending: contextlib.ExitStack) -> None:
-        with contextlib.suppress(DeviceError), self._current(), ending:
+        with contextlib.suppress(DeviceError), self.current(), ending:
             pass
 
+    @property
+    def driver(self) -> ModuleType:
+        """The library that `call` calls."""
+        return self._cuda
+
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        before = self._call("cuCtxGetCurrent")
-        self._call("cuCtxSetCurrent", self._context)
+    def current(self) -> Iterator[None]:
+        """The device's context is that of this thread meanwhile."""
+        before = self.call("cuCtxGetCurrent")
+        self.call("cuCtxSetCurrent", self._context)
         try:
             yield
         finally:
             _quietly(self._cuda, "cuCtxSetCurrent", before)
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver answers beside its code: one thing, or a tuple. Raises DeviceError."""
         return _call(self._cuda, name, *arguments)
-
-
-class DeviceArenas:
-    """The chunks that one session of the daemon may read: they are requested when a lease first names them. Their
-    numbers mean nothing to another daemon process, so a new session begins without any."""
-
-    def __init__(self, grants: ArenaGrants, memory: DeviceMemory) -> None:
-        self._grants = grants
-        self._memory = memory
-        self._lock = threading.Lock()
-        self._mapped: dict[int, DeviceChunk] = {}
-
-    def headers(
-        self, arena_ids: Sequence[int], offsets: Sequence[int], timeout_s: float
-    ) -> dict[int, tuple[DeviceChunk, Bytes]]:
-        """By position in a lease, of the blocks on the device that can be reached: chunk and header page."""
-        found: dict[int, DeviceChunk] = {}
-        for at, (arena_id, offset) in enumerate(zip(arena_ids, offsets, strict=True)):
-            if arena_id < DEVICE_ARENAS:
-                continue
-            chunk = self._chunk(arena_id, timeout_s)
-            if chunk is not None and offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES <= chunk.nbytes:
-                found[at] = chunk
-        try:
-            pages = self._memory.read([(chunk.address + offsets[at], HEADER_BYTES) for at, chunk in found.items()])
-        except DeviceError:
-            return {}
-        return {at: (chunk, page) for (at, chunk), page in zip(found.items(), pages, strict=True)}
-
-    def _chunk(self, arena_id: int, timeout_s: float) -> DeviceChunk | None:
-        known = self._mapped.get(arena_id)
-        if known is not None:
-            return known
-        grant = self._grants.request_arena(arena_id, max(timeout_s, 0.001))
-        if grant is None:
-            return None
-        try:
-            chunk = self._memory.map(grant.descriptor, grant.size_bytes)
-        except DeviceError:
-            return None
-        finally:
-            os.close(grant.descriptor)
-        with self._lock:
-            return self._mapped.setdefault(arena_id, chunk)
 
 
 def _call(cuda: ModuleType, name: str, *arguments: Any) -> Any:
@@ -196,7 +161,7 @@ def _call(cuda: ModuleType, name: str, *arguments: Any) -> Any:
     if code != 0:
         found, text = cuda.cuGetErrorName(code)
         raise DeviceError(f"{name}: {text.decode() if found == 0 and text else int(code)}")
-    return answers[0] if answers else None
+    return answers[0] if len(answers) == 1 else tuple(answers)
 
 
 def _quietly(cuda: ModuleType, name: str, *arguments: Any) -> None:

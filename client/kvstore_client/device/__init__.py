@@ -1,0 +1,10 @@
+"""An engine's GPU beside the daemon: chunks of the daemon's GPU tier, and copies to and from the engine's paged pool.
+
+Imported only where a session is opened with `device`; the library is `cuda-bindings`: pip install 'kvstored[gpu]'.
+"""
+
+from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
+from kvstore_client.device.pool import DevicePool, PoolPart
+from kvstore_client.device.transfers import DeviceTransfers, LayerLoad
+
+__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory", "DevicePool", "DeviceTransfers", "LayerLoad", "PoolPart"]

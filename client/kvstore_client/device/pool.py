@@ -1,0 +1,98 @@
+"""An engine's paged pool on its device, described by addresses: where the bytes of a block are, layer by layer.
+
+Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run.
+Invariant: no page that a pool names is outside of what it was made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore_client.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPart:
+    """A run of bytes of each page: page p has `nbytes` bytes at `address` + p * `stride`. A layer whose K and V are two
+    arrays has two parts; one whose heads lie apart has one for each head."""
+
+    address: int
+    stride: int
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """`nbytes` of a block's payload from `offset` on, at `address` of the device."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+class DevicePool:
+    """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; all layers have equally many
+    bytes. The pool has pages 0 to `pages` - 1, each for one block. Raises KVStoreError for parts that cannot be.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int) -> None:
+        self.layers = tuple(tuple(parts) for parts in layers)
+        self.pages = pages
+        sizes = {sum(part.nbytes for part in parts) for parts in self.layers}
+        if len(sizes) != 1 or 0 in sizes or pages < 1:
+            raise invalid(
+                f"a pool has pages, and layers of one size: got {pages} pages, layers of {sorted(sizes)} bytes"
+            )
+        for part in (part for parts in self.layers for part in parts):
+            if part.address <= 0 or part.nbytes <= 0 or (pages > 1 and part.stride < part.nbytes):
+                raise invalid(f"{part} is no part of a pool: its pages would overlap, or are nowhere")
+        (self.layer_bytes,) = sizes
+
+    @classmethod
+    def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
+        """Of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a sequence of
+        them (K, V): [page, ...], any dtype, each page without gaps. Raises KVStoreError."""
+        parts = [[_part(array) for array in (each if isinstance(each, (tuple, list)) else [each])] for each in layers]
+        pages = {count for each in parts for _, count in each}
+        if len(pages) != 1:
+            raise invalid(f"the arrays of a pool have equally many pages; these have {sorted(pages)}")
+        return cls([[part for part, _ in each] for each in parts], pages.pop())
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a whole payload: all layers, one after another."""
+        return self.layer_bytes * len(self.layers)
+
+    def pieces(self, layer: int, page: int) -> Iterator[Piece]:
+        """The bytes of one layer in one page. Raises IndexError for a page that is not the pool's."""
+        if not 0 <= page < self.pages:
+            raise IndexError(f"page {page} of a pool of {self.pages}")
+        offset = layer * self.layer_bytes
+        for part in self.layers[layer]:
+            yield Piece(part.address + page * part.stride, offset, part.nbytes)
+            offset += part.nbytes
+
+
+def _part(array: Any) -> tuple[PoolPart, int]:
+    """An array's pages, and how many it has."""
+    try:
+        interface = array.__cuda_array_interface__
+    except AttributeError:
+        raise invalid(f"a {type(array).__name__} is not on a CUDA device: it has no __cuda_array_interface__") from None
+    shape, item = tuple(interface["shape"]), int(interface["typestr"][2:])
+    if not shape or 0 in shape:
+        raise invalid(f"an array of shape {shape} has no pages")
+    nbytes = item * math.prod(shape[1:])
+    strides = interface.get("strides") or _dense(shape, item)
+    sized = [
+        (stride, dense) for size, stride, dense in zip(shape, strides, _dense(shape, item), strict=True) if size > 1
+    ]
+    if any(stride != dense for stride, dense in (sized[1:] if shape[0] > 1 else sized)):
+        raise invalid(f"a page has gaps: shape {shape}, strides {tuple(strides)} bytes")
+    return PoolPart(int(interface["data"][0]), int(strides[0]), nbytes), shape[0]
+
+
+def _dense(shape: Sequence[int], item: int) -> list[int]:
+    return [item * math.prod(shape[at + 1 :]) for at in range(len(shape))]

@@ -1,0 +1,129 @@
+"""Host memory that the driver may copy from and to: arenas and staging memory, registered while they are in use.
+
+Owns the registrations and the thread that makes and ends them: registering takes about 0.1 s a GB, and no copy waits
+for it. What is not registered yet goes by a pinned buffer (`transfers`).
+Invariants: memory is unregistered before it can be unmapped, and not while a copy uses it; memory that this process may
+only read is registered with the right to read alone, where the device can do that, and not at all elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.memory import Bytes
+
+REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
+IDLE_S = 60.0  # pages of an arena that the daemon has given up stay in memory as long as they are registered
+_PORTABLE, _READ_ONLY = 1, 8
+_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """Of one part of a mapping, which it keeps. `users` copies need it now."""
+
+    memory: Bytes
+    address: int
+    is_made: bool = False
+    users: int = 0
+    used_at: float = 0.0
+
+
+class RegisteredMemory:
+    """See the module. `close` ends it."""
+
+    def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device, self._clock = device, clock
+        with device.current():
+            supported = device.driver.CUdevice_attribute(_READ_ONLY_SUPPORTED)
+            self._can_read_only = bool(
+                device.call("cuDeviceGetAttribute", supported, device.call("cuDeviceGet", device.index))
+            )
+        self._changed = threading.Condition()
+        self._parts: dict[int, Registration] = {}  # by address
+        self._wanted: deque[Registration] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-register", daemon=True)
+        self._thread.start()
+
+    def want(self, memory: Bytes) -> None:
+        """Register all of a mapping soon. `memory` is the array over the whole mapping."""
+        if not (memory.flags.writeable or self._can_read_only):
+            return
+        with self._changed:
+            for start in range(0, memory.nbytes, REGISTER_BYTES):
+                part = memory[start : start + REGISTER_BYTES]
+                address = part.__array_interface__["data"][0]
+                if address not in self._parts and not self._is_closed:
+                    self._parts[address] = Registration(part, address, used_at=self._clock())
+                    self._wanted.append(self._parts[address])
+                    self._changed.notify_all()
+
+    def take(self, memory: Bytes, offset: int, nbytes: int) -> Registration | None:
+        """The registration of these bytes of a mapping, for a copy, until `give_back`. None where there is none yet."""
+        start = offset // REGISTER_BYTES * REGISTER_BYTES
+        address = memory.__array_interface__["data"][0] + start
+        with self._changed:
+            known = self._parts.get(address)
+            if known is not None and known.is_made and offset + nbytes <= start + known.memory.nbytes:
+                known.users += 1
+                return known
+        if known is None:
+            self.want(memory)
+        return None
+
+    def give_back(self, taken: Registration) -> None:
+        """The copies that needed it have ended."""
+        with self._changed:
+            taken.users -= 1
+            taken.used_at = self._clock()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing waits to be registered; False when that took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._wanted, timeout_s)
+
+    def close(self) -> None:
+        """Unregister everything; no copy may be under way. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
+                part = self._wanted[0] if self._wanted and not self._is_closed else None
+                ending = [each for each in self._parts.values() if each.is_made and self._is_over(each)]
+                for each in ending:
+                    each.is_made = False
+                    del self._parts[each.address]
+            for each in ending:
+                with self._device.current():
+                    self._device.quietly("cuMemHostUnregister", each.address)
+            if part is not None:
+                self._register(part)
+            elif self._is_closed:
+                return
+
+    def _is_over(self, part: Registration) -> bool:
+        return self._is_closed or (not part.users and self._clock() - part.used_at >= IDLE_S)
+
+    def _register(self, part: Registration) -> None:
+        """One that fails stays unmade: its bytes go by the buffer."""
+        flags = _PORTABLE if part.memory.flags.writeable else _PORTABLE | _READ_ONLY
+        is_made = False
+        with contextlib.suppress(DeviceError), self._device.current():
+            self._device.call("cuMemHostRegister", part.address, part.memory.nbytes, flags)
+            is_made = True
+        with self._changed:
+            part.is_made, part.used_at = is_made, self._clock()
+            self._wanted.popleft()
+            self._changed.notify_all()

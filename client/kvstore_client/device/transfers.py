@@ -1,0 +1,242 @@
+"""Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
+
+Owns the stream, a pinned buffer for host memory that is not registered yet, and the registrations. Never touches the
+engine's streams but to let them wait. One thread at a time uses the stream.
+Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
+copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from kvstore_client.device.copies import Copy, CopyStream
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.device.pool import DevicePool
+from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.errors import invalid
+from kvstore_client.lease import Lease, LeasedBlock
+from kvstore_client.memory import Bytes
+from kvstore_client.payload import FillSlot
+from kvstore_proto.arena import HEADER_BYTES
+
+BUFFER_BYTES = 8 << 20
+_PORTABLE, _NO_TIMING = 1, 2
+
+
+class DeviceTransfers:
+    """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
+
+    `device` is that of the session (`Session.device`). Host memory is registered in the background from when it is
+    first used; `registered.want` does it earlier.
+    """
+
+    def __init__(self, device: DeviceMemory, pool: DevicePool) -> None:
+        self.pool = pool
+        self.device = device
+        with device.current():
+            self.stream = CopyStream(device)
+            memory = mmap.mmap(-1, max(BUFFER_BYTES, pool.block_bytes))
+            self.buffer: Bytes = np.frombuffer(memory, np.uint8)
+            self.buffer_address: int = self.buffer.__array_interface__["data"][0]
+            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
+        self.registered = RegisteredMemory(device)
+        self.using = threading.Lock()  # held by the thread that uses stream and buffer
+        self._is_closed = False
+
+    def load(self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0) -> LayerLoad:
+        """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
+
+        `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none.
+        The lease must not be released before `LayerLoad.finish`. Its headers were verified by the get, and payloads by
+        the daemon whenever they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of
+        another size than the pool's, IndexError for blocks or pages that are not there.
+        """
+        blocks = [lease.leased(block) for block in range(first_block, first_block + len(pages))]
+        for block, page in zip(blocks, pages, strict=True):
+            self._check_size(block.payload_bytes)
+            self._check_page(page)
+        return LayerLoad(self, lease, list(zip(blocks, pages, strict=True)), after)
+
+    def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
+        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored.
+
+        `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
+        once its event has passed. The page must not change until the put has returned. Raises IndexError.
+        """
+        self._check_page(page)
+        if len(after) not in (0, 1, len(self.pool.layers)):
+            raise invalid(f"{len(after)} events for {len(self.pool.layers)} layers: give one for each, or one for all")
+        return lambda destination: self._store(destination, page, after)
+
+    def close(self) -> None:
+        """Wait for copies, unregister all memory. Idempotent."""
+        with self.using:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with self.device.current():
+                self.device.quietly("cuStreamSynchronize", self.stream.handle)
+                self.registered.close()
+                self.device.quietly("cuMemHostUnregister", self.buffer_address)
+                self.device.quietly("cuStreamDestroy", self.stream.handle)
+
+    def __enter__(self) -> DeviceTransfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_size(self, payload_bytes: int) -> None:
+        if payload_bytes != self.pool.block_bytes:
+            raise invalid(f"a block has {payload_bytes} bytes, a page of the pool {self.pool.block_bytes}")
+
+    def _check_page(self, page: int) -> None:
+        if not 0 <= page < self.pool.pages:
+            raise IndexError(f"page {page} of a pool of {self.pool.pages}")
+
+    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> None:
+        """Fill a slot of staging memory or of an arena from a page."""
+        self._check_size(destination.nbytes)
+        whole = destination.base if isinstance(destination.base, np.ndarray) else destination
+        address = destination.__array_interface__["data"][0]
+        start = address - whole.__array_interface__["data"][0]
+        with self.using, self.device.current():
+            taken = self.registered.take(whole, start, destination.nbytes)
+            to = address if taken is not None else self.buffer_address
+            try:
+                for layer in range(len(self.pool.layers)):
+                    if layer < len(after):
+                        self.stream.wait(after[layer])
+                    pieces = self.pool.pieces(layer, page)
+                    self.stream.queue(
+                        [Copy(to + piece.offset, piece.address, piece.nbytes, "DtoH") for piece in pieces]
+                    )
+            finally:
+                self.stream.synchronize()
+                if taken is not None:
+                    self.registered.give_back(taken)
+        if taken is None:
+            ctypes.memmove(address, self.buffer_address, destination.nbytes)
+
+
+class LayerLoad:
+    """Blocks on their way into pages, layer by layer. As a context manager it finishes."""
+
+    def __init__(
+        self, transfers: DeviceTransfers, lease: Lease, blocks: Sequence[tuple[LeasedBlock, int]], after: int
+    ) -> None:
+        self._transfers, self._lease, self._blocks, self._after = transfers, lease, blocks, after
+        self._taken: list[Registration] = []
+        layers = range(len(transfers.pool.layers))
+        self._queued = [threading.Event() for _ in layers]
+        self._error: DeviceError | None = None
+        self._is_over = False
+        with transfers.device.current():
+            self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
+        self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
+        self._thread.start()
+
+    def wait(self, layer: int, stream: int) -> None:
+        """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
+        Waits itself until the layer's copies are queued. Raises DeviceError when they could not be."""
+        device = self._transfers.device
+        self._queued[layer].wait()
+        if self._error is not None:
+            raise self._error
+        with device.current():
+            device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
+
+    def finish(self) -> bool:
+        """Wait until all copies have ended. Whether the lease was valid then: otherwise the pages hold nothing of use.
+        Raises DeviceError when a copy failed. Events that `wait` used are no longer needed then."""
+        self._thread.join()
+        device = self._transfers.device
+        if not self._is_over:
+            self._is_over = True
+            with device.current():
+                for event in self._events:
+                    device.quietly("cuEventDestroy", event)
+        if self._error is not None:
+            raise self._error
+        return self._lease.valid
+
+    def __enter__(self) -> LayerLoad:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def _run(self) -> None:
+        transfers = self._transfers
+        device = transfers.device
+        with transfers.using, device.current():
+            try:
+                bounced = self._bounced()
+                if self._after:
+                    transfers.stream.wait(self._after)
+                for layer, queued in enumerate(self._queued):
+                    self._queue_layer(layer, bounced)
+                    device.call("cuEventRecord", self._events[layer], transfers.stream.handle)
+                    queued.set()
+                transfers.stream.synchronize()
+            except DeviceError as error:
+                self._error = error
+                device.quietly(
+                    "cuStreamSynchronize", transfers.stream.handle
+                )  # nothing may run that uses the lease's bytes
+            finally:
+                for taken in self._taken:
+                    transfers.registered.give_back(taken)
+                for queued in self._queued:
+                    queued.set()
+
+    def _bounced(self) -> list[bool]:
+        """Of each block whether it is in host memory that is not registered."""
+        found = []
+        for block, _ in self._blocks:
+            taken = None
+            if block.chunk is None:
+                start = block.offset + HEADER_BYTES
+                taken = self._transfers.registered.take(block.arena, start, block.payload_bytes)
+            if taken is not None:
+                self._taken.append(taken)
+            found.append(block.chunk is None and taken is None)
+        return found
+
+    def _queue_layer(self, layer: int, bounced: Sequence[bool]) -> None:
+        transfers, nbytes = self._transfers, self._transfers.pool.layer_bytes
+        copies: list[Copy] = []
+        used = 0
+        for (block, page), by_buffer in zip(self._blocks, bounced, strict=True):
+            source, kind = _payload_address(block), "HtoD" if block.chunk is None else "DtoD"
+            if by_buffer:
+                if used == 0 or used + nbytes > transfers.buffer.nbytes:
+                    transfers.stream.queue(copies)
+                    copies, used = [], 0
+                    transfers.stream.synchronize()
+                at = transfers.buffer_address + used
+                ctypes.memmove(at, source + layer * nbytes, nbytes)
+                used += nbytes
+                source = at - layer * nbytes
+            for piece in transfers.pool.pieces(layer, page):
+                copies.append(Copy(piece.address, source + piece.offset, piece.nbytes, kind))
+        transfers.stream.queue(copies)
+
+
+def _payload_address(block: LeasedBlock) -> int:
+    """In device or host memory; the get has seen that the payload is inside."""
+    start: int = block.offset + HEADER_BYTES
+    if block.chunk is not None:
+        return block.chunk.address + start
+    return int(block.arena.__array_interface__["data"][0]) + start

@@ -1,0 +1,129 @@
+"""As much of an engine as copies meet: a paged pool on the device, a stream that reads and writes its pages, events."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore_client import Session
+from kvstore_client.device import DeviceMemory, DevicePool, DeviceTransfers
+from tests.reference.conversations import LAYERS, model, payloads_of, tokens_of
+
+MODEL = model()
+PAGES = 48
+LAYER_BYTES = MODEL.payload_bytes() // LAYERS
+POOL_BYTES = 2 << 20
+
+
+@dataclass
+class DeviceArray:
+    """What torch and CuPy show of an array."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+class EmulatedEngine:
+    def __init__(self, session: Session) -> None:
+        self.session, self.device = session, session.device
+        self.address = allocate(self.device, POOL_BYTES)
+        halves = [self._array(layer, half) for layer in range(LAYERS) for half in range(2)]
+        self.pool = DevicePool.from_tensors([(halves[2 * layer], halves[2 * layer + 1]) for layer in range(LAYERS)])
+        self.transfers = DeviceTransfers(self.device, self.pool)
+        self.host = np.frombuffer(mmap.mmap(-1, POOL_BYTES), np.uint8)
+        self.layout = self.host[: PAGES * LAYERS * LAYER_BYTES].reshape(LAYERS, 2, PAGES, -1)
+        self._random, self._events = random.Random(1), list[Any]()
+        self.host_address: int = self.host.__array_interface__["data"][0]
+        with self.device.current():
+            self.stream = self.device.call("cuStreamCreate", 1)
+            self.device.call("cuMemHostRegister", self.host_address, POOL_BYTES, 1)
+
+    def _array(self, layer: int, half: int) -> DeviceArray:
+        """K or V of a layer: [page, byte], K and V of all pages of a layer one after the other."""
+        address = self.address + (2 * layer + half) * PAGES * LAYER_BYTES // 2
+        shape = (PAGES, LAYER_BYTES // 4)
+        return DeviceArray({"shape": shape, "typestr": "<f2", "data": (address, False), "strides": None, "version": 3})
+
+    def obey(self, command: str, *numbers: int) -> dict[str, Any]:
+        if command == "register":
+            return {"settled": self.transfers.registered.settle(30.0)}
+        number, blocks = numbers
+        pages = self._random.sample(range(PAGES), blocks)
+        return self._load(number, pages) if command == "load" else self._store(number, pages)
+
+    def _load(self, number: int, pages: list[int]) -> dict[str, Any]:
+        """Use the pages for something else before, and read each layer as soon as it has come."""
+        self.host[:] = 0x5A
+        used = [self._write(layer) for _ in range(8) for layer in range(LAYERS)]  # takes longer than the load
+        with self.session.get(tokens_of(number, len(pages))) as lease:
+            pages = pages[: lease.blocks]
+            with self.transfers.load(lease, pages, after=used[-1]) as load:
+                for layer in range(LAYERS):
+                    load.wait(layer, int(self.stream))
+                    self._read(layer)
+                with self.device.current():
+                    self.device.call("cuStreamSynchronize", self.stream)
+                valid = load.finish()
+            on_device = sum(bool(lease.device_address(block)) for block in range(lease.blocks))
+        expected = payloads_of(number, len(pages), MODEL)
+        right = all(bool((self._page(page) == each).all()) for page, each in zip(pages, expected, strict=True))
+        made = sum(part.is_made for part in self.transfers.registered._parts.values())
+        return {"blocks": len(pages), "on_device": on_device, "right": right, "valid": valid, "registered": made}
+
+    def _store(self, number: int, pages: list[int]) -> dict[str, Any]:
+        """Write each layer on the engine's stream, with an event behind it."""
+        for page, payload in zip(pages, payloads_of(number, len(pages), MODEL), strict=True):
+            self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
+        events = [self._write(layer) for layer in range(LAYERS)]
+        payloads = [self.transfers.payload_of(page, events) for page in pages]
+        receipt = self.session.put(
+            tokens_of(number, len(pages)), payloads=payloads, payload_bytes=MODEL.payload_bytes(), wait="settled"
+        )
+        return {"stored": receipt.visible_blocks}
+
+    def _page(self, page: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self.layout[:, :, page].reshape(-1)
+
+    def _read(self, layer: int) -> None:
+        """All pages of a layer, into host memory, on the engine's stream."""
+        offset = layer * PAGES * LAYER_BYTES
+        with self.device.current():
+            place = self.device.driver.CUdeviceptr(self.address + offset)
+            self.device.call(
+                "cuMemcpyDtoHAsync", self.host_address + offset, place, PAGES * LAYER_BYTES, self.stream
+            )  # fmt: skip
+
+    def _write(self, layer: int) -> int:
+        """The other way, with an event behind it."""
+        offset = layer * PAGES * LAYER_BYTES
+        with self.device.current():
+            place = self.device.driver.CUdeviceptr(self.address + offset)
+            self.device.call(
+                "cuMemcpyHtoDAsync", place, self.host_address + offset, PAGES * LAYER_BYTES, self.stream
+            )  # fmt: skip
+            event = self.device.call("cuEventCreate", 2)
+            self.device.call("cuEventRecord", event, self.stream)
+        self._events.append(event)
+        return int(event)
+
+
+def allocate(device: DeviceMemory, nbytes: int) -> int:
+    """New device memory, to read and write."""
+    cuda = device.driver
+    wanted = cuda.CUmemAllocationProp()
+    wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = device.index
+    access = cuda.CUmemAccessDesc()
+    access.location = wanted.location
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with device.current():
+        handle = device.call("cuMemCreate", nbytes, wanted, 0)
+        address = device.call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
+        device.call("cuMemMap", address, nbytes, 0, handle, 0)
+        device.call("cuMemSetAccess", address, nbytes, [access], 1)
+    return int(address)

@@ -1,0 +1,86 @@
+"""A pool on the device: where each layer of a page is, from addresses or from arrays, and what cannot be one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_client.counters import Counters
+from kvstore_client.device import DevicePool, PoolPart
+from kvstore_client.device.copies import Copy, merged
+from kvstore_client.errors import KVStoreError
+from kvstore_client.get import Get
+from kvstore_client.keys import KeyChains
+from kvstore_client.prefix import Prefix
+from kvstore_client.results import REASON_VERIFY_FAILED
+from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
+from kvstore_proto.v1 import kvstore_pb2 as wire
+from tests.reference.conversations import model, tokens_of
+
+
+@dataclass
+class Array:
+    __cuda_array_interface__: dict[str, Any]
+
+
+def array(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, address: int = 4096) -> Array:
+    return Array({"shape": shape, "typestr": "<f2", "data": (address, False), "strides": strides, "version": 3})
+
+
+def test_arrays_say_where_each_layer_of_a_page_is() -> None:
+    pool = DevicePool.from_tensors([(array((3, 4, 8)), array((3, 4, 8), (128, 16, 2), 8192)), array((3, 8, 8))])
+    assert (pool.pages, pool.layer_bytes, pool.block_bytes) == (3, 128, 256)
+    assert list(pool.pieces(0, 2)) == [(4096 + 2 * 64, 0, 64), (8192 + 2 * 128, 64, 64)]
+    assert list(pool.pieces(1, 1)) == [(4096 + 128, 128, 128)]
+
+
+@pytest.mark.parametrize("page", [-1, 3])
+def test_a_page_that_is_not_there_has_no_place(page: int) -> None:
+    with pytest.raises(IndexError):
+        list(DevicePool([[PoolPart(4096, 64, 64)]], 3).pieces(0, page))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [array((3, 4, 8), (128, 32, 2))],  # gaps inside of a page
+        [array((3, 4, 8), (32, 16, 2))],  # pages overlap
+        [array((3, 4, 8)), array((2, 4, 8))],  # not equally many pages
+        [array((3, 4, 8)), array((3, 4, 4))],  # layers of two sizes
+        [array((0, 4, 8))],
+        [array((3, 4, 8), address=0)],
+        [np.zeros((3, 4))],  # not on a device
+        [],
+    ],
+)
+def test_what_cannot_be_a_pool_is_refused(layers: list[Any]) -> None:
+    with pytest.raises(KVStoreError):
+        DevicePool.from_tensors(layers)
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    a, b, c, d = Copy(0, 100, 8, "HtoD"), Copy(8, 108, 8, "HtoD"), Copy(16, 200, 8, "HtoD"), Copy(24, 208, 8, "DtoD")
+    assert merged([a, b, c, d]) == [Copy(0, 100, 16, "HtoD"), c, d]
+
+
+@pytest.mark.parametrize(("offset", "blocks"), [(0, 1), (HEADER_BYTES, 0)])
+def test_a_payload_that_ends_outside_of_its_chunk_is_not_leased(offset: int, blocks: int) -> None:
+    fingerprint = model()
+    chunk = SimpleNamespace(address=1 << 40, nbytes=HEADER_BYTES + fingerprint.payload_bytes())
+    page = np.zeros(HEADER_BYTES, np.uint8)
+    daemon: Any = SimpleNamespace(
+        device_arenas=SimpleNamespace(headers=lambda *_: {0: (chunk, page)}, is_off=False),
+        max_keys=8, hold=lambda _: None, release=lambda _: None,
+    )  # fmt: skip
+    chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
+    get = Get(Prefix(daemon, fingerprint, fingerprint.groups[0], chain), Counters(), 1.0, verify=False)
+    reply = wire.AcquireReply(
+        lease_id=1, blocks=1, arena_ids=[DEVICE_ARENAS], offsets=[offset], generations=[1],
+        payload_bytes=[fingerprint.payload_bytes()], expires_in_ms=10_000,
+    )  # fmt: skip
+    lease = get.lease_of(reply, 1.0)
+    assert (lease.blocks, lease.reason) == (blocks, "" if blocks else REASON_VERIFY_FAILED)
