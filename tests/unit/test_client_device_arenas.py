@@ -37,7 +37,7 @@ class Device:
     def map(self, descriptor: int, nbytes: int) -> DeviceChunk:
         self.imports += 1
         if self.fails:
-            raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_OUT_OF_MEMORY")
+            raise DeviceError("cuMemImportFromShareableHandle", 2, "CUDA_ERROR_OUT_OF_MEMORY")
         memory: Any = self
         return DeviceChunk(1 << 40, nbytes, memory)
 

@@ -11,13 +11,13 @@ import pytest
 
 from kvstore_client.counters import Counters
 from kvstore_client.device import DevicePool, PoolPart
-from kvstore_client.device.copies import Copy, merged
 from kvstore_client.errors import KVStoreError
 from kvstore_client.get import Get
 from kvstore_client.keys import KeyChains
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_VERIFY_FAILED
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
+from kvstore_proto.cuda_copies import Run, merged
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of
 
@@ -63,8 +63,8 @@ def test_what_cannot_be_a_pool_is_refused(layers: list[Any]) -> None:
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
-    a, b, c, d = Copy(0, 100, 8, "HtoD"), Copy(8, 108, 8, "HtoD"), Copy(16, 200, 8, "HtoD"), Copy(24, 208, 8, "DtoD")
-    assert merged([a, b, c, d]) == [Copy(0, 100, 16, "HtoD"), c, d]
+    a, b, c = Run(0, 100, 8), Run(8, 108, 8), Run(16, 200, 8)
+    assert merged([c, a, b]) == [Run(0, 100, 16), c]
 
 
 @pytest.mark.parametrize(("offset", "blocks"), [(0, 1), (HEADER_BYTES, 0)])

@@ -25,14 +25,13 @@ import numpy as np
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_driver import cuda_driver
+from kvstore_proto.cuda_driver import DriverError as DeviceError
+from kvstore_proto.cuda_driver import call, cuda_driver
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1
 
-
-class DeviceError(OSError):
-    """A call of the driver failed."""
+__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,25 +152,17 @@ class DeviceMemory:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a function of the driver answers beside its code: one thing, or a tuple. Raises DeviceError."""
-        return _call(self._cuda, name, *arguments)
-
-
-def _call(cuda: ModuleType, name: str, *arguments: Any) -> Any:
-    code, *answers = getattr(cuda, name)(*arguments)
-    if code != 0:
-        found, text = cuda.cuGetErrorName(code)
-        raise DeviceError(f"{name}: {text.decode() if found == 0 and text else int(code)}")
-    return answers[0] if len(answers) == 1 else tuple(answers)
+        return call(self._cuda, name, *arguments)
 
 
 def _quietly(cuda: ModuleType, name: str, *arguments: Any) -> None:
     with contextlib.suppress(DeviceError):
-        _call(cuda, name, *arguments)
+        call(cuda, name, *arguments)
 
 
 def _unregister(cuda: ModuleType, context: Any, address: int, buffer: mmap.mmap) -> None:
     """`buffer` lives until the device does not know it any more."""
-    before = _call(cuda, "cuCtxGetCurrent")
+    before = call(cuda, "cuCtxGetCurrent")
     _quietly(cuda, "cuCtxSetCurrent", context)
     _quietly(cuda, "cuMemHostUnregister", address)
     _quietly(cuda, "cuCtxSetCurrent", before)

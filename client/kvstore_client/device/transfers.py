@@ -16,7 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvstore_client.device.copies import Copy, CopyStream
+from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
@@ -25,6 +25,7 @@ from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.cuda_copies import Run
 
 BUFFER_BYTES = 8 << 20
 _PORTABLE, _NO_TIMING = 1, 2
@@ -118,7 +119,7 @@ class DeviceTransfers:
                         self.stream.wait(after[layer])
                     pieces = self.pool.pieces(layer, page)
                     self.stream.queue(
-                        [Copy(to + piece.offset, piece.address, piece.nbytes, "DtoH") for piece in pieces]
+                        [Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host"
                     )
             finally:
                 self.stream.synchronize()
@@ -194,7 +195,7 @@ class LayerLoad:
                 self._error = error
                 device.quietly(
                     "cuStreamSynchronize", transfers.stream.handle
-                )  # nothing may run that uses the lease's bytes
+                )  # the lease's bytes are in use until then
             finally:
                 for taken in self._taken:
                     transfers.registered.give_back(taken)
@@ -216,22 +217,25 @@ class LayerLoad:
 
     def _queue_layer(self, layer: int, bounced: Sequence[bool]) -> None:
         transfers, nbytes = self._transfers, self._transfers.pool.layer_bytes
-        copies: list[Copy] = []
+        from_host: list[Run] = []
+        on_device: list[Run] = []
         used = 0
         for (block, page), by_buffer in zip(self._blocks, bounced, strict=True):
-            source, kind = _payload_address(block), "HtoD" if block.chunk is None else "DtoD"
+            source, runs = _payload_address(block), from_host if block.chunk is None else on_device
             if by_buffer:
                 if used == 0 or used + nbytes > transfers.buffer.nbytes:
-                    transfers.stream.queue(copies)
-                    copies, used = [], 0
+                    transfers.stream.queue(from_host, "to device")
+                    from_host.clear()
+                    used = 0
                     transfers.stream.synchronize()
                 at = transfers.buffer_address + used
                 ctypes.memmove(at, source + layer * nbytes, nbytes)
                 used += nbytes
                 source = at - layer * nbytes
             for piece in transfers.pool.pieces(layer, page):
-                copies.append(Copy(piece.address, source + piece.offset, piece.nbytes, kind))
-        transfers.stream.queue(copies)
+                runs.append(Run(piece.address, source + piece.offset, piece.nbytes))
+        transfers.stream.queue(from_host, "to device")
+        transfers.stream.queue(on_device, "on device")
 
 
 def _payload_address(block: LeasedBlock) -> int:
