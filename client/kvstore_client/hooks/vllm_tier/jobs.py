@@ -144,8 +144,7 @@ class Jobs:
     def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
         outcomes = dict.fromkeys(keys, DROPPED)
         try:
-            runs = () if self._gives_up else cut()
-            for part in (part for run in runs for part in run.parts(self._part_chunks)):
+            for part in (part for run in cut() for part in run.parts(self._part_chunks)):
                 if self._gives_up:
                     break
                 outcomes.update(dict.fromkeys(part.keys, FAILED))
