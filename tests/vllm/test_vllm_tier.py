@@ -154,6 +154,7 @@ def test_read_only_loads_and_never_stores(socket: str) -> None:
     with TieredEngine(socket, read_only=True) as engine:
         assert engine.loaded("shared", range(2)) == [True, True]
         engine.store("mine", range(2))
+        assert engine.figures()["vllm:kv_offload_kvstored_store_chunks:('not_served',)"] == 2
     with TieredEngine(socket) as engine:
         assert engine.loaded("mine", range(2)) == [False, False]
 
@@ -183,6 +184,8 @@ def test_requests_that_cannot_be_named_are_neither_loaded_nor_stored(socket: str
 def test_shutdown_leaves_no_thread_and_no_view_of_vllms_memory(socket: str) -> None:
     engine = TieredEngine(socket)
     engine.store("ending", range(2))
-    engine.close()  # raises BufferError where a view is left
+    mapped = engine.spec._scheduler_mmap.mmap_obj
+    engine.close()
+    assert mapped.closed, "it cannot be where a view is left"
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("kvstore-tier", "vllm_offloading_lookup"))]
