@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client.entry import connect
+from kvstore_client.hooks.page_keys import PageKeys
 from kvstore_client.hooks.sglang_choice import PageChoice
-from kvstore_client.hooks.sglang_pages import KV, PageKeys, ending_in, namespace, whole_prefixes
+from kvstore_client.hooks.sglang_pages import KV, ending_in, namespace, whole_prefixes
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup

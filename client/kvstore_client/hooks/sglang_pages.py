@@ -1,21 +1,16 @@
 """How SGLang's pages are named in the store, and which prefixes of them are worth having.
 
 SGLang names a page by a hash that is chained over the tokens before it; the hash says nothing of model, shard, type or
-layout. Those go into the fingerprint (`namespace`). Our key of a page is a keyed hash of SGLang's, and the key of that
-hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key
-reveals nothing about its page.
+layout. Those go into the fingerprint (`namespace`); our keys of its pages are `page_keys`'s.
 Pure: imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
-from kvstore_proto.identity import KEY_BYTES, BlockKeys
 
 KV = "kv"
 
@@ -50,21 +45,6 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
         engine_block_tokens=page_tokens,
         groups=(LayerGroup(0),),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PageKeys:
-    """From SGLang's page hashes to our keys. `secret` is 16 bytes that this tenant and fingerprint alone have."""
-
-    secret: bytes
-
-    def of(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys:
-        """The keys of consecutive pages of one pool."""
-        return BlockKeys(b"".join(self._key(pool, page) for page in hashes))
-
-    def _key(self, pool: str, page: str) -> bytes:
-        message = pool.encode() + b"\0" + page.encode()
-        return hashlib.blake2b(message, digest_size=KEY_BYTES, key=self.secret).digest()
 
 
 def whole_prefixes(present: Sequence[bool]) -> set[int]:

@@ -29,6 +29,7 @@ from kvstore_client.hooks.vllm.answers import AnswerReporter
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_client.hooks.vllm.orders import LoadOrder, StepOrders, StepReport
+from kvstore_client.hooks.vllm.packing import packing
 from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
@@ -280,7 +281,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._vllm_config,
             self._kv_cache_config,
             weights=self._weights,
-            packing=_packing(self._vllm_config, self._kv_cache_config),
+            packing=packing(self._vllm_config, self._kv_cache_config),
             version=vllm.__version__,
             rank=rank,
         )
@@ -328,14 +329,3 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if len({view.ctypes.data for view in views}) != len(views):
             raise ValueError("kvstored cannot serve this engine: layers share KV memory, which is not supported")
         return views
-
-
-def _packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The CPU kernels' own name for the order of keys and values in a block: amx, vec, vec16, neon, …"""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
-
-    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    isa = _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-    )
-    return f"{CPUAttentionBackend.get_name()} {isa}"

@@ -69,14 +69,12 @@ def model_fingerprint(
         "heads": f"{spec.num_kv_heads}x{spec.head_size}",
         "layers": layers,
         "page_bytes": spec.page_size_bytes,
+        **rope_by_length(model),
     }
-    settings = json.dumps(_model_settings(model), default=str)
-    if '"longrope"' in settings or '"su"' in settings:
-        layout["max_model_len"] = model.max_model_len  # vLLM chooses the short or the long factors by it
     return Fingerprint(
         model_name=str(model.model),
         weights_digest=weights,
-        rope=f"config {_digest(_model_settings(model))}",
+        rope=f"config {model_digest(model)}",
         kv_dtype=_dtype(spec.dtype),
         layout=json.dumps(layout, sort_keys=True, separators=(",", ":")),
         shard_index=rank,
@@ -86,6 +84,19 @@ def model_fingerprint(
         key_hash="blake2b",
         groups=(LayerGroup(0, "full", 0, () if odd else tuple(range(layers)), 0 if odd else per_token),),
     )
+
+
+def model_digest(model: Any) -> str:
+    """Of the model's complete Hugging Face configuration."""
+    return _digest(_model_settings(model))
+
+
+def rope_by_length(model: Any) -> dict[str, Any]:
+    """The longest prompt, where positions are scaled by it."""
+    settings = json.dumps(_model_settings(model), default=str)
+    if '"longrope"' in settings or '"su"' in settings:
+        return {"max_model_len": model.max_model_len}  # vLLM chooses the short or the long factors by it
+    return {}
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:

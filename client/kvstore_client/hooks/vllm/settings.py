@@ -9,7 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +43,20 @@ class Settings:
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Raises ValueError with a sentence that names the key."""
-    known = {item.name: str(item.type) for item in fields(Settings)}
-    for name, value in extra_config.items():
+    return parse(Settings, extra_config, "kv_connector_extra_config")
+
+
+def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
+    """A record of strings, flags and positive numbers, from what was set in `where`. Raises as `parse_settings`."""
+    known = {item.name: str(item.type) for item in fields(record)}
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-            raise ValueError(f"kv_connector_extra_config: unknown key {name!r}{hint}")
+            raise ValueError(f"{where}: unknown key {name!r}{hint}")
         wanted: type = {"str": str, "bool": bool, "int": int}[known[name]]
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            raise ValueError(f"kv_connector_extra_config: {name} must be {wanted.__name__}, got {value!r}")
+            raise ValueError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
         if isinstance(value, int) and wanted is int and value <= 0:
-            raise ValueError(f"kv_connector_extra_config: {name} must be positive, got {value}")
-    return Settings(**extra_config)
+            raise ValueError(f"{where}: {name} must be positive, got {value}")
+    return record(**given)

@@ -1,0 +1,30 @@
+"""Our keys of pages that an engine names itself, by a hash that is chained over the tokens before them.
+
+Such a hash says nothing of model, shard, type or layout. Our key of a page is a keyed hash of the engine's, and the key
+of that hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key
+reveals nothing about its page.
+Pure: imports no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore_proto.identity import KEY_BYTES, BlockKeys
+
+
+@dataclass(frozen=True, slots=True)
+class PageKeys:
+    """From an engine's page hashes to our keys. `secret` is 16 bytes that this tenant and fingerprint alone have."""
+
+    secret: bytes
+
+    def of(self, hashes: Sequence[str], pool: str = "kv") -> BlockKeys:
+        """The keys of consecutive pages of one pool. Equal hashes in two pools are two pages."""
+        return BlockKeys(b"".join(self._key(pool, page) for page in hashes))
+
+    def _key(self, pool: str, page: str) -> bytes:
+        message = pool.encode() + b"\0" + page.encode()
+        return hashlib.blake2b(message, digest_size=KEY_BYTES, key=self.secret).digest()
