@@ -79,6 +79,12 @@ def test_what_is_on_the_device_is_not_copied_from_the_host(plan: Plan) -> None:
     assert moved["dram→gpu"] == 8, "each block once"
 
 
+def test_what_the_device_alone_has_does_not_come_back_to_dram() -> None:
+    node = serve(LONGER, ((GPU, 100), ("dram", 4)))
+    assert node.served.visits[2].found == [4, 0]
+    assert (lanes(node)["gpu→engine"], lanes(node)["gpu→dram"]) == (4, 0)
+
+
 @pytest.mark.parametrize("plan", [ORCHESTRATED, ABLATIONS["overlap"]], ids=lambda plan: plan.name)
 def test_what_is_in_dram_costs_the_engines_own_copy(plan: Plan) -> None:
     """Where admission has not let it onto the device: its second use is this one."""

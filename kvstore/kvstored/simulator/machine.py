@@ -74,7 +74,7 @@ class Machine:
         )  # fmt: skip
 
     def medium(self, tier: str) -> MediumSpec:
-        """What the store's tier of that name lies on."""
+        """Where the blocks of the store's tier of that name are."""
         return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
     def pool_bytes(self, model: Model) -> int:
