@@ -105,6 +105,16 @@ def test_copies_to_the_device_take_the_link_one_after_the_other() -> None:
     assert [after - before for before, after in pairwise(ends_s)] == [near(LINK_S)] * 3
 
 
+def test_copies_to_the_device_keep_to_a_byte_rate() -> None:
+    """Of a block a second, and as much at once: two begin while something is left, then each waits for the last."""
+    node = serve(asked((0, [0, 1, 2, 3], Op.REQUEST)), ((GPU, 100), ("dram", 100)), gpu=ALWAYS | {"rate": str(SLOT)})
+    assert node.store is not None
+    ends_s = [end_ns / NS_PER_S for lane in node.store.lanes if lane.name == "dram→gpu" for end_ns, _ in lane.moved]
+    assert [after - before for before, after in pairwise(ends_s)] == [
+        pytest.approx(each, abs=1e-3) for each in (0.2, 0.8, 1.0)
+    ]
+
+
 def test_the_engines_copies_wait_for_those_to_the_device_that_began_before() -> None:
     """The second use of four blocks has them copied to the device; then a request comes whose blocks are in DRAM."""
     before = ((0, [0, 1, 2, 3], Op.REQUEST), (50, [9, 8, 7, 6], Op.REQUEST), (100, [9, 8, 7, 6], Op.REQUEST))

@@ -40,7 +40,7 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     timing.add_argument(
         "--gpu", metavar="LIST",
-        help="of tier gpu: policy=lfu-ttl,admission=second-touch,rate=0, as the daemon has them; and the link "
+        help="of tier gpu: policy=lfu-ttl,admission=second-touch,rate=auto, as the daemon has them; and the link "
         "between device and host: to-gpu=55GB/s,from-gpu=55GB/s,latency=10us (default: the profile's)",
     )  # fmt: skip
     timing.add_argument("--speed", type=float, metavar="X", help="requests arrive X times as fast (default 1)")

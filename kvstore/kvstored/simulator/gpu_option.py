@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvstore_console.command_line import one_of
 from kvstore_console.units import parse_size
+from kvstored.config.tiers.base import AUTO
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.simulated_remote import parse_seconds
@@ -47,6 +48,8 @@ def read_gpu(text: str, link: MediumSpec) -> GpuOption:
 
 
 def _rate(value: str) -> str:
+    if value == AUTO:
+        return value
     nbytes = value.removesuffix("/s")
     parse_size(nbytes)
     return nbytes

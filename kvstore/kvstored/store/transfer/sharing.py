@@ -4,7 +4,7 @@ other nodes may want them, or in a tier before DRAM, nearer to an engine.
 Owns which chains were used lately, and the copies under way. After a use the chain is walked from the end of what was
 used to its root; what the gate wants is copied from DRAM, head first, so that a prefix can be found whole. Invariants:
 nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are; it begins nothing while a request
-waits for a read from that tier; queues are bounded and forget what is oldest.
+waits for a read from that tier, or its lane has no budget; queues are bounded and forget what is oldest.
 """
 
 from __future__ import annotations
@@ -88,11 +88,16 @@ class Sharing:
             else:
                 break
         if (self._path or self._chains) and len(self._under_way) < AT_ONCE and self._link.is_open:
-            delay_s = max(0.001 if not walks else DELAY_S, self._gate.wait_s())
+            delay_s = max(0.001 if not walks else DELAY_S, self._gate.wait_s(), self._link.spare_in_s)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
     def _may_begin(self) -> bool:
-        return self._link.is_open and not self._back.lane.demand_here() and self._gate.has_budget()
+        if not self._link.is_open or self._back.lane.demand_here() or not self._gate.has_budget():
+            return False
+        if self._link.spare_in_s:
+            self._counters.add("device_rate_waits")
+            return False
+        return True
 
     def _walk(self, token: int) -> None:
         """Find what of a chain is wanted, and the blocks before it, without which it could not be found."""
