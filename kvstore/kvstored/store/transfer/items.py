@@ -55,6 +55,11 @@ class LaneSettings:
     spare_share: float = 0.0
     spare_burst_bytes: int = 16 << 20
 
+    @property
+    def has_budget(self) -> bool:
+        """For what is not demand."""
+        return self.spare_share > 0 or self.spare_bytes_per_s > 0
+
 
 class Refused(Enum):
     """Instead of a ticket: why an item is not queued."""

@@ -3,8 +3,9 @@ other nodes may want them, or in a tier before DRAM, nearer to an engine.
 
 Owns which chains were used lately, and the copies under way. After a use the chain is walked from the end of what was
 used to its root; what the gate wants is copied from DRAM, head first, so that a prefix can be found whole. Invariants:
-nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are; it begins nothing while a request
-waits for a read from that tier, or its lane has no budget; queues are bounded and forget what is oldest.
+nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are, or one where the lane has a budget,
+since no block waits for that with a slot; it begins nothing while a request waits for a read from that tier, or the
+lane's budget is spent; queues are bounded and forget what is oldest.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Sharing:
         self._absences = absences
         self._counters = counters
         self._counter = counter
+        self._at_once = 1 if link.lane.settings.has_budget else AT_ONCE
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
@@ -79,7 +81,7 @@ class Sharing:
             self._timer.cancel()
             self._timer = None
         walks = 1
-        while len(self._under_way) < AT_ONCE and self._may_begin():
+        while len(self._under_way) < self._at_once and self._may_begin():
             if self._path:
                 self._begin(self._path.popleft())
             elif self._chains and walks:
@@ -87,8 +89,8 @@ class Sharing:
                 self._walk(self._chains.popitem(last=False)[0])
             else:
                 break
-        if (self._path or self._chains) and len(self._under_way) < AT_ONCE and self._link.is_open:
-            delay_s = max(0.001 if not walks else DELAY_S, self._gate.wait_s(), self._link.spare_in_s)
+        if (self._path or self._chains) and len(self._under_way) < self._at_once and self._link.is_open:
+            delay_s = max(DELAY_S if walks and not self._path else 0.001, self._gate.wait_s(), self._link.spare_in_s)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
     def _may_begin(self) -> bool:
