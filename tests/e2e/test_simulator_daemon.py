@@ -23,7 +23,7 @@ from kvstored.simulator.trace import Op, Trace
 from tests.gpu.emulated import emulated_node
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.conversations import model, payloads_of, tokens_of
-from tests.reference.recorded_store import replay_recorded
+from tests.reference.recorded_store import Recorded, replay_recorded
 from tests.reference.traces import sessions
 
 MODEL = model()
@@ -48,9 +48,10 @@ def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Lived:
-    """What a daemon did, by its own counters, and the most blocks that each tier held."""
+    """What a daemon did, by its own counters, the most blocks that each tier held, and those promoted from it."""
 
     counters: dict[str, int]
+    promoted: list[int]
     most_blocks: list[int]
 
 
@@ -78,7 +79,8 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
                 session.hint(queued, due_in_s=chance.randrange(1, 20))
             now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
             held = [max(pair) for pair in zip(held or now, now, strict=True)]
-    return Lived(daemon.ask(lambda store: store.counters.snapshot()), held)
+    promoted = daemon.ask(lambda store: [flow.promoted_blocks for flow in store.flows.tiers])
+    return Lived(daemon.ask(lambda store: store.counters.snapshot()), promoted, held)
 
 
 def recorded_hits(path: Path) -> list[int]:
@@ -135,12 +137,14 @@ def test_what_moves_to_a_gpu_is_what_the_daemon_moved(
         "tier.vram.bounce=4MiB", "tier.vram.rate=0", f"tier.vram.policy={policy}",
         f"tier.vram.before_host={str(before_host).lower()}",
     )  # fmt: skip
-    assert simulated["device_blocks"] == pytest.approx(lived["device_blocks"], rel=0.02)
-    assert (lived["device_blocks"] > 0) == before_host
+    copied = lived.counters["device_blocks"]
+    assert simulated.counters["device_blocks"] == pytest.approx(copied, rel=0.02) and (copied > 0) == before_host
+    assert simulated.promoted == pytest.approx(lived.promoted, rel=0.02, abs=2)
+    assert lived.promoted[0 if before_host else 1] > 0
 
 
-def must_move_alike(directory: Path, policy: str, *more: str) -> tuple[dict[str, int], dict[str, int]]:
-    """In the daemon and in the simulator, with these settings; the counters of both."""
+def must_move_alike(directory: Path, policy: str, *more: str) -> tuple[Lived, Recorded]:
+    """In the daemon and in the simulator, with these settings; what both did."""
     path = directory / "trace.jsonl.gz"
     chosen = (
         *SMALL_DRAM,
@@ -167,4 +171,4 @@ def must_move_alike(directory: Path, policy: str, *more: str) -> tuple[dict[str,
         for counters in (simulated.counters, lived.counters)
     )
     assert moved == pytest.approx(lived_moved, rel=0.02)
-    return lived.counters, simulated.counters
+    return lived, simulated

@@ -39,10 +39,11 @@ _LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Hits by request (0 for puts), and what moved, by the daemon's own counters."""
+    """Hits by request (0 for puts), and what moved, by the daemon's own counters; `promoted`: blocks, by tier."""
 
     hits: list[int]
     counters: dict[str, int]
+    promoted: list[int]
 
 
 def replay_recorded(trace: Trace, config: Config, slot_bytes: int, start_ns: int = 0) -> Recorded:
@@ -90,7 +91,8 @@ class _RecordedStore:
             else:
                 hits.append(await self._get(client, keys, int(trace.input_tokens[at]), at))
             await self._settle()
-        return Recorded(hits, self._store.counters.snapshot())
+        promoted = [flow.promoted_blocks for flow in self._store.flows.tiers]
+        return Recorded(hits, self._store.counters.snapshot(), promoted)
 
     async def _get(self, client: Client, keys: Sequence[bytes], prompt_tokens: int, number: int) -> int:
         context = RequestContext(number, prompt_tokens) if prompt_tokens else None
