@@ -20,9 +20,10 @@ from kvstored.config import load_config
 from kvstored.simulator.readers import ReadOptions, read_trace
 from kvstored.simulator.replay import Replay, ReplaySettings
 from kvstored.simulator.trace import Op, Trace
+from tests.gpu.emulated import emulated_node
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.conversations import model, payloads_of, tokens_of
-from tests.reference.recorded_store import replay_recorded
+from tests.reference.recorded_store import Recorded, replay_recorded
 from tests.reference.traces import sessions
 
 MODEL = model()
@@ -47,9 +48,10 @@ def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Lived:
-    """What a daemon did, by its own counters, and the most blocks that each tier held."""
+    """What a daemon did, by its own counters, the most blocks that each tier held, and those promoted from it."""
 
     counters: dict[str, int]
+    promoted: list[int]
     most_blocks: list[int]
 
 
@@ -77,7 +79,8 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
                 session.hint(queued, due_in_s=chance.randrange(1, 20))
             now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
             held = [max(pair) for pair in zip(held or now, now, strict=True)]
-    return Lived(daemon.ask(lambda store: store.counters.snapshot()), held)
+    promoted = daemon.ask(lambda store: [flow.promoted_blocks for flow in store.flows.tiers])
+    return Lived(daemon.ask(lambda store: store.counters.snapshot()), promoted, held)
 
 
 def recorded_hits(path: Path) -> list[int]:
@@ -117,11 +120,35 @@ def test_the_simulator_hits_what_the_daemon_hit(policy: str, tmp_path: Path) -> 
     ],
 )
 def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: int, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl.gz"
     memory = ("tier.far.capacity=4MiB", "tier.far.arena=1MiB", f"tier.far.policy={policy}") if tiers == 3 else ()
+    must_move_alike(tmp_path, policy, *memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl"])
+@pytest.mark.parametrize("before_host", [True, False])
+def test_what_moves_to_a_gpu_is_what_the_daemon_moved(
+    before_host: bool, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in emulated_node().items():
+        monkeypatch.setenv(name, value)
+    lived, simulated = must_move_alike(
+        tmp_path, policy, "tier.vram.kind=gpu", "tier.vram.capacity=4MiB", "tier.vram.chunk=2MiB",
+        "tier.vram.bounce=4MiB", "tier.vram.rate=0", f"tier.vram.policy={policy}",
+        f"tier.vram.before_host={str(before_host).lower()}",
+    )  # fmt: skip
+    copied = lived.counters["device_blocks"]
+    assert simulated.counters["device_blocks"] == pytest.approx(copied, rel=0.02) and (copied > 0) == before_host
+    assert simulated.promoted == pytest.approx(lived.promoted, rel=0.02, abs=2)
+    assert lived.promoted[0 if before_host else 1] > 0
+
+
+def must_move_alike(directory: Path, policy: str, *more: str) -> tuple[Lived, Recorded]:
+    """In the daemon and in the simulator, with these settings; what both did."""
+    path = directory / "trace.jsonl.gz"
     chosen = (
         *SMALL_DRAM,
-        *memory,
+        *more,
         "nvme.slab=1MiB",
         f"host.policy={policy}",
         f"nvme.policy={policy}",
@@ -131,11 +158,9 @@ def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: i
         lived = live(daemon, some_requests())
     trace = read_trace(path, "kvstored", ReadOptions(as_recorded=True), lambda done, total: None)
     block = slot_bytes(MODEL.payload_bytes())
-    dram, *far, nvme = (blocks * block for blocks in lived.most_blocks)
-    assert len(far) == tiers - 2
     config = load_config(None, chosen)
-    for tier, capacity_bytes in zip(config.tiers, (dram, *far, nvme), strict=True):
-        config = config.with_tier(tier.name, capacity_bytes=capacity_bytes)
+    for tier, blocks in zip(config.tiers, lived.most_blocks, strict=True):
+        config = config.with_tier(tier.name, capacity_bytes=blocks * block)
     simulated = replay_recorded(trace, config, block)
     assert hits_of(trace, simulated.hits) == recorded_hits(path)
     assert lived.counters["promoted_bytes"] > 0 and lived.counters["evicted_blocks"] > 50
@@ -146,3 +171,4 @@ def test_what_moves_between_tiers_is_what_the_daemon_moved(policy: str, tiers: i
         for counters in (simulated.counters, lived.counters)
     )
     assert moved == pytest.approx(lived_moved, rel=0.02)
+    return lived, simulated

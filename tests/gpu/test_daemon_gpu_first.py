@@ -95,6 +95,21 @@ def test_the_worker_dies_and_no_byte_is_wrong() -> None:
             assert eventually(lambda: len(workers_of(daemon.process.pid)) == 1)
 
 
+def test_copies_wait_for_the_byte_rate_and_gets_do_not() -> None:
+    """A rate at which no second copy is made while this test runs: what a client asks for comes all the same."""
+    with running_daemon(*SETTINGS, "tier.vram.rate=1") as daemon, daemon.connect(MODEL) as session:
+        for number in range(1, 6):
+            put_conversation(session, number, BLOCKS, wait="settled")
+            assert whole(session, number)
+        assert eventually(lambda: daemon.status().counters["device_rate_waits"] > 0)
+        copied = daemon.tiers()["vram"].blocks
+        assert copied == 1, "as much as a burst, and no block waits with a slot"
+        put_many(session, range(100, 170))
+        for number in range(1, 6):
+            assert whole(session, number)
+        assert daemon.tiers()["vram"].promoted_blocks == 1
+
+
 def test_tenants_share_no_memory_of_the_gpu() -> None:
     with running_daemon(*SETTINGS) as daemon, daemon.connect(MODEL) as session:
         daemon.socket_dir.parent.chmod(0o711)

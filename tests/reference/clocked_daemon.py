@@ -62,6 +62,7 @@ class ClockedDaemon:
                     len(store.leases)
                     or store.completions.outstanding
                     or (store.writeback and store.writeback.pending())
+                    or any(sharing.waiting for sharing in store.sharing)
                 )
             )
         )

@@ -1,4 +1,4 @@
-"""A recording against two tiers: every get and put again, one after the other, through the daemon's own `Store`.
+"""A recording against several tiers: every get and put again, one after the other, through the daemon's own `Store`.
 
 Owns the order of what one client asks that waits for each answer. Every get and put is the production one, on simulated
 tiers that take no time, in virtual time. Never reads an operating system's clock.
@@ -16,11 +16,12 @@ from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.config.tiers import TierSection
+from kvstored.config.tiers import GpuSection, TierSection
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.recorded_hints import hints_before, replay_hint
 from kvstored.simulator.simulated_client import client_of, offer_of
+from kvstored.simulator.simulated_gpu import SimulatedGpuTier
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
@@ -33,14 +34,16 @@ from kvstored.telemetry import DeletionLog
 
 _FAST = 1e15  # bytes a second
 _SETTLE_S = 60.0
+_LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Hits by request (0 for puts), and what moved, by the daemon's own counters."""
+    """Hits by request (0 for puts), and what moved, by the daemon's own counters; `promoted`: blocks, by tier."""
 
     hits: list[int]
     counters: dict[str, int]
+    promoted: list[int]
 
 
 def replay_recorded(trace: Trace, config: Config, slot_bytes: int, start_ns: int = 0) -> Recorded:
@@ -56,6 +59,8 @@ class _RecordedStore:
 
         def tier(section: TierSection) -> SimulatedTier:
             name, is_host = section.name, section is config.host
+            if isinstance(section, GpuSection):
+                return SimulatedGpuTier(name, Medium(_spec(name)), section.capacity_bytes, loop, engine, host)
             medium, other = (host, engine) if is_host else (Medium(_spec(name)), host)
             up = SimulatedLane(f"{name}→{other.spec.name}", medium, other)
             down = SimulatedLane(f"{other.spec.name}→{name}", other, medium)
@@ -86,7 +91,8 @@ class _RecordedStore:
             else:
                 hits.append(await self._get(client, keys, int(trace.input_tokens[at]), at))
             await self._settle()
-        return Recorded(hits, self._store.counters.snapshot())
+        promoted = [flow.promoted_blocks for flow in self._store.flows.tiers]
+        return Recorded(hits, self._store.counters.snapshot(), promoted)
 
     async def _get(self, client: Client, keys: Sequence[bytes], prompt_tokens: int, number: int) -> int:
         context = RequestContext(number, prompt_tokens) if prompt_tokens else None
@@ -102,8 +108,10 @@ class _RecordedStore:
             await anext(answers)
 
     async def _settle(self) -> None:
-        """The client waits until its blocks are durable before it asks for more."""
+        """The client waits until its blocks are durable, and copied to the GPU, before it asks for more."""
         writeback = self._store.writeback
+        while any(sharing.waiting for sharing in self._store.sharing):
+            await asyncio.sleep(_LOOK_S)
         while writeback is not None and await writeback.flush(_SETTLE_S):
             pass
 

@@ -71,7 +71,8 @@ class SmallStore:
             clock=lambda: clock.monotonic_ns() / NS_PER_S,
         )
         self.disk = FaultyTier(self.nvme)
-        memory = [section.open(Start()) for section in self.config.tiers if section is not nvme]
+        given = {nvme.name, *(tier.info.name for tier in before)}
+        memory = [section.open(Start()) for section in self.config.tiers if section.name not in given]
         tiers = [*before, *memory, self.disk, *keyed]
         residency = make_residency(self.config, tiers)
         self.store = Store(self.config, clock, self.completions, residency, tiers, predictor, remote_writes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from kvstore_tiers.testing.faulty import Fault, FaultyTier, gone
 from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.clients.codes import codes_by_mask, tier_code
 from kvstored.config import Config, load_config
+from kvstored.config.tiers.gpu import LINK_SHARE
 from kvstored.store.assembly import make_residency
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.lane_plan import make_lanes
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, small_store
 
 DEVICE, HOST, NVME = 0, 1, 2
 ON = tuple(1 << position for position in (DEVICE, HOST, NVME))
 IN_DEVICE = 20  # blocks
+GPU = ("tier.vram.kind=gpu", "tier.vram.capacity=64MiB", "tier.vram.before_host=true")
 Drive = Callable[[DrivenStore, FaultyTier], Coroutine[None, None, None]]
 
 
@@ -94,6 +99,8 @@ def test_what_leaves_device_memory_goes_to_dram_unless_dram_has_it(tmp_path: Pat
         assert set(places) == {ON[DEVICE], ON[HOST]}, "none is lost, some went to DRAM"
         demoted = store.small.store.flows.tiers[DEVICE].demoted_blocks
         assert demoted == places.count(ON[HOST]), "what DRAM has is not copied to it again"
+        moved = store.small.store.mover.lanes["vram→host"].statistics(0).moved_blocks
+        assert (moved[Priority.DEMAND], moved[Priority.DEMOTION]) == (0, demoted), "no request waits for it"
         assert (await store.get(first)).blocks == len(first)
 
     drive(tmp_path, what, "nvme.policy=lru")  # as the device's, which has no section
@@ -154,6 +161,42 @@ def test_an_evicted_block_of_dram_stays_in_device_memory(tmp_path: Path) -> None
         assert (await store.get(hot)).blocks == 10
 
     drive(tmp_path, what, "host.policy=lru")
+
+
+def test_copies_to_the_device_wait_for_its_byte_rate_and_gets_do_not(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        (sharing,), counters, keys = store.small.store.sharing, store.small.store.counters, keys_of(1, IN_DEVICE)
+        await store.put(keys, DurabilityMode.NONE)
+        assert (await store.get(keys)).blocks == IN_DEVICE
+        async with asyncio.timeout(60):
+            while not counters["device_rate_waits"]:
+                await asyncio.sleep(0.001)
+        waiting = [key for key in keys if not store.tiers_of(key) & ON[DEVICE]]
+        assert len(waiting) > 10, "a second's worth passes at once"
+        assert (await store.get(keys)).blocks == IN_DEVICE
+        async with asyncio.timeout(60):
+            while sharing.waiting:
+                store.small.clock.advance(s=1)
+                sharing.tick()
+                await asyncio.sleep(0.001)
+        assert all(store.tiers_of(key) & ON[DEVICE] for key in keys)
+
+    drive(tmp_path, what, *GPU, "tier.vram.policy=lru", f"tier.vram.rate={2 * SLOT_BYTES}")
+
+
+@pytest.mark.parametrize(("rate", "share", "bytes_per_s"), [("auto", LINK_SHARE, 0), ("0", 0, 0), ("5MiB", 0, 5 << 20)])
+@pytest.mark.parametrize("before_host", [True, False])
+def test_both_lanes_of_a_gpu_have_its_byte_rate(rate: str, share: float, bytes_per_s: int, before_host: bool) -> None:
+    config = load_config(None, (*GPU, f"tier.vram.before_host={str(before_host).lower()}", f"tier.vram.rate={rate}"))
+    kinds = {"vram": MemoryKind.DEVICE, "host": MemoryKind.SYSTEM, "nvme": MemoryKind.FILE}
+    tiers = [MemoryTier(0, name=section.name, memory=kinds[section.name]) for section in config.tiers]
+    for tier in tiers:
+        tier.info = replace(tier.info, is_mapped=tier.info.name == "host", is_durable=tier.info.name == "nvme")
+    lanes = make_lanes(config, make_residency(config, tiers), ())
+    found = {lane.name: (lane.settings.spare_share, lane.settings.spare_bytes_per_s) for lane in lanes}
+    assert [found.pop(name) for name in ("vram→host", "host→vram")] == [(share, bytes_per_s)] * 2
+    assert set(found.values()) == {(0, 0)}
+    assert load_config(None, GPU).tier("vram") == load_config(None, (*GPU, "tier.vram.rate=auto")).tier("vram")
 
 
 def test_what_clients_are_shown_is_the_copy_that_they_can_have_soonest() -> None:

@@ -85,3 +85,65 @@ def test_the_service_model_learns_the_device() -> None:
     _, lane = latencies(arrivals, {}, prior_bytes_per_s=10e9)
     assert lane.statistics(arrivals[-1][0]).service_bytes_per_s == pytest.approx(RATE, rel=0.15)
     assert lane.estimate_us(64 * MIB) == pytest.approx(64 * MIB / RATE * 1e6, rel=0.2)
+
+
+# A budget for what is not demand
+
+BACKGROUND = {Priority.PREFETCH: 5, Priority.DEMOTION: 20, Priority.MAINTENANCE: 5}
+BURST = {"spare_burst_bytes": 4 * MIB}
+
+
+def moved_beside_demand(lane: Lane[int]) -> int:
+    return sum(lane.statistics(0).moved_bytes[1:])
+
+
+@pytest.mark.parametrize("knobs", [{"spare_share": 0.25}, {"spare_bytes_per_s": 0.25 * RATE}], ids=["share", "rate"])
+def test_all_that_is_not_demand_keeps_to_one_budget(knobs: dict[str, float]) -> None:
+    seconds = 4
+    _, lane = latencies([(0, 1), ((seconds - 1) * NS, 1)], BACKGROUND, **knobs, **BURST)
+    budget = 0.25 * RATE * seconds + BURST["spare_burst_bytes"]
+    assert 0.8 * budget < moved_beside_demand(lane) < 1.05 * budget
+    _, free = latencies([(0, 1), ((seconds - 1) * NS, 1)], BACKGROUND)
+    assert moved_beside_demand(free) > 3 * budget, "it is the budget that holds it back"
+
+
+def test_a_share_follows_what_the_device_is_seen_to_move() -> None:
+    """The prior is ten times too high, and too low."""
+    arrivals = gets(4, 16, 0.3, 200)
+    (moved, high), (_, low) = (
+        (moved_beside_demand(lane), lane)
+        for _, lane in (
+            latencies(arrivals, BACKGROUND, spare_share=0.1, prior_bytes_per_s=prior, **BURST) for prior in (1e10, 1e8)
+        )
+    )
+    assert moved == pytest.approx(moved_beside_demand(low), rel=0.2)
+    assert moved == pytest.approx(0.1 * RATE * (arrivals[-1][0] / NS + 1), rel=0.2)
+    assert high.statistics(0).service_bytes_per_s == pytest.approx(RATE, rel=0.2)
+
+
+def test_demand_neither_waits_for_the_budget_nor_spends_it() -> None:
+    arrivals = gets(3, 16, 0.6, 100)
+    plain, _ = latencies(arrivals, {})
+    beside, lane = latencies(arrivals, {}, spare_bytes_per_s=1.0)
+    assert beside == plain
+    assert lane.spare_at_ns(arrivals[-1][0] + NS) == arrivals[-1][0] + NS, "nothing of it is spent"
+
+
+def test_what_demand_loses_to_background_is_less_with_a_budget() -> None:
+    arrivals = gets(3, 16, 0.3, 150)
+    alone, _ = latencies(arrivals, {})
+    free, _ = latencies(arrivals, BACKGROUND)
+    beside, _ = latencies(arrivals, BACKGROUND, spare_share=0.1, **BURST)
+    lost = sum(beside) - sum(alone)
+    assert 0 <= lost < 0.5 * (sum(free) - sum(alone))
+
+
+def test_a_prefetch_that_becomes_demand_waits_for_no_budget() -> None:
+    lane: Lane[int] = Lane("host→gpu", LaneSettings(spare_bytes_per_s=1.0, spare_burst_bytes=1))
+    first, second = (lane.submit(Priority.PREFETCH, MIB, at, 0) for at in range(2))
+    assert isinstance(first, int) and isinstance(second, int)
+    assert [item.ticket for item in lane.next(0)] == [first]
+    lane.completed(first, NS)
+    assert lane.next(NS) == [] and (lane.wake_at(NS) or 0) > 1000 * NS
+    assert lane.promote(second, Priority.DEMAND, NS)
+    assert [item.ticket for item in lane.next(NS)] == [second]

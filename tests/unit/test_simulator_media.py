@@ -71,6 +71,12 @@ def test_a_transfer_queues_at_the_slower_end_and_counts_at_both() -> None:
     assert other.send(100, 0).begin_ns == 0, "the fast end has time for others"
 
 
+@pytest.mark.parametrize(("duplex", "ends"), [(False, 0.5 + 1 + 2), (True, 0.5 + 2)])
+def test_a_copy_within_a_medium_reads_and_writes_each_byte(duplex: bool, ends: float) -> None:
+    one = medium(duplex=duplex)
+    assert SimulatedLane("within", one, one).send(100, 0).end_ns / S == ends
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_that_ship_have_every_tier_and_say_where_figures_come_from(name: str) -> None:
     machine = load_machine(name)

@@ -93,6 +93,20 @@ def test_profiles_and_tiers_can_be_chosen(chat: Path, capsys: pytest.CaptureFixt
     assert last("--speed", "0.01")["queue_s"]["mean"] <= last()["queue_s"]["mean"]
 
 
+def test_a_tier_in_the_devices_memory_can_be_chosen(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ("--tiers", "gpu=512MiB,engine=512MiB,dram=512MiB,nvme=4GiB", "--without", "gpu", "--policy", "lru")
+    chosen = ("--gpu", "policy=fifo,admission=always,rate=1GB/s,to-gpu=1GB/s,from-gpu=2GB/s,latency=1ms")
+    rows: list[dict[str, Any]] = json.loads(run(capsys, chat, *COMMON, *tiers, *chosen, "--json"))["rows"]
+    assert [row["plan"] for row in rows][2:] == ["baseline-eager", "orchestrated", "without gpu"]
+    assert all(list(row["hits_by_tier"]) == ["engine", "gpu", "dram", "nvme"] for row in rows)
+    ours, without = rows[-2:]
+    assert ours["hits_by_tier"]["gpu"] > 0 == without["hits_by_tier"]["gpu"]
+    assert {"gpu→engine", "dram→gpu", "gpu→dram"} <= set(ours["bytes_by_lane"]) and "gpu" in ours["utilisation"]
+    shown = run(capsys, chat, *COMMON, *tiers, *chosen)
+    assert "GPU HITS" in shown and re.search(r"^orchestrated +lru +dram→gpu +[1-9].* [MG]iB", shown, re.MULTILINE)
+    assert re.search(r"^orchestrated +lru +gpu +[1-9]", shown, re.MULTILINE), "what it held"
+
+
 def test_an_engine_that_is_too_slow_is_reported(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(capsys, chat, *COMMON, "--profile", "cpu-only", "--speed", "1000", "--policy", "lru")
     assert "note: the engine computes nearly all of the time" in shown
@@ -116,6 +130,18 @@ def test_an_engine_that_is_too_slow_is_reported(chat: Path, capsys: pytest.Captu
         (["--tiers", "dram=1MiB"], "holds no block of"),
         (["--tiers", "engine=1MiB,dram"], "the engine's memory has 1.0 MiB for blocks"),
         (["--tiers", "engine,dram"], "engine=SIZE once"),
+        (["--tiers", "gpu,dram"], "gpu=SIZE too"),
+        (["--tiers", "dram,nvme,gpu=1GiB"], "gpu is before dram or right after it"),
+        (["--tiers", "gpu=100GiB,dram"], "gpu=100 GiB: the weights leave .* for both"),
+        (["--tiers", "gpu=40GiB,engine=40GiB,dram"], "gpu=40.* GiB, engine=40.* GiB: the weights leave"),
+        (["--profile", "cpu-only", "--tiers", "gpu=1GiB,dram"], "'gpu': cpu-only has dram"),
+        (["--gpu", "rate=1GB/s"], "--gpu is of tier gpu: add"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "policy=best"], "--gpu 'policy=best': policy: 'best' is unknown"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "rate=fast"], "--gpu 'rate=fast': 'fast' is not a size"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "latency=1"], "--gpu 'latency=1': a time has a unit"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "to-gpu=0"], "--gpu to-gpu=0: a bandwidth is above 0"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "copies=4"], "--gpu 'copies=4': that is not known here"),
+        (["--without", "gpu"], "parts of orchestration are prefetch, overlap, weigh, write-behind$"),
         (["--without", "magic"], "parts of orchestration are prefetch"),
         (["--policy", "clairvoyant"], "'clairvoyant' is unknown"),
         (["--capacity", "0.1"], "--capacity has no meaning in mode timing"),

@@ -10,14 +10,14 @@ from kvstore_tiers.slot import Slot
 
 
 class SingleSlots:
-    """`capacity_bytes` of them; `len` is how many are taken."""
+    """`capacity_bytes` of them, in containers numbered after `last_number`; `len` is how many are taken."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._taken: dict[int, Slot] = {}  # by container
         self._free: dict[int, list[Slot]] = {}  # by size
-        self._containers = 0
+        self._containers = last_number
 
     def __len__(self) -> int:
         return len(self._taken)

@@ -35,6 +35,7 @@ examples:
   kvstored simulate chat.jsonl.gz --format mooncake --policy best --keep-worth 4 --cost prices.toml
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h100 --devices 4 --plot timing.html
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --profile h200 --tiers dram=128GiB,cxl --speed 0.5
+  kvstored simulate chat.jsonl.gz --format mooncake --mode timing --tiers gpu=16GiB,dram,nvme --without gpu
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --speed 0.3 --predictor session-return,oracle
   kvstored simulate chat.jsonl.gz --format mooncake --nodes 8 --remote latency=2ms,bandwidth=10GB/s --routing all

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvstored.simulator.node_store import MakePredictor
     from kvstored.simulator.timing import Timed, TimingStudy
 
-OPTIONS = ("profile", "devices", "tiers", "speed", "without", "predictor", "predictor_model")
+OPTIONS = ("profile", "devices", "tiers", "gpu", "speed", "without", "predictor", "predictor_model")
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
 _PROFILE, _POLICY = "h100", "best"
 _DEVICES_MAX = 4096
@@ -34,13 +35,19 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     timing.add_argument(
         "--tiers", metavar="LIST",
         help="the store's tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
-        "profile's; engine=SIZE bounds the engine's own blocks (default dram,nvme)",
+        "profile's; engine=SIZE bounds the engine's own blocks; gpu=SIZE, first or second, is a tier in the device's "
+        "memory, taken from the engine's (default dram,nvme)",
+    )  # fmt: skip
+    timing.add_argument(
+        "--gpu", metavar="LIST",
+        help="of tier gpu: policy=lfu-ttl,admission=second-touch,rate=auto, as the daemon has them; and the link "
+        "between device and host: to-gpu=55GB/s,from-gpu=55GB/s,latency=10us (default: the profile's)",
     )  # fmt: skip
     timing.add_argument("--speed", type=float, metavar="X", help="requests arrive X times as fast (default 1)")
     timing.add_argument(
         "--without", metavar="LIST",
-        help="also orchestrated, each time without one part: prefetch, overlap, weigh (compute or load), write-behind; "
-        "or all",
+        help="also orchestrated, each time without one part: prefetch, overlap, weigh (compute or load), write-behind, "
+        "gpu (its memory is the engine's then); or all",
     )  # fmt: skip
     timing.add_argument(
         "--predictor", metavar="LIST",
@@ -69,7 +76,8 @@ def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstored.simulator.machine import load_machine
+    from kvstored.simulator.gpu_option import read_gpu
+    from kvstored.simulator.machine import GPU, load_machine
     from kvstored.simulator.plan import ABLATIONS
     from kvstored.simulator.timing import TimingStudy
     from kvstored.simulator.worth import models
@@ -78,22 +86,27 @@ def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -
     if arguments.ghosts < 1:
         raise ValueError("--ghosts must be at least 1")
     predictors = _predictors(arguments)
-    without = _without(arguments.without, tuple(ABLATIONS))
     speed = 1.0 if arguments.speed is None else arguments.speed
     if not 1e-6 <= speed <= 1e6:
         raise ValueError(f"--speed {speed:g}: how many times as fast requests arrive, above 0, such as 0.5")
     devices = 1 if arguments.devices is None else arguments.devices
     if not 1 <= devices <= _DEVICES_MAX:
         raise ValueError(f"--devices {devices}: 1 to {_DEVICES_MAX}")
-    machine = load_machine(arguments.profile or _PROFILE).times(devices)
+    machine = load_machine(arguments.profile or _PROFILE)
+    gpu = read_gpu(arguments.gpu or "", machine.link)
+    machine = replace(machine, link=gpu.link).times(devices)
     tiers, engine_bytes = _tiers(arguments.tiers or _default_tiers(machine), machine)
+    if arguments.gpu is not None and GPU not in dict(tiers):
+        raise ValueError("--gpu is of tier gpu: add --tiers gpu=8GiB,dram,nvme")
+    parts = tuple(part for part in ABLATIONS if part != GPU or GPU in dict(tiers))
+    without = _without(arguments.without, parts)
     trace, count_from = simulate_reading.read(arguments, progress)
     model = models()[arguments.model]
-    pool_bytes = machine.pool_bytes(model) if engine_bytes is None else engine_bytes
+    pool_bytes = _engine_bytes(machine.pool_bytes(model), engine_bytes, dict(tiers).get(GPU, 0))
     _check_sizes(tiers, pool_bytes, model.kv_bytes_per_token * trace.block_tokens)
     return TimingStudy(
         trace, machine, devices, model, tiers, pool_bytes, names, admissions, arguments.ttl_s or None,
-        arguments.ghosts, speed, count_from, without, arguments.keep_worth, predictors,
+        arguments.ghosts, speed, count_from, without, arguments.keep_worth, predictors, gpu.settings,
     )  # fmt: skip
 
 
@@ -108,30 +121,47 @@ def _default_tiers(machine: Machine) -> str:
 def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], int | None]:
     """The store's tiers, and the bytes of the engine's own blocks where they were given."""
     from kvstore_console.units import parse_size
-    from kvstored.simulator.machine import ENGINE, MAPPED, MEDIA
+    from kvstored.simulator.machine import ENGINE, GPU, HBM, MAPPED, MEDIA
 
     form = "--tiers takes some of the profile's tiers, such as dram=64GiB,cxl,nvme"
+    has_gpu = machine.engine_tier == HBM
     found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if name != ENGINE and name not in machine.media:
-            known = [each for each in MEDIA[2:] if each in machine.media]
+        if name not in machine.media and name != ENGINE and (name != GPU or not has_gpu):
+            known = [GPU] * has_gpu + [each for each in MEDIA[2:] if each in machine.media]
             raise ValueError(f"--tiers {name!r}: {machine.name} has {', '.join(known)}")
-        if name in found or (name == ENGINE and not equals):
-            raise ValueError(f"--tiers {text}: {form}; engine=SIZE once at most")
+        if name in found or (name in (ENGINE, GPU) and not equals):
+            raise ValueError(f"--tiers {text}: {form}; engine=SIZE once at most, gpu=SIZE too")
         try:
             found[name] = parse_size(size) if equals else machine.media[name].capacity_bytes
         except ValueError as error:
             raise ValueError(f"--tiers {part.strip()}: {error}") from None
     engine_bytes = found.pop(ENGINE, None)
-    names = list(found)
+    names = [name for name in found if name != GPU]
     if not names:
         raise ValueError(f"--tiers {text}: {form}")
     if names[0] not in MAPPED:
         raise ValueError(f"--tiers {text}: the first is {' or '.join(MAPPED)}, which engines can read in place")
     if names != sorted(names, key=MEDIA.index):
         raise ValueError(f"--tiers {text}: fastest first")
+    if GPU in found and GPU not in list(found)[:2]:
+        raise ValueError(f"--tiers {text}: gpu is before {names[0]} or right after it")
     return tuple(found.items()), engine_bytes
+
+
+def _engine_bytes(left_bytes: int, engine_bytes: int | None, gpu_bytes: int) -> int:
+    """For the engine's own blocks, of what the weights leave and the store's tier takes some of."""
+    from kvstore_console.units import human_bytes
+
+    if engine_bytes is None:
+        engine_bytes = left_bytes - gpu_bytes
+    if gpu_bytes and (engine_bytes <= 0 or engine_bytes + gpu_bytes > left_bytes):
+        engine = f", engine={human_bytes(engine_bytes)}" if engine_bytes > 0 else ""
+        raise ValueError(
+            f"--tiers gpu={human_bytes(gpu_bytes)}{engine}: the weights leave {human_bytes(left_bytes)} for both"
+        )
+    return engine_bytes
 
 
 def _check_sizes(tiers: tuple[tuple[str, int], ...], pool_bytes: int, block_bytes: int) -> None:

@@ -22,6 +22,7 @@ PROFILES = ("h100", "h200", "cpu-only")
 MEDIA = ("sram", "hbm", "dram", "cxl", "nvme", "remote")  # fastest first
 MAPPED = ("dram", "cxl")  # what an engine can read in place: the daemon's first tier
 ENGINE = "engine"  # the link between the engine's memory and the host's
+GPU, HBM = "gpu", "hbm"  # the store's tier in a device's memory, and that memory
 _SUM_BYTES = 4  # of a partial result in attention
 _RATES = {"read_bytes_per_s", "write_bytes_per_s", "latency_s", "parallel", "duplex"}
 _COMPUTE = {"flops_per_s", "efficiency", "overhead_s", "chunk_tokens"}
@@ -71,6 +72,10 @@ class Machine:
             self, compute=compute, engine_bytes=self.engine_bytes * devices, link=_scaled(self.link, devices),
             media=media,
         )  # fmt: skip
+
+    def medium(self, tier: str) -> MediumSpec:
+        """Where the blocks of the store's tier of that name are."""
+        return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
     def pool_bytes(self, model: Model) -> int:
         """Room for blocks in the engine's memory, beside the weights. Raises ValueError when there is none."""

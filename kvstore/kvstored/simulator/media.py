@@ -85,6 +85,8 @@ class SimulatedLane:
         place_ns = max(now_ns, medium.places[0])
         begin_ns = max(place_ns + medium.latency_ns, pipe.line.free_ns)
         end_ns = begin_ns + pipe.took_ns(nbytes)
+        if self.source is self.target and not medium.spec.duplex:
+            end_ns += (writing if pipe is reading else reading).took_ns(nbytes)  # each byte passes twice
         heapreplace(medium.places, end_ns)
         pipe.line.free_ns = end_ns
         reading.count(nbytes)

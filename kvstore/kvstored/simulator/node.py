@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
 from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS
@@ -61,7 +62,7 @@ class Node:
         self.trace, self.settings, self.plan, self.clock = trace, settings, plan, clock
         block_bytes = settings.model.kv_bytes_per_token * trace.block_tokens
         self.link = Medium(settings.machine.link)
-        self.media = [self.link, *(Medium(settings.machine.media[name]) for name, _ in settings.tiers)]
+        self.media = [self.link, *(Medium(settings.machine.medium(name)) for name, _ in settings.tiers)]
         self.store: NodeStore | None = None
         if plan.has_store:
             self.store = NodeStore(settings, block_bytes, loop, clock, self.media, trace)
@@ -197,14 +198,13 @@ class Node:
         visit.in_pool, visit.rows = held
         visit.ready = [True] * visit.in_pool
         if self.store is not None:
-            await self.store.begin_get(visit, lambda blocks: self._copy(visit, blocks))
+            await self.store.begin_get(visit, partial(self._copy, visit))
         return True
 
-    def _copy(self, visit: Visit, blocks: int) -> None:
-        """Blocks that are mapped are copied to the engine: as they arrive, or later all at once."""
+    def _copy(self, visit: Visit, mapped: int, on_device: int) -> None:
+        """Blocks that are readable are copied to the engine: as they arrive, or later all at once."""
         if self.plan.overlaps and self.store is not None:
-            passage = self.store.to_engine.send(blocks * self.store.slot_bytes, self._now_ns())
-            visit.copied_ns = max(visit.copied_ns, passage.end_ns)
+            visit.copied_ns = max(visit.copied_ns, self.store.copy(mapped, on_device))
 
     async def _restore(self, visit: Visit) -> None:
         """Until every block that was stored is mapped, or computed, or given up."""
@@ -219,7 +219,8 @@ class Node:
         visit.ready = visit.ready[:here]
         if not self.plan.overlaps and self.store is not None and here > visit.in_pool:
             copied = here - visit.in_pool - (visit.recomputed - visit.given_up)
-            await self._until(self.store.to_engine.send(copied * self.store.slot_bytes, self._now_ns()).end_ns)
+            on_device = sum(at < here for at in visit.on_device)
+            await self._until(self.store.copy(copied - on_device, on_device))
 
     async def _race(self, visit: Visit) -> None:
         """Compute from the head what has not been loaded, while loading proceeds from the tail, until the two meet."""

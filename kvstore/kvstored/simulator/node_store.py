@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.segments import MemoryKind
-from kvstored.clock import ManualClock
+from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
-from kvstored.config.tiers import MemorySection
+from kvstored.config.tiers import GpuSection, MemorySection, TierSection
+from kvstored.config.tiers import Machine as Host
 from kvstored.policy_names import ALWAYS
 from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.machine import Machine
+from kvstored.simulator.machine import GPU, Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
+from kvstored.simulator.simulated_gpu import SimulatedGpuTier
 from kvstored.simulator.simulated_remote import SharedObjects, SimulatedRemoteTier
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Trace
@@ -37,9 +40,11 @@ from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog
 
 MakePredictor = Callable[[Trace, float], Predictor]
+Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
 Answers = AsyncGenerator[Expected | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _EXPIRED_A_TICK = 320
@@ -49,7 +54,8 @@ _SETTLE_S = 3600.0
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
     """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast.
-    `predictor(trace, speed)` makes the one that prefetch listens to."""
+    `predictor(trace, speed)` makes the one that prefetch listens to. `gpu`: settings of the tier of that name, as in
+    the daemon's configuration."""
 
     machine: Machine
     model: Model
@@ -65,13 +71,20 @@ class NodeSettings:
     hints: Hints = NO_HINTS
     predictor: MakePredictor | None = None  # None: nothing is predicted
     remote: SharedObjects | None = None  # what this node shares with others
+    gpu: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def without_gpu(self) -> NodeSettings:
+        """With the memory of that tier for the engine's own blocks."""
+        tiers = dict(self.tiers)
+        return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
 
 
 def config_of(settings: NodeSettings, block_bytes: int) -> Config:
     """The daemon's defaults, at the size of the simulated machine: what it runs on has nothing to do with this one."""
     config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
     ttl_s = settings.ttl_s or 0
-    first_bytes, *more = (nbytes for _, nbytes in settings.tiers)
+    first_bytes, *more = (nbytes for name, nbytes in settings.tiers if name != GPU)
     below_bytes = more.pop() if more else 0
     memory = tuple(
         MemorySection(
@@ -88,15 +101,24 @@ def config_of(settings: NodeSettings, block_bytes: int) -> Config:
         config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
         policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
     )  # fmt: skip
+    listed: list[TierSection] = [host, *memory, nvme]
+    for position, (name, nbytes) in enumerate(settings.tiers):
+        if name == GPU:  # before the host's tier or right after it
+            listed.insert(position, _gpu_section(settings, nbytes))
     return replace(
         config,
-        listed=(host, *memory, nvme),
+        listed=tuple(listed),
         prefetch=replace(config.prefetch, enabled=settings.predictor is not None),
         limits=replace(
             config.limits, max_block_bytes=max(config.limits.max_block_bytes, block_bytes),
             ghosts_per_tenant=settings.ghost_keys,
         ),
     )  # fmt: skip
+
+
+def _gpu_section(settings: NodeSettings, capacity_bytes: int) -> GpuSection:
+    table = {**GpuSection.DEFAULTS, **settings.gpu, "capacity": str(capacity_bytes), "ttl_s": settings.ttl_s or 0}
+    return GpuSection.read(GPU, table, Host(capacity_bytes, Path()))
 
 
 class NodeStore:
@@ -111,7 +133,8 @@ class NodeStore:
         media: Sequence[Medium],
         trace: Trace,
     ) -> None:
-        link, first, *rest = media
+        link, *more = media
+        first, *rest = (medium for medium in more if medium.spec.name != GPU)
         self._loop, self._clock = loop, clock
         self.slot_bytes = slot_bytes(block_bytes)
         self._block_bytes = block_bytes
@@ -121,31 +144,12 @@ class NodeStore:
         self.from_engine = SimulatedLane(f"engine→{top}", link, first)
         self.lanes = [self.to_engine, self.from_engine]
         config = config_of(settings, block_bytes)
-        host, *below = config.tiers
-        self.tiers: list[SimulatedTier] = [
-            SimulatedTier(
-                host.name,
-                first,
-                host.capacity_bytes,
-                loop,
-                self.from_engine,
-                self.to_engine,
-                MemoryKind.SYSTEM,
-                is_mapped=True,
-            )
-        ]
-        above = first
-        for medium, section in zip(rest, below, strict=True):
-            name, is_last = medium.spec.name, medium is rest[-1]
-            source = first if is_last else above  # blocks are written to the last one from the first, mostly
-            up, down = (
-                SimulatedLane(f"{name}→{top}", medium, first),
-                SimulatedLane(f"{source.spec.name}→{name}", source, medium),
-            )
-            self.lanes += [up, down]
-            kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
-            self.tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))
-            above = medium
+        sections = [section for section in config.tiers if not isinstance(section, GpuSection)]
+        self.tiers = self._make_tiers(first, rest, sections)
+        self._from_gpu: SimulatedLane | None = None
+        for position, medium in enumerate(more):
+            if medium.spec.name == GPU:
+                self.tiers.insert(position, self._make_gpu(config.tiers[position], medium, link, first))
         writes = None
         if settings.remote is not None:
             tier = SimulatedRemoteTier(settings.remote, loop, first)
@@ -158,7 +162,41 @@ class NodeStore:
         )
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._operations = Operations(self.store, DeletionLog(clock))
-        self._clients = [client_of(self.store.residency, number) for number in range(int(trace.tenants.max()) + 1)]
+        self._clients = [
+            client_of(self.store.residency, number, maps_device=True) for number in range(int(trace.tenants.max()) + 1)
+        ]
+
+    def _make_tiers(
+        self, first: Medium, rest: Sequence[Medium], sections: Sequence[TierSection]
+    ) -> list[SimulatedTier]:
+        """The mapped tier on `first`, and those below it on `rest`."""
+        host, *below = sections
+        top, loop = first.spec.name, self._loop
+        tiers = [
+            SimulatedTier(
+                host.name, first, host.capacity_bytes, loop, self.from_engine, self.to_engine, MemoryKind.SYSTEM,
+                is_mapped=True,
+            )
+        ]  # fmt: skip
+        above = first
+        for medium, section in zip(rest, below, strict=True):
+            name, is_last = medium.spec.name, medium is rest[-1]
+            source = first if is_last else above  # blocks are written to the last one from the first, mostly
+            up, down = (
+                SimulatedLane(f"{name}→{top}", medium, first),
+                SimulatedLane(f"{source.spec.name}→{name}", source, medium),
+            )
+            self.lanes += [up, down]
+            kind = MemoryKind.FILE if is_last else MemoryKind.SYSTEM
+            tiers.append(SimulatedTier(section.name, medium, section.capacity_bytes, loop, down, up, kind))
+            above = medium
+        return tiers
+
+    def _make_gpu(self, section: TierSection, medium: Medium, link: Medium, host: Medium) -> SimulatedTier:
+        tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host)
+        self._from_gpu = tier.to_engine
+        self.lanes += [tier.to_engine, tier.up, tier.down]
+        return tier
 
     @property
     def names(self) -> list[str]:
@@ -192,18 +230,20 @@ class NodeStore:
         """Let what is in slower tiers move up, the last block first; no request waits for it. The first `in_pool`
         blocks are with the engine."""
         residency, promoter = self.store.residency, self.store.promoter
+        mask, readable = residency.rows.mask, residency.readable(maps_device=True)
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
         rows = promoter.reachable_run(rows)
         for position in range(len(rows) - 1, in_pool - 1, -1):
-            if not residency.has(rows[position], residency.mapped):
+            if not mask[rows[position]] & readable:
                 source = residency.fastest(rows[position])
                 if not promoter.prefetch(rows[position]):
                     break
                 visit.fetched[position] = source
 
-    async def begin_get(self, visit: Visit, arrived: Callable[[int], None]) -> None:
+    async def begin_get(self, visit: Visit, arrived: Arrived) -> None:
         """Lease what the store has of the chain beyond the engine's own blocks, the last first. `arrived` is called
-        with the number of blocks that became mapped, now and later; `visit.ready` says which."""
+        with the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
+        which."""
         wanted = Wanted(
             b"".join(visit.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
             context=RequestContext(visit.number, visit.tokens, visit.kind, bool(visit.answer_tokens)),
@@ -211,18 +251,39 @@ class NodeStore:
         answers = self._operations.get.acquire_in_order(self._clients[visit.tenant], wanted, visit.in_pool)
         expected = await anext(answers)
         assert isinstance(expected, Expected)
-        below = list(enumerate(expected.tiers))[visit.in_pool :]
-        sources = Counter(visit.fetched.get(position, tier) for position, tier in below)
+        residency, below = self.store.residency, list(enumerate(expected.tiers))[visit.in_pool :]
+        visit.on_device = self._on_device(visit, len(expected.tiers))
+        sources = Counter(visit.on_device.get(position, visit.fetched.get(position, tier)) for position, tier in below)
         visit.found = [sources[tier] for tier in range(len(self.tiers))]
-        visit.ready = [True] * visit.in_pool + [tier == self.store.residency.mapped for _, tier in below]
-        mapped = sum(visit.ready) - visit.in_pool
-        if mapped:
-            arrived(mapped)
+        visit.ready = [True] * visit.in_pool
+        visit.ready += [tier == residency.mapped or position in visit.on_device for position, tier in below]
+        mapped = sum(visit.ready) - visit.in_pool - len(visit.on_device)
+        if mapped or visit.on_device:
+            arrived(mapped, len(visit.on_device))
         visit.is_loading = True
         visit.answers = answers
         visit.loading = asyncio.create_task(self._load(visit, answers, arrived))
 
-    async def _load(self, visit: Visit, answers: Answers, arrived: Callable[[int], None]) -> None:
+    def _on_device(self, visit: Visit, blocks: int) -> dict[int, int]:
+        """By position of those that the engine reads in the device's memory: the tier."""
+        residency = self.store.residency
+        exported, mask = residency.exported, residency.rows.mask
+        if not exported:
+            return {}
+        rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys[:blocks])
+        found = {at: mask[row] & exported for at, row in enumerate(rows) if at >= visit.in_pool}
+        return {at: (here & -here).bit_length() - 1 for at, here in found.items() if here}
+
+    def copy(self, mapped: int, on_device: int) -> int:
+        """Copy so many blocks from host memory to the engine, and so many within the device's; when all are there."""
+        now_ns = self._clock.monotonic_ns()
+        ends_ns = [now_ns]
+        for lane, blocks in ((self.to_engine, mapped), (self._from_gpu, on_device)):
+            if blocks and lane is not None:
+                ends_ns.append(lane.send(blocks * self.slot_bytes, now_ns).end_ns)
+        return max(ends_ns)
+
+    async def _load(self, visit: Visit, answers: Answers, arrived: Arrived) -> None:
         async for answer in answers:
             if isinstance(answer, LeasedRun):
                 visit.leases.append(answer.lease_id)
@@ -232,7 +293,7 @@ class NodeStore:
                 for at in fresh:
                     visit.ready[at] = True
                 if fresh:
-                    arrived(len(fresh))
+                    arrived(len(fresh), 0)
                     visit.changed.set()
         visit.is_loading = False
         visit.changed.set()
@@ -279,3 +340,6 @@ class NodeStore:
         """Let what is being written end."""
         while self.store.writeback is not None and await self.store.writeback.flush(_SETTLE_S):
             pass
+        until_ns = self._clock.monotonic_ns() + round(_SETTLE_S * NS_PER_S)
+        while any(each.waiting for each in self.store.sharing) and self._clock.monotonic_ns() < until_ns:
+            await asyncio.sleep(DELAY_S)

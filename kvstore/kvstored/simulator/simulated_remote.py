@@ -136,7 +136,7 @@ def parse_remote(text: str) -> RemoteSpec:
         name, equals, value = part.strip().partition("=")
         try:
             if name in ("latency", "jitter"):
-                found[f"{name}_s"] = _seconds(value)
+                found[f"{name}_s"] = parse_seconds(value)
             elif name == "bandwidth":
                 found["bytes_per_s"] = float(parse_size(value.removesuffix("/s")))
             elif name == "loss":
@@ -155,7 +155,8 @@ def parse_remote(text: str) -> RemoteSpec:
     return spec
 
 
-def _seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
+    """Of "2ms". Raises ValueError."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * scale

@@ -54,7 +54,8 @@ class Timed:
 class TimingStudy:
     """`tiers`: media of the store and their bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests
     before `count_from` are served and not counted. `without`: parts of orchestration to leave out, a row each.
-    `predictors`: by name, what prefetch follows in place of arrivals, a row each."""
+    `predictors`: by name, what prefetch follows in place of arrivals, a row each. `gpu`: as of NodeSettings. Plans
+    without that tier have its memory for the engine's own blocks."""
 
     trace: Trace
     machine: Machine
@@ -71,12 +72,14 @@ class TimingStudy:
     without: tuple[str, ...] = ()
     keep_worth: float = 0.0
     predictors: Mapping[str, MakePredictor] = field(default_factory=dict)
+    gpu: Mapping[str, str] = field(default_factory=dict)
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
         """Results as they are ready: the engine alone, the baselines (with one tier they are one), then what is
         compared with them."""
-        runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *BASELINES[: len(self.tiers)])]
+        baselines = BASELINES[: len(self.settings(BEST, ALWAYS).without_gpu.tiers)]
+        runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *baselines)]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
         without = dict.fromkeys((*self.without, *([ON_ARRIVAL] if self.predictors else [])))
         runs += [(ABLATIONS[part], self.policies[0], self.admissions[0]) for part in without]
@@ -90,12 +93,13 @@ class TimingStudy:
         """`best` is what ships, for either tier; a policy by its name is that of both."""
         return NodeSettings(
             self.machine, self.model, self.tiers, self.pool_bytes, resolve(policy), admission, self.ttl_s,
-            self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy),
+            self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy), gpu=self.gpu,
         )  # fmt: skip
 
     def _timed(self, plan: Plan, policy: str, admission: str, progress: Progress, predictor: str = "") -> Timed:
         label = f"{plan.name}, {policy}" if plan.has_store else plan.name
         settings = replace(self.settings(policy, admission), predictor=self.predictors.get(predictor))
+        settings = settings if plan.uses_gpu else settings.without_gpu
         began = time.perf_counter()
         node = serve_trace(self.trace, settings, plan, lambda done, total: progress(label, done, total))
         seconds = time.perf_counter() - began
@@ -123,7 +127,7 @@ class TimingStudy:
     def _row(self, plan: Plan, policy: str, admission: str, node: Node, visits: Sequence[Visit]) -> Row:
         trace, served = self.trace, node.served
         value = worth_of_served(visits, trace.block_tokens, self.model)
-        slots = sum(nbytes for _, nbytes in self.tiers) // self._slot_bytes(node) if plan.has_store else 0
+        slots = sum(nbytes for _, nbytes in node.settings.tiers) // self._slot_bytes(node) if plan.has_store else 0
         return {
             "mode": "timing",
             "plan": plan.name,
@@ -141,7 +145,7 @@ class TimingStudy:
             "block_accesses": value.block_accesses,
             "hits": value.hits,
             "hit_ratio": round(value.hit_ratio, 6),
-            "hits_by_tier": self._hits_by_tier(visits),
+            "hits_by_tier": self._hits_by_tier(node, visits),
             "recomputed_blocks": sum(visit.recomputed for visit in visits),
             "compute_saved_ratio": round(value.compute_saved_ratio, 6),
             "ttft_s": _spread([visit.ttft_ns for visit in visits]),
@@ -174,10 +178,10 @@ class TimingStudy:
             "exposed_against_without": round(row["exposed_s"]["mean"] / max(without["exposed_s"]["mean"], 1e-9), 4),
         }  # fmt: skip
 
-    def _hits_by_tier(self, visits: Sequence[Visit]) -> dict[str, int]:
+    def _hits_by_tier(self, node: Node, visits: Sequence[Visit]) -> dict[str, int]:
         """Where blocks were that were stored, whether or not they were computed again in the end."""
-        found = {ENGINE: sum(visit.in_pool for visit in visits)}
-        for position, (name, _) in enumerate(self.tiers):
+        found = {ENGINE: sum(visit.in_pool for visit in visits)} | {name: 0 for name, _ in self.tiers}
+        for position, (name, _) in enumerate(node.settings.tiers):
             found[name] = sum(visit.found[position] for visit in visits if visit.found)
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvstore_console.table import render_table
 from kvstore_console.units import human_bytes, human_seconds
+from kvstored.simulator.machine import ENGINE, GPU
 from kvstored.simulator.served import Sample
 from kvstored.simulator.text import policy_of
 from kvstored.simulator.timing import Row, Timed
@@ -80,11 +81,17 @@ def traffic_table(rows: Sequence[Row]) -> str:
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
             wait_s = row["wait_by_lane_s"].get(lane)
-            ends = lane.split("→")
-            busy = max((row["utilisation"].get("link" if end == "engine" else end, 0.0) for end in ends), default=0.0)
+            busy = max((row["utilisation"].get(medium, 0.0) for medium in _media_of(lane)), default=0.0)
             shown = ["-", "-"] if wait_s is None else [human_seconds(wait_s), f"{busy:.0%}"]
             lines.append([row["plan"], keeper(row), lane, human_bytes(nbytes), *shown])
     return render_table(("PLAN", "POLICY", "LANE", ">BYTES", ">MEAN WAIT", ">BUSIER END BUSY"), lines)
+
+
+def _media_of(lane: str) -> set[str]:
+    """What a lane passes."""
+    ends = set(lane.split("→"))
+    between = {"link"} if len(ends & {ENGINE, GPU}) == 1 else set()  # one end is in the device's memory
+    return ends - {ENGINE} | between
 
 
 def residency_table(results: Sequence[Timed]) -> str:

@@ -39,6 +39,7 @@ class Visit:
     answers: AsyncGenerator[object, None] | None = None  # that the task reads
     ready: list[bool] = field(default_factory=list)  # by block that was stored: its bytes are mapped, or computed
     fetched: dict[int, int] = field(default_factory=dict)  # by position of blocks that were prefetched for it: the tier
+    on_device: dict[int, int] = field(default_factory=dict)  # by position of blocks in device memory: the tier
     is_loading: bool = False
     raced_s: float = 0.0  # spent on computing while blocks were loaded
     copied_ns: int = 0  # when the last copy to the engine that was begun ends

@@ -47,6 +47,7 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
+from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.lane_plan import make_lanes
 from kvstored.store.transfer.link import Link, Mover, lane_name
 from kvstored.store.transfer.orphan_queue import OrphanQueue
@@ -54,7 +55,7 @@ from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.remote_gate import RemoteGate, RemoteWrites
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.sharing import Sharing
+from kvstored.store.transfer.sharing import Sharing, SharingCounts
 from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard
 from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
@@ -268,8 +269,8 @@ class Store:
             if gate.shares_early:
                 link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
-                copied = partial(self.counters.add, "shared_blocks")
-                made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, copied))
+                counts = self._sharing_counts("shared_blocks")
+                made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, counts))
 
         def used(rows: Sequence[int]) -> None:
             for sharing in made:
@@ -278,23 +279,22 @@ class Store:
         for position in range(residency.mapped):
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
             gate, room = self._make_device_gate(position), self.rooms[position]
-            copied = partial(self.counters.add, "device_blocks")
-            made.append(Sharing(residency, link, back, room, gate, None, self.damage, copied))
+            counts = self._sharing_counts("device_blocks")
+            made.append(Sharing(residency, link, back, room, gate, None, self.damage, counts))
 
         if made:
             residency.use_with(used)
         return made
 
+    def _sharing_counts(self, copied: str) -> SharingCounts:
+        return SharingCounts(partial(self.counters.add, copied), partial(self.counters.add, "device_rate_waits"))
+
     def _make_device_gate(self, position: int) -> RemoteGate:
-        """Of a tier before the mapped one."""
+        """Of a tier before the mapped one. Its lanes have the byte rate."""
         section = self.config.tier(self.residency.tiers[position])
-        name, rate_bytes = SECOND_TOUCH, 0
-        if isinstance(section, GpuSection):
-            name, rate_bytes = section.admission, section.rate_bytes
+        name = section.admission if isinstance(section, GpuSection) else SECOND_TOUCH
         admission = create_admission(name, self.residency, position, self.policies[self.residency.mapped])
-        return RemoteGate(
-            self.residency, admission, admission, rate_bytes, self.clock, self.counters, lambda _tenant: False
-        )
+        return RemoteGate(self.residency, admission, admission, 0, self.clock, self.counters, lambda _tenant: False)
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,
@@ -306,7 +306,8 @@ class Store:
             passed_on = demoter
             if lower < in_memory:
                 link, room = self._link(position, lower), rooms[lower - position - 1]
-                passed_on = demotion = Demotion(self.residency, link, room, demoter, self.damage, self.flows)
+                bounds = Bounds(priority=Priority.DEMOTION if position < mapped else Priority.DEMAND)
+                passed_on = demotion = Demotion(self.residency, link, room, demoter, self.damage, self.flows, bounds)
                 self.copiers.append(demotion)
             if position >= mapped:
                 demoter = passed_on

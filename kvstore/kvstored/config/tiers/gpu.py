@@ -13,29 +13,31 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection
+from kvstored.config.tiers.base import AUTO, Machine, Start, TierSection
 from kvstored.policy_names import ADMISSIONS, SECOND_TOUCH
 
 if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
 
 GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
+LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests and for the engine's own copies
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
-    """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`, `rate_bytes`: which blocks get a copy
-    in a tier before the host's, and how fast; 0 is no limit. `verify`: on the device, what was copied there."""
+    """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which blocks get a copy in a tier
+    before the host's. `rate_bytes` bounds copies that no request waits for; None: `LINK_SHARE` of what the link is seen
+    to move, 0: no limit. `verify`: on the device, what was copied there."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "verify": True, "before_host": False, "admission": SECOND_TOUCH, "rate": "0", "policy": "lfu-ttl", "ttl_s": 0,
+        "verify": True, "before_host": False, "admission": SECOND_TOUCH, "rate": AUTO, "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
     admission: str
-    rate_bytes: int
+    rate_bytes: int | None
     device: int
     chunk_bytes: int
     bounce_bytes: int
@@ -47,8 +49,9 @@ class GpuSection(TierSection):
 
     @classmethod
     def read(cls, name: str, table: Table, machine: Machine) -> Self:
-        sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce", "rate")}
-        return section_of(cls, name, table, {"name": name, **sizes})
+        sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce")}
+        rate_bytes = None if table["rate"] == AUTO else size(name, table, "rate")
+        return section_of(cls, name, table, {"name": name, "rate_bytes": rate_bytes, **sizes})
 
     def check(self, machine: Machine) -> None:
         name, granularity = self.name, human_bytes(GRANULARITY_BYTES)

@@ -27,12 +27,13 @@ from kvstored.telemetry import Flows
 class Bounds:
     """At most `at_once` blocks are under way, and a caller waits until one of them has been so for `wait_s`: a tier
     that hangs holds up what fills the one above once, not for each block. `gate` says what is worth it. `direct`: the
-    link from DRAM, for blocks that DRAM has."""
+    link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put waits for the room."""
 
     at_once: int = 1 << 30
     wait_s: float | None = None
     gate: RemoteGate | None = None
     direct: Link | None = None
+    priority: Priority = Priority.DEMAND
 
 
 class Demotion:
@@ -125,7 +126,7 @@ class Demotion:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if self._bounds.gate is not None:
             self._bounds.gate.spend(row)
-        if link.begin(row, slot, Priority.DEMAND, ended.set_result) is None:
+        if link.begin(row, slot, self._bounds.priority, ended.set_result) is None:
             return False
         outcome = await ended
         if outcome.kind is OutcomeKind.CORRUPT:

@@ -37,7 +37,8 @@ def _default_limits() -> dict[Priority, Limits]:
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """Bounds of one lane. The priors describe the device until enough has been moved to know it."""
+    """Bounds of one lane. The priors describe the device until enough has been moved to know it. `spare_bytes_per_s`:
+    for everything but demand together; or `spare_share`, of the device's rate while busy. 0 for both is no limit."""
 
     max_in_flight: int = 8
     limits: dict[Priority, Limits] = field(default_factory=_default_limits)
@@ -50,6 +51,14 @@ class LaneSettings:
     prior_bytes_per_s: float = 1e9
     prior_latency_us: float = 200.0
     prior_bytes: int = 16 << 20  # how much the prior counts for
+    spare_bytes_per_s: float = 0.0
+    spare_share: float = 0.0
+    spare_burst_bytes: int = 16 << 20
+
+    @property
+    def has_budget(self) -> bool:
+        """For what is not demand."""
+        return self.spare_share > 0 or self.spare_bytes_per_s > 0
 
 
 class Refused(Enum):

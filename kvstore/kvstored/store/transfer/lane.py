@@ -14,6 +14,8 @@ Rules
 - Demotion and maintenance run while no demand is queued; but one that has waited `aged_s` runs even then, in
   a bounded share (`aged_share`) of the bytes that demand moves, so that neither starves. Prefetch never ages:
   it only gets stale.
+- A lane may have a budget for what is not demand (`spare_share`, `spare_bytes_per_s`): where others use the medium whom
+  nobody sees here, they have the rest of it. Demand neither waits for it nor spends it.
 - Everything is bounded: a full queue refuses, with the reason.
 
 Invariants: a ticket is queued, in flight or gone; no more than `max_in_flight` items in flight in all, nor
@@ -69,6 +71,10 @@ class Lane(Generic[Work]):
         self._meter = RateMeter()
         self._service = ServiceModel(
             self.settings.prior_bytes_per_s, self.settings.prior_latency_us, self.settings.prior_bytes
+        )
+        self._spare = TokenBucket(
+            self.settings.spare_share * self._service.bytes_per_s or self.settings.spare_bytes_per_s or None,
+            self.settings.spare_burst_bytes,
         )
         self._queued_bytes = [0] * len(Priority)
         self._in_flight = [0] * len(Priority)
@@ -189,6 +195,8 @@ class Lane(Generic[Work]):
         self._moved_bytes[priority] += item.nbytes
         self._meter.add(item.nbytes, now_ns)
         self._service.completed(item.nbytes, item.started_ns, item.shared_bytes, now_ns)
+        if self.settings.spare_share:
+            self._spare.follow(self.settings.spare_share * self._service.bytes_per_s, now_ns)
 
     def wake_at(self, now_ns: int) -> int | None:
         """When to call `next` again if nothing else happens; None when only a submit or a completion can
@@ -198,6 +206,10 @@ class Lane(Generic[Work]):
             return None
         times = [at for priority in _PRIORITIES if (at := self._startable_at(priority, now_ns)) is not None]
         return min(times, default=None)
+
+    def spare_at_ns(self, now_ns: int) -> int:
+        """When the budget for what is not demand has something left; `now_ns` if it has."""
+        return self._spare.ready_at_ns(now_ns)
 
     def estimate_us(self, nbytes: int, *, queued: bool = True) -> float:
         """How long a demand for `nbytes` submitted now would take, microseconds; `queued`: behind the demand
@@ -287,6 +299,7 @@ class Lane(Generic[Work]):
         at_ns = self._buckets[priority].ready_at_ns(now_ns)
         if priority == Priority.DEMAND:
             return at_ns
+        at_ns = max(at_ns, self._spare.ready_at_ns(now_ns))
         first = next(iter(queue.values()))
         if priority == Priority.PREFETCH:
             lanes = (self, *self._neighbours)
@@ -316,8 +329,10 @@ class Lane(Generic[Work]):
             # Bounded, so that a long busy time does not save up for a storm.
             credit = self._aged_credit_bytes + self.settings.aged_share * item.nbytes
             self._aged_credit_bytes = min(credit, 4.0 * max(item.nbytes, self.settings.prefetch_item_bytes))
-        elif passes_demand:
-            self._aged_credit_bytes -= item.nbytes
+        else:
+            self._spare.spend(item.nbytes)
+            if passes_demand:
+                self._aged_credit_bytes -= item.nbytes
         if not self._running:
             self._service.idle_ended(now_ns)
         self._running[ticket] = item

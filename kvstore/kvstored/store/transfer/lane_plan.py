@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from kvstored.config import Config
+from kvstored.config.tiers.gpu import LINK_SHARE, GpuSection
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.transfer.items import LaneSettings, Limits, Priority
 from kvstored.store.transfer.lane import Lane
@@ -49,11 +50,23 @@ def make_lanes(config: Config, residency: ResidencyView, keyed: Container[int]) 
         if other == mapped:
             continue
         source = mapped if other < mapped or other == residency.durable else other - 1
+        of_other = of_keyed if other in keyed else settings
+        section = config.tier(residency.tiers[other])
+        if isinstance(section, GpuSection):
+            of_other = _beside_engines(settings, section)
         names = [lane_name(residency.tiers, other, mapped), lane_name(residency.tiers, source, other)]
         if other in keyed and source != mapped:
             names.append(lane_name(residency.tiers, mapped, other))
-        pair: list[Lane[Transfer]] = [Lane(name, of_keyed if other in keyed else settings) for name in names]
+        pair: list[Lane[Transfer]] = [Lane(name, of_other) for name in names]
         for lane in pair:
             lane.share_medium(pair)
         lanes += pair
     return lanes
+
+
+def _beside_engines(settings: LaneSettings, section: GpuSection) -> LaneSettings:
+    """Engines copy over the link to the device as well, and no lane sees that."""
+    if section.rate_bytes is None:
+        return replace(settings, spare_share=LINK_SHARE)
+    burst_bytes = min(settings.spare_burst_bytes, section.rate_bytes)  # of a second at most
+    return replace(settings, spare_bytes_per_s=float(section.rate_bytes), spare_burst_bytes=burst_bytes)

@@ -155,6 +155,12 @@ class Link:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
+    @property
+    def spare_in_s(self) -> float:
+        """How long until a copy that no request waits for may start, as far as the lane's budget goes."""
+        now_ns = self._clock.monotonic_ns()
+        return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
+
     def begin(
         self,
         row: int,

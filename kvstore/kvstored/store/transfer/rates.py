@@ -32,6 +32,11 @@ class TokenBucket:
         self._refill(now_ns)
         return self._bytes_per_s is None or self._level_bytes > 0
 
+    def follow(self, bytes_per_s: float, now_ns: int) -> None:
+        """The budget is so much from now on."""
+        self._refill(now_ns)
+        self._bytes_per_s = bytes_per_s
+
     def spend(self, nbytes: int) -> None:
         if self._bytes_per_s is not None:
             self._level_bytes -= nbytes

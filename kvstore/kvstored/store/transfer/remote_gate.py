@@ -1,7 +1,7 @@
 """The gate before a key-addressed tier, or one before DRAM: which blocks are worth a write there, and how fast they may
-be written.
+be written, where the lane has no budget of its own.
 
-Owns the byte rate. Asks admissions and residency, writes nothing. One gate a tier, for what is evicted from the tier
+Owns that byte rate. Asks admissions and residency, writes nothing. One gate a tier, for what is evicted from the tier
 above it and for what is shared early, so that both together keep to the rate.
 """
 

@@ -3,8 +3,9 @@ other nodes may want them, or in a tier before DRAM, nearer to an engine.
 
 Owns which chains were used lately, and the copies under way. After a use the chain is walked from the end of what was
 used to its root; what the gate wants is copied from DRAM, head first, so that a prefix can be found whole. Invariants:
-nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are; it begins nothing while a request
-waits for a read from that tier; queues are bounded and forget what is oldest.
+nothing waits for it; a block that is being copied is pinned, at most `AT_ONCE` are, or one where the lane has a budget,
+since no block waits for that with a slot; it begins nothing while a request waits for a read from that tier, or the
+lane's budget is spent; queues are bounded and forget what is oldest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
@@ -29,13 +31,20 @@ MOST_WALKED = 1024  # blocks of a chain, from its end
 DELAY_S = 0.05  # after a use: puts come in runs
 
 
+class SharingCounts(NamedTuple):
+    """Called for each copy that ended well, and each time that the lane's budget was spent."""
+
+    copied: Callable[[], None]
+    waited: Callable[[], None]
+
+
 class Sharing:
     """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's. `absences`: what is known of a
-    key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged, `copied` of each copy."""
+    key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged."""
 
     def __init__(
         self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences | None,
-        damage: Damage, copied: Callable[[], None],
+        damage: Damage, counts: SharingCounts,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
@@ -44,7 +53,8 @@ class Sharing:
         self._gate = gate
         self._absences = absences
         self._damage = damage
-        self._copied = copied
+        self._counts = counts
+        self._at_once = 1 if link.lane.settings.has_budget else AT_ONCE
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
@@ -79,7 +89,7 @@ class Sharing:
             self._timer.cancel()
             self._timer = None
         walks = 1
-        while len(self._under_way) < AT_ONCE and self._may_begin():
+        while len(self._under_way) < self._at_once and self._may_begin():
             if self._path:
                 self._begin(self._path.popleft())
             elif self._chains and walks:
@@ -87,12 +97,17 @@ class Sharing:
                 self._walk(self._chains.popitem(last=False)[0])
             else:
                 break
-        if (self._path or self._chains) and len(self._under_way) < AT_ONCE and self._link.is_open:
-            delay_s = max(0.001 if not walks else DELAY_S, self._gate.wait_s())
+        if (self._path or self._chains) and len(self._under_way) < self._at_once and self._link.is_open:
+            delay_s = max(DELAY_S if walks and not self._path else 0.001, self._gate.wait_s(), self._link.spare_in_s)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
     def _may_begin(self) -> bool:
-        return self._link.is_open and not self._back.lane.demand_here() and self._gate.has_budget()
+        if not self._link.is_open or self._back.lane.demand_here() or not self._gate.has_budget():
+            return False
+        if self._link.spare_in_s:
+            self._counts.waited()
+            return False
+        return True
 
     def _walk(self, token: int) -> None:
         """Find what of a chain is wanted, and the blocks before it, without which it could not be found."""
@@ -138,7 +153,7 @@ class Sharing:
                 return
             outcome = await ended
             if outcome.ok:
-                self._copied()
+                self._counts.copied()
                 if self._absences is not None:
                     self._absences.forget(tenant, [key])
             else:

@@ -1,0 +1,34 @@
+"""A simulated device's memory as a tier of the store, without bytes.
+
+Owns when a copy to and from the device completes: over the link that the engine's own copies take too. An engine on
+that device copies what it uses into its own blocks at the speed of the device's memory.
+"""
+
+from __future__ import annotations
+
+from kvstore_proto.arena import DEVICE_ARENAS
+from kvstore_tiers.base import MemoryKind, TierInfo
+from kvstore_tiers.single_slots import SingleSlots
+from kvstored.simulator.machine import ENGINE, GPU
+from kvstored.simulator.media import Medium, SimulatedLane
+from kvstored.simulator.simulated_tiers import SimulatedTier
+from kvstored.simulator.virtual_time import VirtualLoop
+
+
+class SimulatedGpuTier(SimulatedTier):
+    """`link` is the engine's, between the device's memory `medium` and `host`."""
+
+    def __init__(
+        self, name: str, medium: Medium, capacity_bytes: int, loop: VirtualLoop, link: Medium, host: Medium
+    ) -> None:
+        top = host.spec.name
+        self.up = SimulatedLane(f"{GPU}\N{RIGHTWARDS ARROW}{top}", link, host)
+        self.down = SimulatedLane(f"{top}\N{RIGHTWARDS ARROW}{GPU}", host, link)
+        self.to_engine = SimulatedLane(f"{GPU}\N{RIGHTWARDS ARROW}{ENGINE}", medium, medium)
+        super().__init__(name, medium, capacity_bytes, loop, self.down, self.up, MemoryKind.DEVICE)
+        self.info = TierInfo(name, GPU, MemoryKind.DEVICE, is_exported=True)
+        self._slots = SingleSlots(capacity_bytes, DEVICE_ARENAS)
+
+    def owner(self, container: int) -> str | None:
+        """As the GPU tier's: whose blocks are in a chunk of it. There are no owners here."""
+        return "" if container > DEVICE_ARENAS else None
