@@ -1,6 +1,5 @@
 """Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. Implements `batching.Compute`.
-
-With a range of layers it is one stage of a pipeline (`stages/`): hidden states are its input, its result, or both.
+With a range of the layers it is a stage of a pipeline (`stages/`).
 
 Owns the compute buffer, the cached graphs and the step's memory. It never samples or schedules; callers own sequences,
 block tables and the order of steps. Invariants: at most `_MAX_GRAPHS` graphs are cached; all share one buffer, reserved
@@ -68,8 +67,7 @@ class Executor:
         """
         config = model.config
         self.layers = range(config.layers) if layers is None else layers
-        if not 0 <= self.layers.start < self.layers.stop <= config.layers:
-            raise ValueError(f"{self.layers} are not layers of a model that has {config.layers}")
+        _check_layers(self.layers, config.layers)
         if (pool.layers, pool.row_elements) != (len(self.layers), config.kv_width):
             raise ValueError("the block pool was made for another model")
         if model.interleaves_q8_0 and not pool.kernels.q8_product_address:
@@ -77,7 +75,7 @@ class Executor:
                 "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
                 "`repack=False`"
             )
-        if threads < 1 or max_tokens_per_step < 1 or max_sequences < 1 or max_context < 1:
+        if min(threads, max_tokens_per_step, max_sequences, max_context) < 1:
             raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
         if 0 < config.longest_context < max_context:
             raise ValueError(
@@ -96,10 +94,7 @@ class Executor:
             [pool.plane_addresses(layer) for layer in range(pool.layers)],
             max_sequences=max_sequences,
             max_blocks=-(-max_context // pool.block_tokens),
-            attention=[
-                LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
-                for layer in self.layers
-            ],
+            attention=[_attention(config, layer) for layer in self.layers],
         )
         self._attention = AttentionOperation(
             pool.kernels.attention_address,
@@ -133,9 +128,9 @@ class Executor:
         """Compute one step; its K and V are in the pool afterwards.
 
         Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
-        RuntimeError if ggml fails. Layers from a later one than the first on start from `hidden`, float32
-        [tokens, width], which the layers before them returned; those that end before the last one return such states.
+        a copy, in the leading rows of `out` if that is given. Layers behind the first start from `hidden`, float32
+        [tokens, width], which those before them returned; layers that end before the last return such states.
+        Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
@@ -247,6 +242,15 @@ class Executor:
             used = min(len(piece.block_table), len(row))
             row[:used] = piece.block_table[:used]
         self._memory.begin(count, self._threads)
+
+
+def _attention(config: ModelConfig, layer: int) -> LayerAttention:
+    return LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
+
+
+def _check_layers(layers: range, count: int) -> None:
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
+        raise ValueError(f"{layers} are not layers of a model that has {count}")
 
 
 class _PoolView:
