@@ -59,6 +59,20 @@ def test_a_chunk_that_was_loaded_is_computed_again_for_the_next_stage_alone() ->
     assert (first.computed, first.loaded, first.wasted, second.computed) == (0, 2, 0, 2)
 
 
+def test_nothing_is_computed_for_the_next_stage_before_its_own_chunks_are_there() -> None:
+    """The second stage has chunk 0 and lacks the states of chunk 1; the first one's link is to bring its chunks."""
+    first = Pointers([LINK] * 2, overtakes=lambda chunk: False)
+    second = Pointers([LINK] * 2, loads=False)
+    stages = Stages([first, second], [["", ""]])
+    second.loaded_chunk(0)
+    assert stages.wanted(1) == 1 and stages.is_within_reach(1, 1)
+    assert stages.wanted(0) is None and stages.next_compute(0) is None
+    first.loaded_chunk(0)
+    assert stages.next_compute(0) == 1  # though it could be loaded: the next stage waits
+    assert stages.computed(0, 1) and first.is_done and stages.next_compute(1) == 1
+    assert stages.is_within_reach(1, 1) and not stages.is_within_reach(1, 0)
+
+
 def test_what_was_computed_or_loaded_first_counts() -> None:
     stages = _stages(2, 2)
     stages.next_compute(0)

@@ -55,11 +55,31 @@ class Stages:
     def input(self, stage: int, chunk: int) -> Input:
         return self._inputs[stage][chunk] if stage else Input.PRESENT
 
+    def wanted(self, stage: int) -> int | None:
+        """The chunk that the stage computes next, once it has its input: one of its own, else one whose states the next
+        stage lacks.
+        """
+        pointers = self.pointers[stage]
+        if own := pointers.computable(1):
+            return own.start
+        if stage + 1 == len(self.pointers):
+            return None
+        lacked = self.wanted(stage + 1)
+        if lacked is None or lacked > pointers.head or self._inputs[stage + 1][lacked] is not Input.MISSING:
+            return None
+        return lacked
+
+    def is_within_reach(self, stage: int, chunk: int) -> bool:
+        """The stage has the chunk's input, can load it, or the stage before is yet to compute the chunk. Where not, it
+        would compute the chunk for this stage alone: better to load it.
+        """
+        return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
+
     def next_compute(self, stage: int) -> int | None:
         """Begin to compute a chunk; None if there is nothing to compute now, or its input is not there."""
         if self._busy[stage] is not None:
             return None
-        chunk = self._wanted(stage)
+        chunk = self.wanted(stage)
         if chunk is None or self.input(stage, chunk) is not Input.PRESENT:
             return None
         self._is_own[stage] = chunk == self.pointers[stage].head
@@ -74,7 +94,7 @@ class Stages:
 
     def next_input(self, stage: int, tier: str) -> int | None:
         """Begin to load the hidden states of a chunk that will be computed soon; None if there is none in `tier`."""
-        chunk = self._wanted(stage) if stage else None
+        chunk = self.wanted(stage) if stage else None
         if chunk is None:
             return None
         own = self.pointers[stage].computable(self._ahead)
@@ -96,7 +116,7 @@ class Stages:
         following = stage + 1
         if following == len(self.pointers) or self.input(following, chunk) is Input.PRESENT:
             return False
-        is_lacking = chunk >= self.pointers[following].head or self._wanted(following) == chunk
+        is_lacking = chunk >= self.pointers[following].head or self.wanted(following) == chunk
         if is_lacking:
             self._inputs[following][chunk] = Input.PRESENT
         return is_lacking
@@ -124,17 +144,3 @@ class Stages:
         """The request has ended."""
         for each in self.pointers:
             each.cancel()
-
-    def _wanted(self, stage: int) -> int | None:
-        """The chunk that the stage computes next, once it has its input: one of its own, else one whose states the next
-        stage lacks.
-        """
-        pointers = self.pointers[stage]
-        if own := pointers.computable(1):
-            return own.start
-        if stage + 1 == len(self.pointers):
-            return None
-        lacked = self._wanted(stage + 1)
-        if lacked is None or lacked > pointers.head or self._inputs[stage + 1][lacked] is not Input.MISSING:
-            return None
-        return lacked
