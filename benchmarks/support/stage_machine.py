@@ -13,8 +13,7 @@ from kvstore_client.restore.costs import RestoreCosts
 from kvstore_client.restore.plan import Prefix, plan
 from kvstore_client.restore.pointers import Pointers
 from kvstore_client.restore.stages import Stages
-
-from .restore_machine import CAUTION
+from support.restore_machine import CAUTION
 
 COMPUTE, KV, INPUT = "compute", "kv", "input"
 

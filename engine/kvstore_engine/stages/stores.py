@@ -1,7 +1,7 @@
 """Where a stage's state is stored: the K/V of its layers, and the hidden states from which it computes.
 
 Owns the fingerprints. K/V of a stage are a shard: other cuts of the model do not find them. Hidden states belong to the
-layer that they are the input of, so stages that begin there share them, whatever their number.
+layer that they are the input of, so stages that begin there share them, in any number of stages.
 """
 
 from __future__ import annotations
