@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvstore_client.restore.costs import RestoreCosts
@@ -16,6 +17,7 @@ from kvstore_client.restore.pointers import Pointers
 from kvstore_client.restore.stages import Stages
 from kvstore_engine.restore.fetcher import Stream
 from kvstore_engine.restore.link import Link, left_s
+from kvstore_engine.stages.pipeline import FloatArray
 
 ABSENT = "absent"
 MAPPED = "host"
@@ -53,6 +55,20 @@ class StageRecord:
     predicted_s: float
     actual_s: float
     compute_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A chunk that a stage computes."""
+
+    stage: int
+    chunk: int
+    begun_s: float
+    done: Future[FloatArray]
+
+    @property
+    def has_news(self) -> bool:
+        return self.done.done()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
@@ -27,7 +27,7 @@ from kvstore_engine.restore.fetcher import Arrival, Fetcher, Stream
 from kvstore_engine.restore.link import Link
 from kvstore_engine.restore.session import KvSession, Tokens
 from kvstore_engine.stages.pipeline import FloatArray, Pipeline
-from kvstore_engine.stages.restoration import ABSENT, Found, StageRecord, StageSide
+from kvstore_engine.stages.restoration import ABSENT, Found, StageRecord, StageSide, Step
 from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore
 
 _LOOKUP_DEADLINE_S, _STREAM_DEADLINE_S = 0.25, 30.0
@@ -46,20 +46,6 @@ class Restored:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
-    """A chunk that a stage computes."""
-
-    stage: int
-    chunk: int
-    begun_s: float
-    done: Future[FloatArray]
-
-    @property
-    def has_news(self) -> bool:
-        return self.done.done()
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
     """One restoration. `held`: for each stage the inputs that it will compute from; `kept`: those that were computed,
     None if they are not kept.
@@ -71,7 +57,7 @@ class _Run:
     stages: Stages
     held: list[dict[int, FloatArray]]
     kept: list[dict[int, FloatArray]] | None
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 class StagedRestorer:
@@ -206,7 +192,7 @@ class StagedRestorer:
         stage, first = self.pipeline.stages[side.number], chunk * BLOCK_TOKENS
         piece = SequenceSlice(run.tokens[first : first + BLOCK_TOKENS], first, run.table, "none")
         work = partial(stage.executor.forward, [piece], hidden=run.held[side.number].get(chunk))
-        step = _Step(side.number, chunk, self._clock(), stage.submit(work))
+        step = Step(side.number, chunk, self._clock(), stage.submit(work))
         run.steps.append(step)
         step.done.add_done_callback(lambda done: self._fetcher.notify())
 
