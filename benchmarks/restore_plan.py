@@ -7,20 +7,17 @@ chunk's cost over the prefix. `ratio` is loading all over computing all. The opt
 regions, layers included, so the pointers, which take whole chunks, cannot reach it on short prefixes.
 
 The devices' table uses peak bf16 rates at half utilisation and links at their nominal speed: an 8B model of 32 layers,
-hidden size 4096, 128 KiB of K/V a token. Gains there are over recomputing alone and over loading alone; `mean` is over
-all cells and both of them. With virtual devices each of S stages computes its own layers from hidden states at the
-stage's boundary and loads over its own link, in chunks of 512, 1,024 or 2,048 tokens, as on the one device, whichever
-is best. The hidden states of computed chunks come from the host's memory, at no
-cost to the link; with `hidden_on_link` they come over the link as well.
+hidden size 4096, 128 KiB of K/V a token (`support/devices.py`). Gains there are over recomputing alone and over loading
+alone; `mean` is over all cells and both of them. Several devices: `restore_stages.py`.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
+from support.devices import CHUNK_TOKENS, TIER, cells
 from support.report import AT_LEAST, Row, main, within
 from support.restore_machine import Machine, Restored
 from support.timing import percentile
@@ -30,8 +27,7 @@ from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, Rest
 from kvstore_client.restore.optimum import optimum_s
 from kvstore_client.restore.plan import Prefix, plan, plans_by_axis
 
-CHUNK_TOKENS, CHUNK_BYTES = 512, 64 << 20
-TIER = "host"
+CHUNK_BYTES = 64 << 20
 
 
 def measure(quick: bool) -> list[Row]:
@@ -41,7 +37,6 @@ def measure(quick: bool) -> list[Row]:
         *_gains(machines),
         *_orders(2 if quick else 5),
         *_devices(),
-        *_stages(),
     ]
 
 
@@ -188,28 +183,10 @@ def _service_s(costs: RestoreCosts) -> float:
     return _mean([plan(Prefix((TIER,) * size, CHUNK_TOKENS, CHUNK_BYTES), costs, error=0.0).finish_s for size in sizes])
 
 
-LAYERS, HIDDEN, TOKEN_BYTES, PARAMETERS = 32, 4096, 128 << 10, 8.0e9
-DEVICES = {"A100": 312e12 * 0.5, "H100": 989e12 * 0.5}
-GIGABITS, KILOTOKENS = (10, 40, 80), (6, 16, 32, 64, 128)
-
-
-def _device(operations_s: float, gigabits: float, kilotokens: int) -> tuple[Prefix, RestoreCosts]:
-    compute = ComputeCost(0.002, 2 * PARAMETERS / operations_s, 4 * LAYERS * HIDDEN / operations_s)
-    link = LinkCost(0.001, 8 / (gigabits * 1e9))
-    prefix = Prefix((TIER,) * (kilotokens * 1024 // CHUNK_TOKENS), CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, LAYERS)
-    return prefix, RestoreCosts(compute, {TIER: link}, Contention(1.05, 1.05))
-
-
-def _cells() -> Iterator[tuple[str, Prefix, RestoreCosts]]:
-    for device, operations_s in DEVICES.items():
-        for gigabits in GIGABITS:
-            for kilotokens in KILOTOKENS:
-                yield f"8B_{device}_{gigabits}Gbps_{kilotokens}K", *_device(operations_s, gigabits, kilotokens)
-
-
 def _devices() -> list[Row]:
     rows, gains, better, over_cake = [], [], [], []
-    for name, prefix, costs in _cells():
+    for cell in cells():
+        prefix, costs = cell.prefix, cell.costs
         plans = plans_by_axis(prefix, costs)
         ours, cake = restored_s(prefix, costs), restored_s(prefix, costs, cake=True)
         computing_s, loading_s = plans["compute"].finish_s, plans["load"].finish_s
@@ -217,7 +194,7 @@ def _devices() -> list[Row]:
         better.append(min(computing_s, loading_s) / ours)
         over_cake.append(cake / ours)
         alone = f"s; computing {computing_s:.3g}, loading {loading_s:.3g}, Cake's rule {cake:.3g}; the better alone"
-        rows.append(Row(name, ours, "s", min(computing_s, loading_s), alone))
+        rows.append(Row(cell.name, ours, "s", min(computing_s, loading_s), alone))
     return [
         *rows,
         Row("8B_gain_over_either_mean", _mean(gains), "x", 1.0, "recomputing or loading", AT_LEAST, 2.2),
@@ -225,52 +202,6 @@ def _devices() -> list[Row]:
         Row("8B_over_cake_least", min(over_cake), "x", 1.0, "Cake's rule", AT_LEAST, 1.0),
         Row("8B_over_cake_mean", _mean(over_cake), "x", 1.0, "Cake's rule", AT_LEAST),
     ]
-
-
-def _stages() -> list[Row]:
-    """Each stage restores alone: a device with a share of the layers."""
-    rows = []
-    targets = {4: 3.2, 16: 12.0}
-    for stages, target in targets.items():
-        for hidden_on_link in (False, True):
-            ups = [_stage_gain(prefix, costs, stages, hidden_on_link) for _, prefix, costs in _cells()]
-            name = f"virtual_devices_{stages}" + ("_hidden_on_link" if hidden_on_link else "")
-            bound = None if hidden_on_link else target
-            rows.append(Row(f"{name}_mean", _mean(ups), "x", 1.0, "one device", AT_LEAST, bound))
-            rows.append(Row(f"{name}_least", min(ups), "x", 1.0, "one device", AT_LEAST))
-    return rows
-
-
-def _stage_gain(prefix: Prefix, costs: RestoreCosts, stages: int, hidden_on_link: bool) -> float:
-    sizes = [_in_larger_chunks(prefix, times) for times in (1, 2, 4)]
-    one_s = min(restored_s(each, costs) for each in sizes)
-    return one_s / min(_stage_s(each, costs, stages, hidden_on_link) for each in sizes)
-
-
-def _in_larger_chunks(prefix: Prefix, times: int) -> Prefix:
-    tiers = prefix.tiers[: len(prefix.tiers) // times]
-    return replace(
-        prefix, tiers=tiers, chunk_tokens=prefix.chunk_tokens * times, chunk_bytes=prefix.chunk_bytes * times
-    )
-
-
-def _stage_s(prefix: Prefix, costs: RestoreCosts, stages: int, hidden_on_link: bool) -> float:
-    part = replace(prefix, chunk_bytes=prefix.chunk_bytes // stages, layers=prefix.layers // stages)
-    compute = costs.compute
-    less = ComputeCost(compute.fixed_s / stages, compute.token_s / stages, compute.attended_s / stages)
-    own = replace(costs, compute=less)
-    if not hidden_on_link:
-        return restored_s(part, own)
-    hidden_s = costs.links[TIER].load_s(2 * HIDDEN * prefix.chunk_tokens)
-    finish: Callable[[float, float], float] = costs.contention.finish_s
-    chunks = len(part.tiers)
-    best, computed_s = float("inf"), 0.0
-    for whole in range(chunks + 1):
-        links_s = sum(part.load_s(at, part.layers, own) for at in range(whole, chunks)) + whole * hidden_s
-        best = min(best, finish(computed_s, links_s))
-        if whole < chunks:
-            computed_s += part.compute_s(whole, part.layers, own)
-    return best
 
 
 if __name__ == "__main__":

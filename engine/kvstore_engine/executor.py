@@ -1,4 +1,5 @@
 """Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. Implements `batching.Compute`.
+With a range of the layers it is a stage of a pipeline (`stages/`).
 
 Owns the compute buffer, the cached graphs and the step's memory. It never samples or schedules; callers own sequences,
 block tables and the order of steps. Invariants: at most `_MAX_GRAPHS` graphs are cached; all share one buffer, reserved
@@ -27,7 +28,7 @@ from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Product, StepMemory
-from kvstore_engine.model import Model
+from kvstore_engine.model import Model, ModelConfig
 from kvstore_engine.pool import BlockPool
 
 FloatArray = npt.NDArray[np.float32]
@@ -36,18 +37,19 @@ _MAX_GRAPHS = 32
 
 @dataclass(frozen=True, slots=True)
 class _ReadyGraph:
-    """A graph with memory: its inputs and its logits as arrays."""
+    """A graph with memory: its inputs and its result as arrays. It begins with `tokens` or with `hidden`."""
 
     graph: StepGraph
-    tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32] | None
+    hidden: FloatArray | None
     positions: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
     outputs: npt.NDArray[np.int32] | None
-    logits: FloatArray
+    result: FloatArray
 
 
 class Executor:
-    """Computes forward steps of one model over one block pool."""
+    """Computes forward steps of one model over one block pool; `layers` None: through all of its layers."""
 
     def __init__(
         self,
@@ -58,19 +60,22 @@ class Executor:
         max_tokens_per_step: int = 512,
         max_sequences: int = 16,
         max_context: int = 8192,
+        layers: range | None = None,
     ) -> None:
         """Reserve memory for the largest step. ValueError if the pool was made for another model, or for kernels that
         cannot multiply its weights.
         """
         config = model.config
-        if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
+        self.layers = range(config.layers) if layers is None else layers
+        _check_layers(self.layers, config.layers)
+        if (pool.layers, pool.row_elements) != (len(self.layers), config.kv_width):
             raise ValueError("the block pool was made for another model")
         if model.interleaves_q8_0 and not pool.kernels.q8_product_address:
             raise ValueError(
                 "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
                 "`repack=False`"
             )
-        if threads < 1 or max_tokens_per_step < 1 or max_sequences < 1 or max_context < 1:
+        if min(threads, max_tokens_per_step, max_sequences, max_context) < 1:
             raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
         if 0 < config.longest_context < max_context:
             raise ValueError(
@@ -86,17 +91,14 @@ class Executor:
         shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.ggml_type)
         self._memory = StepMemory(
             shape,
-            [pool.plane_addresses(layer) for layer in range(config.layers)],
+            [pool.plane_addresses(layer) for layer in range(pool.layers)],
             max_sequences=max_sequences,
             max_blocks=-(-max_context // pool.block_tokens),
-            attention=[
-                LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
-                for layer in range(config.layers)
-            ],
+            attention=[_attention(config, layer) for layer in self.layers],
         )
         self._attention = AttentionOperation(
             pool.kernels.attention_address,
-            tuple(self._memory.layer_address(layer) for layer in range(config.layers)),
+            tuple(self._memory.layer_address(layer) for layer in range(pool.layers)),
         )
         self._product_memory = Product.new()
         self._products = ProductOperations(
@@ -120,25 +122,30 @@ class Executor:
         self._threads = count
         self._ggml.backend_cpu_set_n_threads(self._backend, count)
 
-    def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
+    def forward(
+        self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
+    ) -> FloatArray:
         """Compute one step; its K and V are in the pool afterwards.
 
         Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
-        RuntimeError if ggml fails.
+        a copy, in the leading rows of `out` if that is given. Layers behind the first start from `hidden`, float32
+        [tokens, width], which those before them returned; layers that end before the last return such states.
+        Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
-        ready = self._graph(len(inputs.tokens), len(inputs.outputs))
+        is_last = self.layers.stop == self.model.config.layers
+        ready = self._graph(len(inputs.tokens), len(inputs.outputs) if is_last else 0)
+        self._begin_with(ready, inputs.tokens, hidden)
         self._fill(ready, inputs, slices)
         status = self._ggml.backend_graph_compute(self._backend, ready.graph.graph)
         if status != 0:
             raise RuntimeError(f"ggml_backend_graph_compute failed with status {status}")
         if out is None:
-            return np.copy(ready.logits)
-        rows = out[: len(ready.logits)]
-        np.copyto(rows, ready.logits)
+            return np.copy(ready.result)
+        rows = out[: len(ready.result)]
+        np.copyto(rows, ready.result)
         return rows
 
     def prefill(
@@ -182,7 +189,7 @@ class Executor:
 
     def _build(self, tokens: int, outputs: int) -> StepGraph:
         parts = self.model, self._cache.tensors, self._attention, self._products
-        return GraphBuilder(*parts, tokens=tokens, outputs=outputs).build()
+        return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)
@@ -207,7 +214,7 @@ class Executor:
         if self._ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
             # More outputs than reserved: the buffer moved, and cached graphs point to the old one.
             self._drop_graphs()
-        ready = self._graphs[key] = _ready(graph, self.limits.vocabulary)
+        ready = self._graphs[key] = _ready(graph, self.model.config)
         return ready
 
     def _drop_graphs(self) -> None:
@@ -215,9 +222,16 @@ class Executor:
             self._ggml.free(ready.graph.context)
         self._graphs.clear()
 
+    def _begin_with(self, ready: _ReadyGraph, tokens: npt.NDArray[np.int32], hidden: FloatArray | None) -> None:
+        if ready.tokens is not None:
+            ready.tokens[:] = tokens
+        if ready.hidden is not None:
+            if hidden is None or hidden.shape != ready.hidden.shape or hidden.dtype != np.float32:
+                raise ValueError(f"layers from {self.layers.start} on start from float32 {ready.hidden.shape}")
+            np.copyto(ready.hidden, hidden)
+
     def _fill(self, ready: _ReadyGraph, inputs: StepInputs, slices: Sequence[SequenceSlice]) -> None:
-        """Write the step's inputs: all of them, since the allocator reuses their memory within a step."""
-        ready.tokens[:] = inputs.tokens
+        """Write the step's other inputs: all of them, since the allocator reuses their memory within a step."""
         ready.positions[:] = inputs.positions
         ready.slots[:] = inputs.slots
         if ready.outputs is not None:
@@ -228,6 +242,15 @@ class Executor:
             used = min(len(piece.block_table), len(row))
             row[:used] = piece.block_table[:used]
         self._memory.begin(count, self._threads)
+
+
+def _attention(config: ModelConfig, layer: int) -> LayerAttention:
+    return LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
+
+
+def _check_layers(layers: range, count: int) -> None:
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
+        raise ValueError(f"{layers} are not layers of a model that has {count}")
 
 
 class _PoolView:
@@ -254,18 +277,24 @@ class _PoolView:
         self._ggml.backend_buffer_free(self._buffer)
 
 
-def _ready(graph: StepGraph, vocabulary: int) -> _ReadyGraph:
+def _ready(graph: StepGraph, config: ModelConfig) -> _ReadyGraph:
     def data(tensor: int) -> int:
         address: int = tensor_at(tensor).data
         return address
 
+    rows = graph.tokens
+    if graph.hidden:
+        result = array_at(data(graph.hidden), np.float32, rows, config.width)
+    elif graph.logits:
+        result = array_at(data(graph.logits), np.float32, graph.outputs, config.vocabulary)
+    else:
+        result = np.empty((0, config.vocabulary), np.float32)
     return _ReadyGraph(
         graph=graph,
-        tokens=array_at(data(graph.token_input), np.int32, graph.tokens),
-        positions=array_at(data(graph.position_input), np.int32, graph.tokens),
-        slots=array_at(data(graph.slot_input), np.int64, graph.tokens),
+        tokens=array_at(data(graph.token_input), np.int32, rows) if graph.token_input else None,
+        hidden=array_at(data(graph.hidden_input), np.float32, rows, config.width) if graph.hidden_input else None,
+        positions=array_at(data(graph.position_input), np.int32, rows),
+        slots=array_at(data(graph.slot_input), np.int64, rows),
         outputs=array_at(data(graph.output_input), np.int32, graph.outputs) if graph.output_input else None,
-        logits=array_at(data(graph.logits), np.float32, graph.outputs, vocabulary)
-        if graph.logits
-        else np.empty((0, vocabulary), np.float32),
+        result=result,
     )

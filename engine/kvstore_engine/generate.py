@@ -20,8 +20,8 @@ from kvstore_engine.batching import (
     RequestSettings,
     StepRecord,
 )
+from kvstore_engine.batching.compute import Compute
 from kvstore_engine.errors import OperationError, UsageError
-from kvstore_engine.executor import Executor
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.pool import BlockPool
@@ -49,7 +49,7 @@ class Generator:
         *,
         tokenizer: Tokenizer,
         pool: BlockPool,
-        executor: Executor,
+        executor: Compute,
         context: int,
         session: KvSession | None = None,
         costs: LearnedCosts | None = None,

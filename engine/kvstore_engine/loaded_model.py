@@ -1,8 +1,9 @@
 """Opens a model file with pool, executor and kvstored session, as a `Generator`. Owns their lifetime and defaults."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvstore_engine.batching.compute import Compute
     from kvstore_engine.model import Model, ModelConfig
     from kvstore_engine.pool import BlockPool
     from kvstore_proto.fingerprint import Fingerprint
@@ -30,13 +32,15 @@ DEFAULT_CONTEXT_TOKENS = 4096
 class LoadOptions:
     """`context` None: 4096 tokens or the model's limit if smaller. `threads` None: `threads.default_threads`.
 
-    `kvstore`: the folder of the daemon's sockets, None to run without it.
+    `kvstore`: the folder of the daemon's sockets, None to run without it. `stages`: with more than one the layers are
+    computed by a pipeline, whose stages have `threads` threads each, one by default.
     """
 
     context: int | None = None
     threads: int | None = None
     kvstore: Path | None = None
     warm_up: bool = True
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +69,10 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     GGUFError, UnsupportedModel, TokenizerError, GGMLError and UsageError each say in one line what is wrong.
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
-    from kvstore_engine.executor import Executor
     from kvstore_engine.model import ModelConfig, load_model
     from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 
-    threads = default_threads() if options.threads is None else options.threads
-    if threads < 1:
-        raise UsageError(f"threads must be at least 1, got {threads}")
+    threads = _threads(options)
     with contextlib.ExitStack() as stack:
         file = GGUFFile.open(path)
         tokenizer = Tokenizer.from_metadata(file.metadata)
@@ -82,23 +83,14 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         check_vocabulary(tokenizer, config.vocabulary)
         blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
         pool = BlockPool(config, blocks)
-        executor = stack.enter_context(
-            Executor(
-                model,
-                pool,
-                threads=threads,
-                max_tokens_per_step=PREFILL_STEP_TOKENS,
-                max_sequences=1,
-                max_context=context,
-            )
-        )
+        executor = _compute(stack, model, pool, options.stages, threads, context)
         session, costs = None, LearnedCosts()
         if options.kvstore is not None:
             # The digest reads all the weights, so it is computed only where it is needed.
             digest = file.weights_digest()
             session = _connect(options.kvstore, model, tokenizer, pool, digest)
             stack.callback(session.close)
-            profile = profile_path(cache_root(), digest, threads)
+            profile = profile_path(cache_root(), digest, threads * options.stages)
             costs = LearnedCosts.load(profile)
             stack.callback(costs.save, profile)
         generator = Generator(
@@ -108,6 +100,40 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         if options.warm_up:
             generator.warm_up()
         yield LoadedModel(config.name, generator, file)
+
+
+def _threads(options: LoadOptions) -> int:
+    """Of each stage."""
+    if options.stages < 1:
+        raise UsageError(f"stages must be at least 1, got {options.stages}")
+    if options.threads is None:
+        return default_threads() if options.stages == 1 else 1
+    if options.threads < 1:
+        raise UsageError(f"threads must be at least 1, got {options.threads}")
+    return options.threads
+
+
+def _compute(
+    stack: contextlib.ExitStack, model: "Model", pool: "BlockPool", stages: int, threads: int, context: int
+) -> "Compute":
+    """What computes the steps; `stack` closes it."""
+    from kvstore_engine.executor import Executor
+    from kvstore_engine.stages import open_pipeline
+
+    if stages > model.config.layers:
+        raise UsageError(f"{stages} stages are more than the {model.config.layers} layers of this model")
+    make: Callable[..., contextlib.AbstractContextManager[Compute]] = Executor
+    if stages > 1:
+        make = partial(open_pipeline, stages=stages)
+    made = make(
+        model,
+        pool,
+        threads=threads,
+        max_tokens_per_step=PREFILL_STEP_TOKENS,
+        max_sequences=1,
+        max_context=context,
+    )
+    return stack.enter_context(made)
 
 
 def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:

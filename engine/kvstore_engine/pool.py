@@ -10,8 +10,10 @@ A storage block's payload is layer-major: for each layer K [tokens, kv_heads * h
 That is this pool's own layout, so that copies are memcpy.
 """
 
+import copy
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,10 @@ BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class BlockPool:
-    """`blocks` engine blocks of `block_tokens` tokens for every layer of one model."""
+    """`blocks` engine blocks of `block_tokens` tokens for every layer of one model.
+
+    `planes`: uint8 [2 * layers, blocks, block_bytes], of each layer K, then V.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,15 @@ class BlockPool:
         self.block_bytes = block_tokens * self.row_bytes
         self.planes = _planes(memory or _touched_memory, 2 * config.layers, blocks, self.block_bytes)
         self._free = FreeList(blocks)
+
+    def of_layers(self, layers: range) -> Self:
+        """The pool of some consecutive layers, as a stage has: their planes of this pool, and the same free list."""
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.layers:
+            raise ValueError(f"layers {layers} are not a range of the pool's {self.layers}")
+        part = copy.copy(self)
+        part.layers = len(layers)
+        part.planes = self.planes[2 * layers.start : 2 * layers.stop]
+        return part
 
     @property
     def free_blocks(self) -> int:

@@ -180,6 +180,8 @@ def _mistakes() -> dict[str, tuple[Make, str]]:
         "context too large": (tiny()("--context", "100000"), "more than the 512"),
         "context too small": (tiny()("--context", "0"), "at least 2"),
         "threads": (tiny()("--threads", "0"), "threads must be at least 1"),
+        "stages": (tiny()("--stages", "0"), "stages must be at least 1"),
+        "more stages than layers": (tiny()("--stages", "3"), "3 stages are more than the 2 layers"),
         "temperature": (tiny()("--temperature", "-1"), "temperature must be 0"),
         "top-p": (tiny()("--top-p", "7"), "top_p must be between"),
         "tokens": (tiny()("--max-tokens", "0"), "max_tokens must be at least 1"),

@@ -23,9 +23,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_model, "cache_root", lambda: tmp_path / "cache")
 
 
-def _answer(model: Path, sockets: Path) -> Generation:
+def _answer(model: Path, sockets: Path, stages: int = 1) -> Generation:
     """One answer by a freshly loaded engine that computes slowly enough to want what is stored."""
-    with open_model(model, LoadOptions(threads=1, kvstore=sockets, warm_up=False)) as loaded:
+    with open_model(model, LoadOptions(threads=1, kvstore=sockets, warm_up=False, stages=stages)) as loaded:
         loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
         return loaded.generator.generate(PROMPT, SETTINGS)
 
@@ -40,6 +40,18 @@ def test_a_second_engine_restores_what_the_first_stored(tmp_path: Path) -> None:
         assert warm.tokens_restored == (warm.prompt_tokens - 1) // 64 * 64
         assert warm.tokens == cold.tokens
         assert warm.store.failed == 0
+
+
+def test_an_engine_in_stages_restores_what_one_without_stored(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny.gguf")
+    with FakeDaemon(tmp_path / "s") as daemon:
+        cold = _answer(model, daemon.directory)
+        warm = _answer(model, daemon.directory, stages=2)
+    with FakeDaemon(tmp_path / "t") as daemon:
+        staged = _answer(model, daemon.directory, stages=2)
+    assert warm.tokens_restored == (warm.prompt_tokens - 1) // 64 * 64 and not staged.tokens_restored
+    assert warm.tokens == staged.tokens == cold.tokens
+    assert staged.store.stored == cold.store.stored > 2
 
 
 def test_another_model_state_restores_nothing(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ class MemoryStream:
 
 @dataclass
 class MemorySession:
-    """`mapped_blocks` (None: all) can be leased without promotion, `granted_blocks` at all; `status_of(block)` decides
-    what a put answers; `fail_with` is raised by every call while set.
+    """`mapped_blocks` (None: all) can be leased without promotion, `granted_blocks` at all, `vanishing` ones not,
+    though a lookup names them; `status_of(block)` decides what a put answers; `fail_with` is raised by every call while
+    set.
     """
 
     block_bytes: int
@@ -88,6 +89,7 @@ class MemorySession:
     state: str = "connected"
     granted_blocks: int | None = None
     mapped_blocks: int | None = None
+    vanishing: frozenset[int] = frozenset()
     leases_stay_valid: bool = True
     fail_with: Exception | None = None
     status_of: Callable[[int], str] = lambda block: "stored"
@@ -129,11 +131,12 @@ class MemorySession:
 
     def get_stream(self, tokens: Tokens, *, order: str, max_blocks: int, deadline_s: float) -> MemoryStream:
         self.maybe_fail()
-        assert order == "back" and deadline_s > 0
+        assert deadline_s > 0
         resident = min(self._resident(tokens), max_blocks)
         mapped = self._mapped(resident)
         runs = [range(mapped)] * bool(mapped)
-        runs += [range(at, at + 1) for at in reversed(range(mapped, self._granted(resident)))]
+        later = [range(at, at + 1) for at in range(mapped, self._granted(resident)) if at not in self.vanishing]
+        runs += later if order == "front" else later[::-1]
         return MemoryStream(self, tokens, self._tiers(resident), runs)
 
     def grant(self, tokens: Tokens, run: range) -> MemoryLease:

@@ -23,8 +23,12 @@ def _costs(
     return RestoreCosts(ComputeCost(fixed, token, attended), links, contention)
 
 
-def _prefix(chunks: int, layers: int = 1, *, slow: int = 0) -> Prefix:
-    return Prefix(("nvme",) * slow + ("host",) * (chunks - slow), CHUNK_TOKENS, CHUNK_BYTES, layers)
+def _prefix(chunks: int, layers: int = 1, *, slow: int = 0, input_bytes: int = 0) -> Prefix:
+    tiers = ("nvme",) * slow + ("host",) * (chunks - slow)
+    return Prefix(tiers, CHUNK_TOKENS, CHUNK_BYTES, layers, input_bytes=input_bytes, input_tier="nvme")
+
+
+bytes_of_any_input = st.sampled_from([0, CHUNK_BYTES // 8, CHUNK_BYTES])
 
 
 costs_of_any_machine = st.builds(
@@ -70,11 +74,23 @@ def test_nothing_stored_takes_no_time() -> None:
         Prefix((), 0, 1)
 
 
-@given(costs_of_any_machine, st.integers(1, 12), st.integers(1, 6), st.integers(0, 12))
+def test_hidden_states_that_come_over_the_link_are_part_of_the_plan() -> None:
+    """A chunk takes 51 ms either way, its states a quarter of that: a chunk that is computed still costs the link some
+    time, so it takes more of them until both are done."""
+    costs = _costs(attended=0.0, load_s=0.0512 / 3)  # nvme takes three times as long
+    assert plan(_prefix(20, slow=20), costs, error=0.0).whole == 10
+    chosen = plan(_prefix(20, slow=20, input_bytes=CHUNK_BYTES // 4), costs, error=0.0)
+    assert (chosen.axis, chosen.whole) == ("tokens", 11)
+    assert chosen.finish_s == pytest.approx((9 + 11 / 4) * 0.0512)
+    whole = plans_by_axis(_prefix(4, slow=4, input_bytes=4 * CHUNK_BYTES), costs)["compute"]
+    assert whole.finish_s == pytest.approx(16 * 0.0512)  # the link is the slower of the two
+
+
+@given(costs_of_any_machine, st.integers(1, 12), st.integers(1, 6), st.integers(0, 12), bytes_of_any_input)
 def test_no_plan_is_predicted_worse_than_a_single_path(
-    costs: RestoreCosts, chunks: int, layers: int, slow: int
+    costs: RestoreCosts, chunks: int, layers: int, slow: int, input_bytes: int
 ) -> None:
-    prefix = _prefix(chunks, layers, slow=min(slow, chunks))
+    prefix = _prefix(chunks, layers, slow=min(slow, chunks), input_bytes=input_bytes)
     plans = plans_by_axis(prefix, costs)
     chosen = plan(prefix, costs)
     assert chosen.finish_s <= min(plans["load"].finish_s, plans["compute"].finish_s)
@@ -82,14 +98,18 @@ def test_no_plan_is_predicted_worse_than_a_single_path(
     assert optimum <= chosen.finish_s * (1 + 1e-9)
 
 
-@given(costs_of_any_machine, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4))
-def test_the_optimum_is_the_best_of_all_staircases(costs: RestoreCosts, chunks: int, layers: int, slow: int) -> None:
-    prefix = _prefix(chunks, layers, slow=min(slow, chunks))
+@given(costs_of_any_machine, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), bytes_of_any_input)
+def test_the_optimum_is_the_best_of_all_staircases(
+    costs: RestoreCosts, chunks: int, layers: int, slow: int, input_bytes: int
+) -> None:
+    prefix = _prefix(chunks, layers, slow=min(slow, chunks), input_bytes=input_bytes)
     best = float("inf")
     for heights in itertools.product(range(layers + 1), repeat=chunks):
         if any(later > earlier for earlier, later in itertools.pairwise(heights)):
             continue
-        links = dict.fromkeys(prefix.tiers, 0.0)
+        links = dict.fromkeys((*prefix.tiers, "nvme"), 0.0)
+        input_s = costs.links["nvme"].load_s(input_bytes)
+        links["nvme"] += input_s * sum(height > 0 for height in heights)
         for chunk, height in enumerate(heights):
             links[prefix.tiers[chunk]] += prefix.load_s(chunk, layers - height, costs)
         computing = sum(prefix.compute_s(chunk, height, costs) for chunk, height in enumerate(heights))

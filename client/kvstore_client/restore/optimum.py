@@ -17,7 +17,7 @@ def optimum_s(prefix: Prefix, costs: RestoreCosts) -> float:
     """Seconds until the prefix is restored, by the best region there is."""
     if not prefix.tiers:
         return 0.0
-    tiers = sorted(set(prefix.tiers))
+    tiers = sorted({*prefix.tiers, *([prefix.input_tier] if prefix.input_bytes else [])})
     bound = min(each.finish_s for each in plans_by_axis(prefix, costs).values())
     finish = costs.contention.finish_s
     start: Label = (0.0,) * (len(tiers) + 1)
@@ -30,6 +30,8 @@ def optimum_s(prefix: Prefix, costs: RestoreCosts) -> float:
             computing = prefix.compute_s(chunk, height, costs)
             loading = prefix.load_s(chunk, prefix.layers - height, costs)
             added = [_add(label, computing, place, loading) for label in reachable]
+            for used, seconds in prefix.with_inputs({}, int(height > 0), costs).items():
+                added = [_add(label, 0.0, 1 + tiers.index(used), seconds) for label in added]
             by_height[height] = [label for label in added if finish(label[0], max(label[1:])) <= bound]
     ends = [finish(label[0], max(label[1:])) for labels in by_height for label in labels]
     return min([bound, *ends])

@@ -26,6 +26,9 @@ ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 class Prefix:
     """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
     bytes each, in `layers` layers; the first one begins at position `first`. ValueError for sizes below 1.
+
+    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: they
+    cost no link anything.
     """
 
     tiers: Sequence[str]
@@ -33,6 +36,8 @@ class Prefix:
     chunk_bytes: int
     layers: int = 1
     first: int = 0
+    input_bytes: int = 0
+    input_tier: str = ""
 
     def __post_init__(self) -> None:
         if min(self.chunk_tokens, self.chunk_bytes, self.layers) < 1:
@@ -48,6 +53,13 @@ class Prefix:
     def load_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
         """Seconds to load `layers` layers of a chunk from its tier."""
         return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes * layers / self.layers)
+
+    def with_inputs(self, loads: dict[str, float], chunks: int, costs: RestoreCosts) -> dict[str, float]:
+        """`loads`, seconds by tier, and those for the inputs of `chunks` chunks that are computed."""
+        if not self.input_bytes or not chunks:
+            return loads
+        seconds = chunks * costs.links[self.input_tier].load_s(self.input_bytes)
+        return {**loads, self.input_tier: loads.get(self.input_tier, 0.0) + seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +114,9 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
     for chunk in reversed(range(chunks)):
         loaded.append(_with(loaded[-1], prefix.tiers[chunk], prefix.load_s(chunk, layers, costs)))
     loaded.reverse()
+    loaded = [prefix.with_inputs(loads, whole, costs) for whole, loads in enumerate(loaded)]
     yield Plan("load", _slowest(loaded[0]), 0)
-    yield Plan("compute", computed[chunks], chunks)
+    yield Plan("compute", finish(computed[chunks], _slowest(loaded[chunks])), chunks)
     for whole in range(1, chunks):
         yield Plan("tokens", finish(computed[whole], _slowest(loaded[whole])), whole)
     if not layerwise:
@@ -117,6 +130,7 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
         links = dict.fromkeys(prefix.tiers, 0.0)
         for chunk, tier in enumerate(prefix.tiers):
             links[tier] += prefix.load_s(chunk, layers - height, costs)
+        links = prefix.with_inputs(links, chunks, costs)
         seconds = sum(prefix.compute_s(chunk, height, costs) for chunk in range(chunks))
         yield Plan("layers", finish(seconds, _slowest(links)), 0, height, chunks)
 
@@ -130,6 +144,7 @@ def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
     for chunk, tier in enumerate(prefix.tiers):
         seconds += prefix.compute_s(chunk, prefix.layers, costs) * costs.contention.compute
         links[tier] -= prefix.load_s(chunk, prefix.layers, costs)
+        links = prefix.with_inputs(links, 1, costs)
         met_s = min(met_s, max(seconds, _slowest(links) * costs.contention.load))
     return met_s
 

@@ -19,31 +19,19 @@ from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import TrieNode
 from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream
+from kvstore_engine.restore.link import Link, left_s
 from kvstore_engine.restore.record import WORK_ITEMS, RestorationRecord, Work
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
 
 MAPPED = "host"  # the tier that is read in place
 _CAUTION = 1.2  # a step that was begun in error cannot be ended
-_LEAST_STALL_S, _STALL_CHUNKS = 0.1, 4  # without an arrival
 _REASONS = {
     "load": "loading is estimated to be faster than computing",
     "compute": "computing is estimated to be faster than loading",
     "tokens": "loading and computing at once is estimated to be fastest",
 }
 _SLOW = 2  # a load takes so many times what was planned: computing is thought of again
-_FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has shown
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """What a stream has shown. `seconds`: at which time after the opening the last chunk of each tier came."""
-
-    opened_s: float
-    last_s: float
-    expected_s: float = 0.0  # for what has come
-    chunks: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +138,7 @@ class Restoration:
         for block in blocks:
             tier = tiers[block] if block < len(tiers) else MAPPED
             if tier != MAPPED:
-                link.chunks[tier] += 1
-                link.seconds[tier] = arrival.at_s - link.opened_s
-                link.expected_s += self._load_s(tier)
+                link.note(tier, arrival.at_s, self._load_s(tier))
         self._add(Work("load", arrival.first * self.size, len(blocks) * self.size, link.last_s, arrival.at_s))
         link.last_s = arrival.at_s
 
@@ -170,18 +156,7 @@ class Restoration:
         by_tier = {
             tier: len(stored) for tier in set(self.prefix.tiers) if (stored := self.pointers.stored(tier, chunk))
         }
-        seconds = {tier: count * self._load_s(tier) for tier, count in by_tier.items()}
-        left_s = max(seconds.values(), default=0.0)
-        link = self.link
-        if link is None or not by_tier:
-            return left_s
-        one_s = max(map(self._load_s, by_tier))
-        few_s = _FEW_CHUNKS * one_s
-        left_s *= (link.last_s - link.opened_s + few_s) / (link.expected_s + few_s) if few_s else 1.0
-        silent_s = self.now_s - link.last_s
-        if silent_s > max(_LEAST_STALL_S, _STALL_CHUNKS * one_s):
-            return float("inf")
-        return max(0.0, left_s - silent_s)
+        return left_s(self.link, by_tier, self._load_s, self.now_s)
 
     def lose(self) -> None:
         """What has not arrived cannot be loaded."""

@@ -19,11 +19,12 @@ from kvstore_client.restore.batch import DEFAULT, Remaining, in_turn
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_client.restore.plan import Plan
 from kvstore_engine.batching.batch import Batch
-from kvstore_engine.batching.restoration import MAPPED, Link, Restoration
+from kvstore_engine.batching.restoration import MAPPED, Restoration
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.restore.fetcher import Arrival, Fetcher
+from kvstore_engine.restore.link import Link
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvLease

@@ -149,6 +149,14 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "one is left for the daemon)",
     )
     running.add_argument(
+        "--stages",
+        type=int,
+        default=1,
+        metavar="N",
+        help="compute the layers in N stages, of which each has its own --threads (then 1 by default), and a prompt "
+        "in pieces, of which each stage computes another (default 1)",
+    )
+    running.add_argument(
         "--kvstore",
         type=Path,
         metavar="DIR",

@@ -1,11 +1,12 @@
-"""Builds the ggml graph of one decoder step: embedding, layers, head.
+"""Builds the ggml graph of one decoder step: embedding, layers, head, or of a range of layers of it.
 
 Owns the order of operations, which is llama.cpp's (src/models/*.cpp), so that logits agree to rounding. What
 differs between architectures is data (`model.architecture`): a norm, a bias, a cap or a scale that a model
 does not have adds no node. Attention is one custom operation per layer that reads the paged cache through the
 step's block tables; windows, caps and scales of scores are its business.
 Nothing in a graph depends on the step's content, only on its token and output counts: a graph can be kept
-and refilled.
+and refilled. Graphs of consecutive ranges compute, one after the other, the bits of the whole one: what passes between
+them are the hidden states, float32 rows before a layer's first norm.
 """
 
 import ctypes as ct
@@ -25,22 +26,27 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A graph for `tokens` rows of which `outputs` get logits. ggml handles; 0: not present."""
+    """A graph for `tokens` rows of which `outputs` get logits. ggml handles; 0: not present.
+
+    It begins with tokens or with hidden states, [width, tokens], and ends with logits or with hidden states.
+    """
 
     context: int
     graph: int
     tokens: int
     outputs: int
     token_input: int
+    hidden_input: int
     position_input: int
     slot_input: int
     output_input: int
     logits: int
+    hidden: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
-    """The pool as ggml sees it: for each layer K and V as [slots, kv_heads * head_dim]."""
+    """The pool as ggml sees it: for each layer of the graph K and V as [slots, kv_heads * head_dim]."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -48,14 +54,14 @@ class PoolTensors:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperation:
-    """The native callback, and for each layer the address of its user data."""
+    """The native callback, and for each layer of the graph the address of its user data."""
 
     function: int
     layers: tuple[int, ...]
 
 
 class GraphBuilder:
-    """Builds the graph of a step of `tokens` rows, of which `outputs` get logits."""
+    """Builds the graph of a step of `tokens` rows, of which `outputs` get logits, through the layers `layers`."""
 
     def __init__(
         self,
@@ -64,13 +70,14 @@ class GraphBuilder:
         attention: AttentionOperation,
         products: ProductOperations,
         *,
+        layers: range,
         tokens: int,
         outputs: int,
     ) -> None:
         self.model, self.cache, self.attention, self.products = model, cache, attention, products
-        self.tokens, self.outputs = tokens, outputs
+        self.layers, self.tokens, self.outputs = layers, tokens, outputs
         ggml = self.ggml = model.library
-        nodes = _NODES_PER_LAYER * model.config.layers + _NODES_AROUND
+        nodes = _NODES_PER_LAYER * len(layers) + _NODES_AROUND
         size_bytes = ggml.tensor_overhead() * nodes + ggml.graph_overhead_custom(nodes, False)
         self.context = ggml.init(InitParams(size_bytes, None, True))
         self.graph = ggml.new_graph_custom(self.context, nodes, False)
@@ -79,27 +86,38 @@ class GraphBuilder:
 
     def build(self) -> StepGraph:
         """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
-        ggml, model = self.ggml, self.model
-        token_input = self._input(I32, self.tokens)
-        output_input = self._input(I32, self.outputs) if 0 < self.outputs < self.tokens else 0
-        hidden = ggml.get_rows(self.context, model.token_embedding, token_input)
-        if model.config.family.scaled_embedding:
-            hidden = ggml.scale(self.context, hidden, model.config.width**0.5)
-        last = model.config.layers - 1
-        for index in range(last):
-            hidden = self._feed_forward(index, self._project(index, self._attend(index, hidden), hidden))
-        logits = self._finish(last, hidden, output_input) if self.outputs else self._finish_cache(last, hidden)
-        return StepGraph(
-            self.context,
-            self.graph,
-            self.tokens,
-            self.outputs,
-            token_input,
-            self.positions,
-            self.slots,
-            output_input,
-            logits,
-        )
+        ggml, config = self.ggml, self.model.config
+        is_last = self.layers.stop == config.layers
+        token_input = hidden_input = output_input = logits = hidden = 0
+        if self.layers.start:
+            rows = hidden_input = ggml.new_tensor_2d(self.context, F32, config.width, self.tokens)
+            ggml.set_input(hidden_input)
+        else:
+            token_input = self._input(I32, self.tokens)
+            rows = self._embedded(token_input)
+        for index in self.layers[:-1] if is_last else self.layers:
+            rows = self._feed_forward(index, self._project(index, self._attend(index, rows), rows))
+        if not is_last:
+            hidden = self._output(rows)
+        elif self.outputs:
+            output_input = self._input(I32, self.outputs) if self.outputs < self.tokens else 0
+            logits = self._output(self._finish(self.layers[-1], rows, output_input))
+        else:
+            self._finish_cache(self.layers[-1], rows)
+        inputs = token_input, hidden_input, self.positions, self.slots, output_input
+        return StepGraph(self.context, self.graph, self.tokens, self.outputs, *inputs, logits, hidden)
+
+    # ---- where a range begins and ends -------------------------------------------------------------------------
+
+    def _embedded(self, token_input: int) -> int:
+        ggml, config = self.ggml, self.model.config
+        hidden: int = ggml.get_rows(self.context, self.model.token_embedding, token_input)
+        return ggml.scale(self.context, hidden, config.width**0.5) if config.family.scaled_embedding else hidden
+
+    def _output(self, tensor: int) -> int:
+        self.ggml.set_output(tensor)
+        self.ggml.build_forward_expand(self.graph, tensor)
+        return tensor
 
     # ---- parts that a model may lack ---------------------------------------------------------------------------
 
@@ -205,8 +223,8 @@ class GraphBuilder:
         key = self._rotated(index, self._norm(key, layer.attn_k_norm))
         key = ggml.reshape_2d(context, key, config.kv_width, self.tokens)
         written = (
-            ggml.set_rows(context, self.cache.keys[index], key, self.slots),
-            ggml.set_rows(context, self.cache.values[index], value, self.slots),
+            ggml.set_rows(context, self.cache.keys[index - self.layers.start], key, self.slots),
+            ggml.set_rows(context, self.cache.values[index - self.layers.start], value, self.slots),
         )
         for tensor in written:
             ggml.build_forward_expand(self.graph, tensor)
@@ -232,7 +250,7 @@ class GraphBuilder:
             len(sources),
             self.attention.function,
             _ALL_THREADS,
-            self.attention.layers[index],
+            self.attention.layers[index - self.layers.start],
         )
         return attended
 
@@ -270,12 +288,8 @@ class GraphBuilder:
             hidden = ggml.get_rows(context, hidden, output_input)
         hidden = self._feed_forward(index, self._project(index, attended, hidden))
         logits = self._linear(self.model.output, self._norm(hidden, self.model.output_norm))
-        logits = self._capped(logits, self.model.config.output_softcap)
-        ggml.set_output(logits)
-        ggml.build_forward_expand(self.graph, logits)
-        return logits
+        return self._capped(logits, self.model.config.output_softcap)
 
-    def _finish_cache(self, index: int, hidden: int) -> int:
+    def _finish_cache(self, index: int, hidden: int) -> None:
         """No logits wanted: the last layer need only leave its K and V in the cache."""
         self._write_cache(index, self._norm(hidden, self.model.layers[index].attn_norm))
-        return 0

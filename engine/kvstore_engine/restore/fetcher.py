@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from kvstore_engine.restore.session import KvLease, KvSession, KvStream, Tokens
 
 _THREADS = 4
+Order = Literal["front", "back"]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Blocks of one prefix on their way, the last ones first. `arrived`: what the engine has not taken yet. `tiers`:
+    """Blocks of one prefix on their way, in some order. `arrived`: what the engine has not taken yet. `tiers`:
     where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says why.
     """
 
@@ -72,11 +74,19 @@ class Stream:
         return self.done or bool(self.arrived)
 
 
-class Fetcher:
-    """Waits for up to four answers at a time; further requests are queued."""
+class Awaited(Protocol):
+    """What `Fetcher.wait` waits for."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    @property
+    def has_news(self) -> bool: ...
+
+
+class Fetcher:
+    """Waits for up to `threads` answers at a time; further requests are queued."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, threads: int = _THREADS) -> None:
         self._clock = clock
+        self._count = threads
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
@@ -87,10 +97,12 @@ class Fetcher:
         self._pool().submit(self._look_up, fetch, session, tokens, max_blocks, deadline_s)
         return fetch
 
-    def stream(self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> Stream:
-        """Start to load the first `max_blocks` blocks of `tokens`, from the last one down."""
+    def stream(
+        self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, order: Order = "back"
+    ) -> Stream:
+        """Start to load the first `max_blocks` blocks of `tokens`, by default from the last one down."""
         stream = Stream(self._clock())
-        self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s)
+        self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s, order)
         return stream
 
     def take(self, stream: Stream) -> list[Arrival]:
@@ -110,11 +122,16 @@ class Fetcher:
         if is_lookup_done and isinstance(dropped, Fetch):
             dropped.release()
 
-    def wait(self, awaited: Iterable[Fetch | Stream], timeout_s: float) -> None:
-        """Wait until one of `awaited` has news, or for `timeout_s`."""
+    def wait(self, awaited: Iterable[Awaited], timeout_s: float) -> None:
+        """Wait until one of `awaited` has news, or for `timeout_s`. `notify` says that one of the caller's own has."""
         known = list(awaited)
         with self._changed:
             self._changed.wait_for(lambda: any(each.has_news for each in known), timeout_s)
+
+    def notify(self) -> None:
+        """Wake who waits."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for the threads; each request has a deadline."""
@@ -124,7 +141,7 @@ class Fetcher:
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvengine-fetch")
+            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="kvengine-fetch")
         return self._threads
 
     def _look_up(self, fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
@@ -148,11 +165,19 @@ class Fetcher:
         if is_dropped:
             fetch.release()
 
-    def _load(self, stream: Stream, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
+    def _load(
+        self,
+        stream: Stream,
+        session: KvSession,
+        tokens: Tokens,
+        max_blocks: int,
+        deadline_s: float,
+        order: Order,
+    ) -> None:
         source, reason = None, ""
         try:
             if not stream.is_dropped:
-                source = session.get_stream(tokens, order="back", max_blocks=max_blocks, deadline_s=deadline_s)
+                source = session.get_stream(tokens, order=order, max_blocks=max_blocks, deadline_s=deadline_s)
                 with self._changed:
                     stream.source = source
                 if stream.is_dropped:

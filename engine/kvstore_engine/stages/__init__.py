@@ -1,0 +1,24 @@
+"""A model in stages: each computes a range of its layers over a pool of its own, several steps at a time, and restores
+those layers by itself.
+
+Imports load ggml, like those of `executor`.
+"""
+
+from kvstore_engine.stages.micro_batches import micro_batches
+from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
+from kvstore_engine.stages.restorer import Restored, StagedRestorer
+from kvstore_engine.stages.stores import StageStore, stage_fingerprints
+from kvstore_engine.stages.storing import StageStored, store_prefix
+
+__all__ = [
+    "Pipeline",
+    "Restored",
+    "StageStore",
+    "StageStored",
+    "StagedRestorer",
+    "micro_batches",
+    "open_pipeline",
+    "stage_fingerprints",
+    "stage_layers",
+    "store_prefix",
+]

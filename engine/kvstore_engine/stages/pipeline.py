@@ -1,0 +1,157 @@
+"""Computes steps through stages, of which each has a range of the layers. Implements `batching.Compute`.
+
+Owns the stages' executors and their threads. A stage does one piece of work at a time, in the order in which it was
+given; while it computes one piece of a step, the stages before it compute the following ones. It never schedules or
+samples. Invariants: the K and V of a stage's layers are written in its thread; the results are those of one executor.
+
+Stages are threads of one process: ggml computes without the GIL, the weights are loaded once, and hidden states pass as
+arrays. On machines of their own they would be processes; what a stage stores and loads does not depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.executor import Executor
+from kvstore_engine.graph import SequenceSlice, plan_step
+from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.model import Model
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.stages.micro_batches import micro_batches
+
+FloatArray = npt.NDArray[np.float32]
+Result = TypeVar("Result")
+
+
+class Stage:
+    """One range of layers: its executor, its pool, and the thread in which all of its work is done."""
+
+    def __init__(self, executor: Executor, number: int) -> None:
+        self.executor, self.number = executor, number
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvengine-stage-{number}")
+
+    @property
+    def layers(self) -> range:
+        return self.executor.layers
+
+    @property
+    def pool(self) -> BlockPool:
+        """The layers of the pipeline's pool that are this stage's."""
+        return self.executor.pool
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Do `work` in the stage's thread, after all that was submitted before."""
+        return self._thread.submit(work)
+
+    def close(self) -> None:
+        """Wait for the work that was submitted, and free the executor."""
+        self._thread.shutdown(wait=True)
+        self.executor.close()
+
+
+class Pipeline:
+    """The stages of one model. `pool` has all layers; those of each executor are a part of it."""
+
+    def __init__(self, executors: Sequence[Executor], pool: BlockPool) -> None:
+        """ValueError unless the executors' layers follow one another, from the first to the last."""
+        bounds = [(each.layers.start, each.layers.stop) for each in executors]
+        starts, ends = [start for start, _ in bounds], [end for _, end in bounds]
+        if not executors or [*starts, executors[0].model.config.layers] != [0, *ends]:
+            raise ValueError(f"the layers of the stages do not follow one another: {bounds}")
+        self.pool = pool
+        self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
+
+    @property
+    def limits(self) -> StepLimits:
+        return self.stages[0].executor.limits
+
+    def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
+        """Compute one step, as `Executor.forward`; its prompts in pieces, so that all stages work at once."""
+        plan_step(slices, self.limits)
+        pieces = [self.submit(each) for each in micro_batches(slices)]
+        wait(pieces)  # all of them: none may still write to the pool when this one raises
+        logits = np.concatenate([each.result() for each in pieces])
+        if out is None:
+            return logits
+        rows = out[: len(logits)]
+        np.copyto(rows, logits)
+        return rows
+
+    def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
+        """Send `slices` through the stages, behind what was submitted before. The future has the logits."""
+        done: Future[FloatArray] = Future()
+        self._enter(0, slices, None, done)
+        return done
+
+    def close(self) -> None:
+        """Wait for work under way and free the executors; model and pool stay open."""
+        for stage in self.stages:  # the first one first: it gives work to the next
+            stage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _enter(
+        self, at: int, slices: Sequence[SequenceSlice], hidden: FloatArray | None, done: Future[FloatArray]
+    ) -> None:
+        self.stages[at].submit(lambda: self._compute(at, slices, hidden, done))
+
+    def _compute(
+        self, at: int, slices: Sequence[SequenceSlice], hidden: FloatArray | None, done: Future[FloatArray]
+    ) -> None:
+        try:
+            result = self.stages[at].executor.forward(slices, hidden=hidden)
+            if at + 1 < len(self.stages):
+                self._enter(at + 1, slices, result, done)
+            else:
+                done.set_result(result)
+        except Exception as error:  # the caller's, who waits for it
+            done.set_exception(error)
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """The layers of each stage, as even as they can be. ValueError for more stages than layers."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"a model of {layers} layers has 1 to {layers} stages, not {stages}")
+    return [range(*pair) for pair in pairwise(layers * number // stages for number in range(stages + 1))]
+
+
+def open_pipeline(
+    model: Model,
+    pool: BlockPool,
+    stages: int,
+    *,
+    threads: int = 1,
+    max_tokens_per_step: int = 512,
+    max_sequences: int = 16,
+    max_context: int = 8192,
+) -> Pipeline:
+    """A pipeline of `stages` even stages with `threads` threads each; otherwise as `Executor`."""
+    with ExitStack() as stack:
+        executors = [
+            stack.enter_context(
+                Executor(
+                    model,
+                    pool.of_layers(layers),
+                    threads=threads,
+                    max_tokens_per_step=max_tokens_per_step,
+                    max_sequences=max_sequences,
+                    max_context=max_context,
+                    layers=layers,
+                )
+            )
+            for layers in stage_layers(model.config.layers, stages)
+        ]
+        pipeline = Pipeline(executors, pool)
+        stack.pop_all()
+        return pipeline

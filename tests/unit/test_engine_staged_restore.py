@@ -1,0 +1,298 @@
+"""Stages restore a prefix each for itself: right whatever is missing, and none waits for another without need."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore_client.restore.learned import LearnedCosts
+from kvstore_client.restore.stages import Stages
+from kvstore_engine import BlockPool, Executor, GGUFFile, Model, load_model
+from kvstore_engine.stages import (
+    Pipeline,
+    Restored,
+    StagedRestorer,
+    StageStore,
+    open_pipeline,
+    stage_fingerprints,
+    stage_layers,
+    store_prefix,
+)
+from kvstore_engine.stages.restoration import Found, StageSide
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from tests.reference.make_gguf import TinyModel, write_model
+from tests.reference.memory_session import MemorySession, MemoryStream
+from tests.reference.skips import skip_without_ggml
+
+_SHAPE = TinyModel(layers=4, width=64, heads=4, kv_heads=2, head_dim=32, feed_forward=96, quantisation="q8_0")
+_CHUNKS = 6
+_TOKENS = np.random.default_rng(5).integers(0, _SHAPE.vocabulary, 64 * _CHUNKS + 30).astype(np.int32)
+_TABLE = np.random.default_rng(6).permutation(40).astype(np.int32)
+_SIZES: dict[str, Any] = {"threads": 1, "max_tokens_per_step": 128, "max_sequences": 1, "max_context": 512}
+_EVERY = frozenset(range(_CHUNKS))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    skip_without_ggml()
+    with load_model(GGUFFile.open(write_model(tmp_path_factory.mktemp("model") / "m.gguf", _SHAPE))) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Model) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Logits and planes of one executor."""
+    pool = BlockPool(model.config, 40)
+    pool.planes.fill(0)
+    with Executor(model, pool, **_SIZES) as executor:
+        return executor.prefill(_TOKENS, 0, _TABLE), pool.planes
+
+
+def _sessions(model: Model, stages: int) -> list[StageStore]:
+    pool = BlockPool(model.config, 1)
+    return [
+        StageStore(
+            MemorySession(pool.of_layers(layers).payload_bytes(4), mapped_blocks=0),
+            MemorySession(64 * _SHAPE.width * 4, mapped_blocks=0) if layers.start else None,
+        )
+        for layers in stage_layers(_SHAPE.layers, stages)
+    ]
+
+
+def _prefilled(
+    pipeline: Pipeline, stores: Sequence[StageStore], **options: Any
+) -> tuple[npt.NDArray[np.float32], Restored]:
+    pipeline.pool.planes.fill(0)
+    with StagedRestorer(pipeline, stores, **options) as restorer:
+        return restorer.prefill(_TOKENS, _TABLE, keeps_inputs=True)
+
+
+class Stored:
+    """A prefix that a pipeline has computed and stored; `again` restores it."""
+
+    def __init__(self, model: Model, wanted: Any, stages: int, stack: ExitStack) -> None:
+        self.wanted = wanted
+        self.pipeline = stack.enter_context(open_pipeline(model, BlockPool(model.config, 40), stages, **_SIZES))
+        self.stores = _sessions(model, stages)
+        logits, self.cold = _prefilled(self.pipeline, self.stores)
+        self.check(logits)
+        self.statuses = store_prefix(self.pipeline, self.stores, _TOKENS, _TABLE, self.cold.inputs)
+
+    def again(self, **options: Any) -> Restored:
+        logits, restored = _prefilled(self.pipeline, self.stores, **{"loads_all": True, **options})
+        self.check(logits)
+        return restored
+
+    def check(self, logits: npt.NDArray[np.float32]) -> None:
+        np.testing.assert_array_equal(logits, self.wanted[0])
+        np.testing.assert_array_equal(self.pipeline.pool.planes, self.wanted[1])
+
+    def kv(self, stage: int) -> MemorySession:
+        session = self.stores[stage].kv
+        assert isinstance(session, MemorySession)
+        return session
+
+    def inputs(self, stage: int) -> MemorySession:
+        session = self.stores[stage].inputs
+        assert isinstance(session, MemorySession)
+        return session
+
+
+@pytest.fixture(params=[1, 2, 4])
+def stored(model: Model, wanted: Any, request: pytest.FixtureRequest) -> Iterator[Stored]:
+    with ExitStack() as stack:
+        yield Stored(model, wanted, request.param, stack)
+
+
+@pytest.fixture
+def two(model: Model, wanted: Any) -> Iterator[Stored]:
+    with ExitStack() as stack:
+        yield Stored(model, wanted, 2, stack)
+
+
+def test_what_was_stored_by_stages_is_loaded_by_stages(stored: Stored) -> None:
+    assert all(record.computed == _CHUNKS and not record.stored for record in stored.cold.stages)
+    for number, statuses in enumerate(stored.statuses):
+        assert statuses.kv == ("stored",) * _CHUNKS and not statuses.failure
+        assert statuses.inputs == (("stored",) * _CHUNKS if number else ())
+    warm = stored.again()
+    assert [(each.plan, each.loaded, each.computed) for each in warm.stages] == [("load", _CHUNKS, 0)] * len(
+        stored.stores
+    )
+    assert all(lease.released for each in stored.stores for lease in each.kv.leases)  # type: ignore[union-attr]
+
+
+def test_the_front_is_computed_from_stored_states_while_the_back_is_loaded(stored: Stored) -> None:
+    for stage in range(len(stored.stores)):
+        stored.kv(stage).vanishing = frozenset({0, 1, 2})
+    records = stored.again().stages
+    assert [(each.loaded, each.computed, each.lost, each.forwarded) for each in records] == [(3, 3, 3, 0)] * len(
+        records
+    )
+    assert all(3 <= each.inputs <= _CHUNKS for each in records[1:])
+
+
+def test_states_that_vanish_are_computed_again_by_the_stage_before(two: Stored) -> None:
+    """The second stage has nothing, and states for chunk 0 alone; the first has loaded all."""
+    two.kv(1).vanishing, two.inputs(1).vanishing = _EVERY, _EVERY - {0}
+    first, second = two.again().stages
+    assert (first.loaded, first.computed) == (_CHUNKS, 0)
+    assert (second.loaded, second.computed) == (0, _CHUNKS)
+    assert first.forwarded + second.inputs == _CHUNKS and second.inputs <= 1
+
+
+@pytest.mark.parametrize("what", ["leases end", "stores fail", "no stores"])
+def test_a_store_that_fails_costs_computing_alone(two: Stored, what: str) -> None:
+    for stage in range(2):
+        for session in (two.kv(stage), *([two.inputs(stage)] if stage else [])):
+            session.leases_stay_valid = what != "leases end"
+            session.fail_with = ConnectionResetError("gone") if what == "stores fail" else None
+            session.state = "degraded" if what == "no stores" else "connected"
+    records = two.again().stages
+    assert [(each.loaded, each.computed, each.inputs) for each in records] == [(0, _CHUNKS, 0)] * 2
+    assert {each.failure for each in store_prefix(two.pipeline, two.stores, _TOKENS, _TABLE)} == (
+        {"storing failed: ConnectionResetError: gone"} if what == "stores fail" else {""}
+    )
+
+
+def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
+    """Computing looks slow to the first stage and loading to the second."""
+    costs = [LearnedCosts(), LearnedCosts()]
+    costs[0].compute.restore(1, [10.0, 10.0, 0.0])
+    costs[1].compute.restore(1, [1e-6, 1e-6, 0.0])
+    for each in costs:
+        each.expect_load("nvme", two.kv(0).block_bytes, 0.1)
+    first, second = two.again(costs=costs, loads_all=False).stages
+    assert (first.plan, first.loaded, second.plan, second.computed) == ("load", _CHUNKS, "compute", _CHUNKS)
+    assert first.forwarded == 0 and second.inputs == _CHUNKS
+    two.inputs(1).blocks.clear()
+    costs[1].compute.restore(1, [1e-6, 1e-6, 0.0])
+    _, second = two.again(costs=costs, loads_all=False).stages
+    assert (second.plan, second.loaded) == ("load", _CHUNKS)  # computing would want the first stage to compute
+
+
+def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before_did_again() -> None:
+    costs = LearnedCosts()
+    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    costs.expect_load("nvme", 1000, 0.125)  # a chunk takes as long either way
+
+    def side(number: int) -> StageSide:
+        found = Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS)
+        made = StageSide(number, range(number, number + 1), found, 64, 1000, 100, costs)
+        made.make_plan(None if number == 0 else first)
+        return made
+
+    first = side(0)
+    second = side(1)
+    assert first.plan is not None and second.plan is not None and first.plan.axis == second.plan.axis == "tokens"
+    first.stages = second.stages = stages = Stages([first.pointers, second.pointers], [[""] * _CHUNKS])
+    assert second.pointers.computable(1) == range(1)  # it waits for the first stage
+    assert stages.next_compute(0) == 0 and stages.computed(0, 0) and stages.next_compute(1) == 0
+    for chunk in (1, 2):
+        first.pointers.loaded_chunk(chunk)
+    stages.computed(1, 0)
+    assert not second.pointers.computable(1)
+    second.pointers.lose_all()
+    assert stages.wanted(0) == 3 and second.pointers.computable(1) == range(1, 2)
+
+
+class _Watched(Executor):
+    """`begun` counts steps; each waits for `may_go`, if there is one."""
+
+    def __init__(self, *args: Any, may_go: threading.Event | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.begun, self._may_go = threading.Semaphore(0), may_go
+
+    def forward(self, slices: Any, out: Any = None, *, hidden: Any = None) -> Any:
+        assert self._may_go is None or self._may_go.wait(timeout=60)
+        result = super().forward(slices, out, hidden=hidden)
+        self.begun.release()
+        return result
+
+
+def test_a_stage_with_stored_states_does_not_wait_for_the_one_before(model: Model, two: Stored) -> None:
+    pool, may_go = BlockPool(model.config, 40), threading.Event()
+    first, second = (
+        _Watched(model, pool.of_layers(layers), layers=layers, may_go=None if layers.start else may_go, **_SIZES)
+        for layers in stage_layers(_SHAPE.layers, 2)
+    )
+    for stage in range(2):
+        two.kv(stage).vanishing = _EVERY
+    with Pipeline([first, second], pool) as pipeline, ThreadPoolExecutor(1) as caller:
+        under_way = caller.submit(_prefilled, pipeline, two.stores, loads_all=True)
+        for _ in range(_CHUNKS):
+            assert second.begun.acquire(timeout=60)
+        assert not first.begun.acquire(blocking=False)
+        may_go.set()
+        logits, restored = under_way.result(timeout=60)
+    np.testing.assert_array_equal(logits, two.wanted[0])
+    np.testing.assert_array_equal(pool.planes, two.wanted[1])
+    assert [each.computed for each in restored.stages] == [_CHUNKS] * 2
+
+
+class _Broken(Executor):
+    def forward(self, slices: Any, out: Any = None, *, hidden: Any = None) -> Any:
+        raise RuntimeError("out of order")
+
+
+class _OpenStream(MemoryStream):
+    """Brings nothing until it is closed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.opened, self.closed = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened.set()
+        self.closed.wait(timeout=60)
+        return iter(())
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_a_stage_that_cannot_compute_ends_the_restoration_and_its_streams(two: Stored) -> None:
+    """The second stage has nothing to load and fails; the first one's stream is open."""
+    session, parts = two.kv(0), stage_layers(_SHAPE.layers, 2)
+    stream = _OpenStream(session, _TOKENS, ("nvme",) * _CHUNKS, [])
+    session.get_stream = lambda *args, **options: stream  # type: ignore[method-assign]
+    pool = BlockPool(two.pipeline.stages[0].executor.model.config, 40)
+    executors = [
+        kind(two.pipeline.stages[0].executor.model, pool.of_layers(part), layers=part, **_SIZES)
+        for kind, part in zip((Executor, _Broken), parts, strict=True)
+    ]
+    two.kv(1).blocks.clear()
+    with Pipeline(executors, pool) as pipeline, pytest.raises(RuntimeError, match="out of order"):
+        _prefilled(pipeline, two.stores, loads_all=True)
+    assert stream.closed.is_set() or not stream.opened.is_set()
+    assert all(lease.released for lease in two.inputs(1).leases)
+
+
+def test_a_prompt_without_a_whole_block_is_computed(two: Stored) -> None:
+    with StagedRestorer(two.pipeline, two.stores) as restorer:
+        logits, restored = restorer.prefill(_TOKENS[:64], _TABLE)
+    assert np.isfinite(logits).all() and [each.chunks for each in restored.stages] == [0, 0]
+    with pytest.raises(ValueError, match="2 stages need"):
+        StagedRestorer(two.pipeline, two.stores[:1])
+
+
+def test_stages_have_fingerprints_of_their_own_and_boundaries_those_of_their_layer() -> None:
+    group = LayerGroup(0, layers=tuple(range(8)), bytes_per_token_per_layer=256)
+    whole = Fingerprint("m", "w", groups=(group,))
+    two, four = (stage_fingerprints(whole, stage_layers(8, count), 64) for count in (2, 4))
+    kv = [each for each, _ in (*two, *four)]
+    assert len({each.digest() for each in (whole, *kv)}) == 7
+    assert [each.payload_bytes() for each, _ in two] == [whole.payload_bytes() // 2] * 2
+    assert [(each.shard_index, each.shard_count) for each, _ in four] == [(at, 4) for at in range(4)]
+    assert two[0][1] is None and four[0][1] is None
+    assert two[1][1] == four[2][1] != four[1][1]
+    assert two[1][1] is not None and two[1][1].payload_bytes() == 64 * 64 * 4
+    assert stage_fingerprints(Fingerprint("m", "w", kv_dtype="q8_0", groups=(group,)), [range(4), range(4, 8)], 64)[1][
+        1
+    ] not in (two[1][1], None)
