@@ -1,7 +1,8 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
-Owns the threads that gather and verify, the bounce buffer, the host memory shared with the worker, and which slots were
-written whole. `starts` wait for room in the bounce buffer, so they are not the threads that give it back.
+Owns the threads that gather and verify, the bounce buffer and the host memory shared with the worker. The slots'
+shadows (`chunks`) say which were written whole: a header page is put there when the copies have ended. `starts` wait
+for room in the bounce buffer, so they are not the threads that give it back.
 Engines of the tenant may import device memory, and could then also write there: a header that comes back is believed
 only if it is the one that was written, and with it the payload's checksum.
 Invariants: a range of the bounce buffer is given back once, when the copies that use it have ended; each transfer is
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import count
-
-import xxhash
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
@@ -23,7 +23,7 @@ from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.bounce import Bounce
 from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.gpu.regions import Place, Regions
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import (
     buffer_at,
     checksum_at,
@@ -47,10 +47,10 @@ class GpuTransfers:
     ) -> None:
         self._link = link
         self._counters = counters
+        self._bounce_bytes = bounce_bytes
         self._bounce = Bounce(bounce_bytes)
         self._regions = Regions()
         self._region_numbers = count(BOUNCE_REGION + 1)
-        self._written: dict[Slot, tuple[int, int]] = {}  # payload bytes, digest of the header page
         self._starts = ResidentThreads(f"{name}-start", threads)
         self._ends = ResidentThreads(f"{name}-end", threads)
         self._under_way = 0
@@ -67,17 +67,18 @@ class GpuTransfers:
         self._regions.drop(number)
         self._link.drop_region(number)
 
-    def forget(self, slot: Slot) -> None:
-        """The slot holds no block any more."""
-        self._written.pop(slot, None)
-
     # Writing
 
-    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+    def write(
+        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], done: Completion
+    ) -> None:
+        erase_header(shadow)  # until the copies have ended
         end = self._begin(self._counters.wrote, done)
-        self._start(lambda: self._store(slot, header, segments, end), end)
+        self._start(lambda: self._store(slot, shadow, header, segments, end), end)
 
-    def _store(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], end: Completion) -> None:
+    def _store(
+        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], end: Completion
+    ) -> None:
         places = self._regions.locate(segments) if header.checksum else None
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else header.payload_bytes)
@@ -104,28 +105,31 @@ class GpuTransfers:
             if failure:
                 end(Outcome(OutcomeKind.FAILED, message=failure))
                 return
-            self._written[slot] = header.payload_bytes, xxhash.xxh3_64_intdigest(page)
+            put_bytes(shadow.address, page)
             end(Outcome(OutcomeKind.DONE, stamped, header.payload_bytes))
 
         self._link.transfer(wire.WRITE, pieces, copied)
 
     # Reading
 
-    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+    def read(
+        self, slot: Slot, shadow: Segment, expect_key: bytes, segments: Sequence[Segment], done: Completion
+    ) -> None:
         end = self._begin(self._counters.read, done)
-        payload_bytes, page_digest = self._written.get(slot, (-1, 0))
-        if payload_bytes < 0:
-            end(Outcome(OutcomeKind.CORRUPT, message=f"no block was written to {slot}"))
-        elif total_bytes(segments) < payload_bytes:
-            end(Outcome(OutcomeKind.FAILED, message=f"{payload_bytes} payload bytes do not fit the destination"))
+        written = buffer_at(shadow.address, HEADER_BYTES).raw
+        header = judge_header(written, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+        if isinstance(header, str):
+            end(Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {header}"))
+        elif total_bytes(segments) < header.payload_bytes:
+            end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination"))
         else:
-            own = list(clipped(segments, payload_bytes))
-            self._start(lambda: self._fetch(slot, expect_key, own, (payload_bytes, page_digest), end), end)
+            own, expected = list(clipped(segments, header.payload_bytes)), header
+            self._start(lambda: self._fetch(slot, own, expected, written, end), end)
 
     def _fetch(
-        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], written: tuple[int, int], end: Completion
+        self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion
     ) -> None:
-        payload_bytes, page_digest = written
+        payload_bytes = header.payload_bytes
         places = self._regions.locate(segments)
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
@@ -136,11 +140,7 @@ class GpuTransfers:
 
         def verify() -> Outcome:
             address = self._bounce.address + offset
-            page = buffer_at(address, HEADER_BYTES).raw
-            header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
-            if isinstance(header, str):
-                return Outcome(OutcomeKind.CORRUPT, message=header)
-            if header.payload_bytes != payload_bytes or xxhash.xxh3_64_intdigest(page) != page_digest:
+            if buffer_at(address, HEADER_BYTES).raw != written:
                 return Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
             payload = address + HEADER_BYTES
             found = checksum_of(segments, payload_bytes) if is_direct else checksum_at(payload, payload_bytes)
@@ -163,6 +163,30 @@ class GpuTransfers:
                 self._ends.post(finish)  # open until nothing is under way
 
         self._link.transfer(wire.READ, pieces, copied)
+
+    def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
+        """What is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be read.
+        For a start: no other transfer is under way."""
+        pages: list[bytes] = []
+        batch = min(wire.MAX_PIECES, self._bounce_bytes // HEADER_BYTES)
+        for first in range(0, len(slots), batch):
+            part = slots[first : first + batch]
+            nbytes = len(part) * HEADER_BYTES
+            offset = self._bounce.take(nbytes)
+            try:
+                pieces = [
+                    wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset + at * HEADER_BYTES, HEADER_BYTES)
+                    for at, slot in enumerate(part)
+                ]
+                copied: Future[str] = Future()
+                self._link.transfer(wire.READ, pieces, copied.set_result)
+                if failure := copied.result():
+                    raise OSError(failure)
+                raw = buffer_at(self._bounce.address + offset, nbytes).raw
+                pages += [raw[at : at + HEADER_BYTES] for at in range(0, nbytes, HEADER_BYTES)]
+            finally:
+                self._bounce.give_back(offset, nbytes)
+        return pages
 
     # Their ends
 
@@ -201,7 +225,6 @@ class GpuTransfers:
         self._ends.close()
         self._link.close()
         self._bounce.close()
-        self._written.clear()
 
 
 def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:

@@ -78,6 +78,7 @@ class GpuSection(TierSection):
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
                 first_number=start.first_chunk or DEVICE_ARENAS,
+                witness=start.witness,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None
