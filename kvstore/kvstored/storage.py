@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
@@ -26,12 +25,12 @@ from kvstored.config import Config
 from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile
+from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.store.assembly import Store, make_residency
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
-CHUNKS_A_TIER = 1 << 26  # numbers of device memory that one tier may use
 
 
 class NodeStorage:
@@ -63,7 +62,7 @@ class NodeStorage:
         if durable is not None:
             self._recover(durable, residency, forget=keyring.nvme_is_lost)
         keyring.settle()  # with what `TenantDirectory` claimed
-        memory.adopt(residency, self.tenants, self._clock)
+        memory.adopt(tiers, residency, self.tenants, self._clock)
         self.usage = UsageFile(state_dir, residency, self._clock)
         self.usage.restore({tenant.index_name for tenant in self.tenants.all()}, durable)
         self.store = Store(config, self._clock, completions, residency, tiers)
@@ -98,10 +97,11 @@ class NodeStorage:
         """All tiers, fastest first; `mapped` is open."""
         tiers = []
         for position, section in enumerate(self._config.tiers):
-            own = replace(start, first_chunk=DEVICE_ARENAS + position * CHUNKS_A_TIER)
+            own = self._memory.start_of_device(start, DEVICE_ARENAS + position * CHUNKS_A_TIER)
             tiers.append(mapped if section is self._config.host else section.open(own))
             if section is not self._config.host:
                 self._stack.callback(tiers[-1].close)
+        self._stack.callback(self._memory.settle)  # before tiers close what may not be kept yet
         return tiers
 
     def _recover(self, tier: Tier, residency: Residency, *, forget: bool) -> None:

@@ -139,7 +139,7 @@ class Life:
     def take_over(self) -> int:
         """How many arenas were dropped."""
         tenants = TenantDirectory(self.world.state_dir, (), "by-uid")
-        adopted = self.warm.adopt(self.tier, self.residency, tenants, SystemClock())
+        adopted = self.warm.adopt([self.tier], self.residency, tenants, SystemClock())
         tenants.close()
         self.former.restore(adopted, self.residency, 1 << 62)
         assert adopted.dropped_slots == 0

@@ -155,7 +155,7 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
         slots.append(slot)
     residency = Residency(("host",))
     tenant = residency.tenant(OWNER)
-    entering = ArenaImport(host, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
+    entering = ArenaImport(host, HOST, residency, TenantDirectory(tmp_path, (), "by-uid"), 1)
     found: Any = SimpleNamespace(headers=headers, slots=slots)
     entering.enter(found, tenant)
     assert entering.dropped_slots == 1 and len(entering.rows) == 3

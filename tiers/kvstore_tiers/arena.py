@@ -65,6 +65,7 @@ class ArenaRecord:
     slot_bytes: int
     handed_out: int  # slots, counted from the front, that were ever in use since the arena was cut
     high_generation: int
+    device: int = 0  # that has the blocks (`gpu.chunks`); 0 for DRAM
 
 
 class ArenaWitness(Protocol):
@@ -82,6 +83,15 @@ class ArenaWitness(Protocol):
 
     def released(self, number: int) -> None:
         """Its memory is given back. May be called on the thread that prefaults."""
+        ...
+
+
+class ChunkWitness(ArenaWitness, Protocol):
+    """Is told of the shadow of each chunk of device memory too, and gets a descriptor of that memory."""
+
+    def has_memory(self, number: int, descriptor: int) -> None:
+        """The chunk is there now, before any block is in it. The descriptor stays the tier's. May be called on another
+        thread."""
         ...
 
 
@@ -113,8 +123,10 @@ class Arena:
         witness: ArenaWitness | None = None,
         descriptor: int = -1,
         numa_node: int = -1,
+        device: int = 0,
     ) -> None:
         self.number = number
+        self.device = device
         self.nbytes = nbytes
         self.owner = owner
         self.mode: ArenaMode = mode
@@ -152,7 +164,9 @@ class Arena:
         Raises ForeignMemory, and OSError where it cannot be mapped; the descriptor is the caller's then.
         """
         require_arena(descriptor, record)
-        arena = cls(record.number, record.nbytes, record.owner, witness=witness, descriptor=descriptor)
+        arena = cls(
+            record.number, record.nbytes, record.owner, witness=witness, descriptor=descriptor, device=record.device
+        )
         arena.slot_bytes = record.slot_bytes
         arena.high_generation = record.high_generation
         return arena
@@ -178,8 +192,9 @@ class Arena:
     @property
     def record(self) -> ArenaRecord:
         return ArenaRecord(
-            self.number, self.nbytes, self.owner, self.slot_bytes, len(self._generations), self.high_generation
-        )
+            self.number, self.nbytes, self.owner, self.slot_bytes, len(self._generations), self.high_generation,
+            self.device,
+        )  # fmt: skip
 
     @property
     def slots(self) -> int:

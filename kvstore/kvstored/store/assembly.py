@@ -180,8 +180,7 @@ class Store:
         (self.exporter_of(slot.container) or self.host).free(slot)
 
     def _mark_retired(self, slot: Slot) -> None:
-        if self.exporter_of(slot.container) is None:
-            self.host.retire(slot)
+        (self.exporter_of(slot.container) or self.host).retire(slot)
 
     @property
     def room(self) -> Room:

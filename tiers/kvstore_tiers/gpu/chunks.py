@@ -2,80 +2,40 @@
 
 Owns which chunks there are and which slots are out; used from the control thread alone. Never waits for the device: a
 chunk counts against the capacity from the moment it is planned.
+Each chunk has a *shadow* in DRAM, an arena of its size and number, of which only header pages are ever written: where a
+block is on the device, its header page is in the shadow, from the end of its write until its slot is freed. So it says
+at once, and without the device, which blocks there are, in this process and the next; and no engine can write it.
 Invariants: chunks never exceed the capacity; a chunk's number is never reused; a slot's generation only grows; a chunk
 that was another owner's is given back and not handed on, since an engine may still map it.
 """
 
 from __future__ import annotations
 
-from array import array
+import os
 from collections import defaultdict
 from collections.abc import Callable
 
+from kvstore_tiers.adoption import AdoptedArena, take_over
+from kvstore_tiers.arena import Arena, ArenaRecord, ArenaWitness, ForeignMemory
 from kvstore_tiers.base import ContainerReport
 from kvstore_tiers.slot import Slot
 
 
-class Chunk:
-    """`nbytes` for `owner`; `slot_bytes` is that of its slots until it is cut anew."""
-
-    def __init__(self, number: int, nbytes: int, owner: str) -> None:
-        self.number, self.nbytes, self.owner = number, nbytes, owner
-        self.slot_bytes = self.used_slots = 0
-        self._first_generation = 1
-        self._generations, self._out = array("Q"), bytearray()
-        self._returned: list[int] = []
-
-    @property
-    def slots(self) -> int:
-        return self.nbytes // self.slot_bytes if self.slot_bytes else 0
-
-    @property
-    def has_room(self) -> bool:
-        return self.used_slots < self.slots
-
-    def shape(self, slot_bytes: int) -> None:
-        """Cut an empty chunk into slots of another size."""
-        self._first_generation = max(self._generations, default=self._first_generation - 1) + 1
-        self.slot_bytes = slot_bytes
-        self._generations = array("Q", [self._first_generation]) * self.slots
-        self._out = bytearray(self.slots)
-        self._returned = list(range(self.slots - 1, -1, -1))
-
-    def allocate(self) -> Slot:
-        index = self._returned.pop()
-        self._out[index] = 1
-        self.used_slots += 1
-        return Slot(self.number, index * self.slot_bytes, self.slot_bytes, self._generations[index])
-
-    def free(self, slot: Slot) -> None:
-        self.require_out(slot)
-        index = slot.offset // self.slot_bytes
-        self._out[index] = 0
-        self._generations[index] += 1
-        self._returned.append(index)
-        self.used_slots -= 1
-
-    def require_out(self, slot: Slot) -> None:
-        """Raise RuntimeError unless exactly this use of the slot is allocated."""
-        index, misplaced = divmod(slot.offset, self.slot_bytes or 1)
-        known = not misplaced and slot.nbytes == self.slot_bytes and index < len(self._out)
-        if not known or not self._out[index] or self._generations[index] != slot.generation:
-            raise RuntimeError(f"{slot} is not allocated")
-
-
 class Chunks:
-    """`make` and `drop` are called with a chunk that is to be made, and with the number of one to give back."""
+    """Of the device `device` (`Driver.identity`). `make` and `drop` are called with a chunk that is to be made, and
+    with the number of one to give back; `witness` is told of each shadow."""
 
     def __init__(
-        self, capacity_bytes: int, chunk_bytes: int, make: Callable[[Chunk], None], drop: Callable[[int], None],
-        first_number: int = 1,
+        self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
+        drop: Callable[[int], None], first_number: int = 1, witness: ArenaWitness | None = None,
     ) -> None:  # fmt: skip
         self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
         self.may_grow = True
+        self._device = device
         self._make, self._drop = make, drop
-        self._chunks: dict[int, Chunk] = {}
-        self._with_room: defaultdict[tuple[str, int], list[Chunk]] = defaultdict(list)  # each chunk once
+        self._witness = witness
+        self._chunks: dict[int, Arena] = {}
+        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each chunk once
         self._aside: set[int] = set()
         self._refused: set[int] = set()
         self._next_number = first_number
@@ -98,6 +58,8 @@ class Chunks:
             chunk = self._empty_for(nbytes, owner)
             if chunk is None:
                 return None
+            if chunk.slot_bytes:
+                chunk.punch(0, chunk.nbytes)
             chunk.shape(nbytes)
             rooms.append(chunk)
         chunk = rooms[-1]
@@ -116,7 +78,7 @@ class Chunks:
         elif not had_room and chunk.number not in self._aside:
             self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
 
-    def of(self, slot: Slot) -> Chunk:
+    def of(self, slot: Slot) -> Arena:
         """Raises RuntimeError for a slot that is not allocated."""
         chunk = self._chunks.get(slot.container)
         if chunk is None:
@@ -128,6 +90,39 @@ class Chunks:
         """Whose chunk that is; None where there is none."""
         chunk = self._chunks.get(number)
         return chunk.owner if chunk is not None else None
+
+    def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
+        """Take over a chunk of a process that has ended, with the blocks that its shadow names; None where the capacity
+        has no room for it. Raises ForeignMemory or OSError. The descriptor stays the caller's."""
+        if record.device != self._device:
+            raise ForeignMemory("it is memory of another device")
+        if record.nbytes != self.chunk_bytes:
+            raise ForeignMemory(f"it has {record.nbytes} bytes, and chunks have {self.chunk_bytes} now")
+        if self.used_bytes + record.nbytes > self.capacity_bytes:
+            return None
+        descriptor = os.dup(shadow)
+        try:
+            chunk, found = take_over(record, descriptor, self._witness)
+        except (ForeignMemory, OSError):
+            os.close(descriptor)
+            raise
+        self._chunks[chunk.number] = chunk
+        if chunk.has_room:
+            self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
+        self._next_number = max(self._next_number, chunk.number + 1)
+        return found
+
+    def abandon(self, number: int) -> None:
+        """Forget an adopted chunk of which no slot is in use."""
+        self._discard(self._chunks[number])
+
+    def leave(self) -> None:
+        """Close the shadows, and leave what is in them to the other holders of their descriptors."""
+        for chunk in self._chunks.values():
+            chunk.leave()
+
+    def chunk(self, number: int) -> Arena | None:
+        return self._chunks.get(number)
 
     def refuse(self, number: int) -> None:
         """The device has no memory for this chunk: hand out no slot of it, and forget it when it is empty."""
@@ -171,7 +166,7 @@ class Chunks:
             self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
         return chunk.used_slots == 0
 
-    def _empty_for(self, nbytes: int, owner: str) -> Chunk | None:
+    def _empty_for(self, nbytes: int, owner: str) -> Arena | None:
         """By falling cost: an empty chunk of this owner, new memory, new memory in place of another owner's."""
         if nbytes > self.chunk_bytes:
             return None
@@ -185,19 +180,27 @@ class Chunks:
             if not empty:
                 return None
             self._discard(empty[0])
-        chunk = Chunk(self._next_number, self.chunk_bytes, owner)
+        try:
+            chunk = Arena(self._next_number, self.chunk_bytes, owner, witness=self._witness, device=self._device)
+        except OSError:  # no descriptor or mapping is left: as a full device
+            return None
         self._next_number += 1
         self._chunks[chunk.number] = chunk
+        if self._witness is not None:
+            self._witness.made(chunk)
         self._make(chunk)
         return chunk
 
-    def _discard(self, chunk: Chunk) -> None:
+    def _discard(self, chunk: Arena) -> None:
         self._forget_room(chunk)
         self._refused.discard(chunk.number)
         del self._chunks[chunk.number]
+        if self._witness is not None:
+            self._witness.given_up(chunk.number)
+        chunk.release()  # first: the memory that it names is not there any more
         self._drop(chunk.number)
 
-    def _forget_room(self, chunk: Chunk) -> None:
+    def _forget_room(self, chunk: Arena) -> None:
         rooms = self._with_room.get((chunk.owner, chunk.slot_bytes))
         if rooms and chunk in rooms:
             rooms.remove(chunk)

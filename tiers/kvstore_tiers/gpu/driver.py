@@ -56,6 +56,11 @@ class Driver:
         raw: bytes = self._call("cuDeviceGetName", 96, self._device)
         return raw.split(b"\0")[0].decode(errors="replace")
 
+    @property
+    def identity(self) -> int:
+        """A number of 64 bits that tells this device from others, also after a restart of the machine."""
+        return int.from_bytes(bytes(self._call("cuDeviceGetUuid", self._device).bytes)[:8], "little") or 1
+
     def memory_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
         free, total = self._call("cuMemGetInfo")

@@ -59,15 +59,16 @@ class WorkerSettings:
 
 
 class WorkerLink:
-    """A worker for `device`. `refused` is called with a chunk that is not there, and why. `can_check` says whether the
-    worker has `checksums`, `cannot_check` why not where they are wanted. Raises OSError where no worker starts, with
-    what it said."""
+    """A worker for `device`. `refused` is called with a chunk that is not there, and why; `made` with one that is, and
+    a descriptor of its memory, which stays the link's. `can_check` says whether the worker has `checksums`,
+    `cannot_check` why not where they are wanted. Raises OSError where no worker starts, with what it said."""
 
     def __init__(
         self,
         device: int,
         refused: Callable[[int, str], None],
         *,
+        made: Callable[[int, int], None],
         variables: Mapping[str, str] | None = None,
         settings: WorkerSettings | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class WorkerLink:
         self._settings = settings or WorkerSettings()
         self.can_check, self.cannot_check = False, ""
         self._refused = refused
+        self._made = made
         self._variables = dict(variables or {})
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
         self._chunks: dict[int, _Chunk] = {}
@@ -92,7 +94,7 @@ class WorkerLink:
         self._was_useful = False
         self._started_s = self._ready_s = 0.0  # of this worker
         self.starts = 0
-        self.device_name, self.device_bytes, self.message = "", 0, ""
+        self.device_name, self.device_bytes, self.device_identity, self.message = "", 0, 0, ""
         self._receiver = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
         self._sender = threading.Thread(target=self._send_queued, name="gpu-send", daemon=True)
         self._receiver.start()
@@ -129,6 +131,12 @@ class WorkerLink:
         with self._lock:
             self._chunks[number] = _Chunk(nbytes)
         self._queue.put((wire.pack(wire.CREATE, number, nbytes), -1, -1))
+
+    def import_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
+        """Device memory that is there already, as `add_chunk`. Takes the descriptor."""
+        with self._lock:
+            self._chunks[number] = _Chunk(nbytes, descriptor)
+        self._queue.put((wire.pack(wire.IMPORT, number, nbytes), descriptor, -1))
 
     def drop_chunk(self, number: int) -> None:
         """Give device memory back. No transfer with it is under way."""
@@ -309,12 +317,13 @@ class WorkerLink:
                 chunk = self._chunks.get(number)
                 if chunk is not None and chunk.descriptor < 0:
                     chunk.descriptor = descriptors.pop()
+                    self._made(number, chunk.descriptor)  # kept before a transfer with it has ended
         elif letter == wire.REFUSED:
             self._refused(number, text)
         elif letter == wire.ABLE:
             self.can_check, self.cannot_check = bool(number), text
         elif letter == wire.READY:
-            self.device_name, self.device_bytes = text, nbytes
+            self.device_identity, self.device_bytes, self.device_name = number, nbytes, text
             self._keeps_dying = False
             self._ready_s = time.monotonic()
             self._is_ready.set()

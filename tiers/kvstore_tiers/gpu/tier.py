@@ -1,7 +1,8 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
 Owns the books (`chunks`) and the capacity; `transfers` the steps of a transfer. Holds no CUDA context: the link
-(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker.
+(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
+witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`).
 A slot holds the whole image, header page first. Payloads in memory that was shared (`share`) are copied by the device
 itself, from and to where they are; all others by way of the bounce buffer.
 Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
@@ -12,11 +13,17 @@ checksummed in the copy that no client can write; a transfer under way when the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from kvstore_proto.arena import DEVICE_ARENAS, BlockHeader
+import numpy as np
+
+from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES, BlockHeader
+from kvstore_tiers.adoption import AdoptedArena
+from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -32,9 +39,10 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.gpu.chunks import Chunk, Chunks
+from kvstore_tiers.gpu.chunks import Chunks
 from kvstore_tiers.gpu.link import DOWN, WorkerLink, WorkerSettings
 from kvstore_tiers.gpu.transfers import GpuTransfers
+from kvstore_tiers.segments import buffer_at
 from kvstore_tiers.sizes import require_slot_size
 
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
@@ -45,7 +53,8 @@ REGROW_S = 10.0  # after the device had no memory
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. `variables`: of the worker's environment.
-    `settings`: how long it may take, and whether it verifies. Chunks are numbered from `first_number`."""
+    `settings`: how long it may take, and whether it verifies. Chunks are numbered from `first_number`. With a `witness`
+    what is on the device is left to it at `close`."""
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class GpuTier(Tier):
         variables: Mapping[str, str] | None = None,
         settings: WorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
+        witness: ChunkWitness | None = None,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
@@ -67,9 +77,13 @@ class GpuTier(Tier):
         self._refused, self._refused_at_s = "", 0.0
         self._closed = False
         self._link = WorkerLink(
-            device, lambda chunk, why: self._refusals.put((chunk, why)), variables=variables, settings=settings,
+            device, lambda chunk, why: self._refusals.put((chunk, why)),
+            made=_no_keeper if witness is None else witness.has_memory, variables=variables, settings=settings,
         )  # fmt: skip
-        self._chunks = Chunks(capacity_bytes, chunk_bytes, self._make, self._link.drop_chunk, first_number)
+        self._chunks = Chunks(
+            capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
+            witness,
+        )  # fmt: skip
         self._transfers = GpuTransfers(self._link, max(bounce_bytes, chunk_bytes), 2, self._counters, name)
 
     # Places
@@ -83,8 +97,6 @@ class GpuTier(Tier):
 
     def free(self, slot: Slot) -> None:
         self._hear_refusals()
-        self._chunks.of(slot)
-        self._transfers.forget(slot)
         self._chunks.free(slot)
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
@@ -102,7 +114,7 @@ class GpuTier(Tier):
     def put_back(self, container: int) -> bool:
         return self._chunks.put_back(container)
 
-    def _make(self, chunk: Chunk) -> None:
+    def _make(self, chunk: Arena) -> None:
         self._link.add_chunk(chunk.number, chunk.nbytes)
 
     def _hear_refusals(self) -> None:
@@ -122,18 +134,19 @@ class GpuTier(Tier):
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         require_fits(slot, header, segments)
-        self._chunks.of(slot)
-        self._transfers.write(slot, header, segments, done)
+        self._transfers.write(slot, self._shadow(slot), header, segments, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        self._chunks.of(slot)
-        self._transfers.read(slot, expect_key, segments, done)
+        self._transfers.read(slot, self._shadow(slot), expect_key, segments, done)
+
+    def _shadow(self, slot: Slot) -> Segment:
+        """Raises RuntimeError for a slot that is not allocated."""
+        return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
         By the device itself where it can (`verifies`), else the block is read."""
-        self._chunks.of(slot)
-        self._transfers.verify(slot, expect_key, done)
+        self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
     def verifies(self) -> bool:
@@ -145,6 +158,45 @@ class GpuTier(Tier):
             done(Outcome(OutcomeKind.DONE))
         else:
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
+
+    def adopt(self, record: ArenaRecord, shadow: int, memory: int) -> AdoptedArena | None:
+        """Take over a chunk of a process that has ended: descriptors of its shadow and of its memory, which stay the
+        caller's. None where the capacity has no room for it. Waits for the device; raises ForeignMemory or OSError
+        where it cannot be used. A slot whose header page on the device is not that of the shadow is freed and counted
+        as damaged."""
+        found = self._chunks.adopt(record, shadow)
+        if found is None:
+            return None
+        self._link.import_chunk(record.number, record.nbytes, os.dup(memory))
+        slots = [*found.slots, *found.retired]
+        try:
+            pages = self._transfers.header_pages(found.slots)
+        except OSError:
+            for slot in slots:
+                self._chunks.free(slot)
+            self._chunks.abandon(record.number)
+            raise
+        holds = [
+            page == buffer_at(self._shadow(slot).address, HEADER_BYTES).raw
+            for page, slot in zip(pages, found.slots, strict=True)
+        ]
+        for slot, is_whole in zip(found.slots, holds, strict=True):
+            if not is_whole:
+                self._chunks.free(slot)
+        return replace(
+            found,
+            slots=[slot for slot, is_whole in zip(found.slots, holds, strict=True) if is_whole],
+            headers=found.headers[np.array(holds, dtype=bool)],
+            damaged_slots=found.damaged_slots + holds.count(False),
+        )
+
+    def retire(self, slot: Slot) -> None:
+        """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
+        self._chunks.of(slot).retire(slot)
+
+    def shadow_of(self, number: int) -> Arena | None:
+        """What says which blocks are in a chunk; None where there is no such chunk."""
+        return self._chunks.chunk(number)
 
     def owner(self, number: int) -> str | None:
         """Whose blocks are in a chunk; None where there is no such chunk."""
@@ -206,3 +258,8 @@ class GpuTier(Tier):
             return
         self._closed = True
         self._transfers.close()
+        self._chunks.leave()
+
+
+def _no_keeper(number: int, descriptor: int) -> None:
+    """Nothing keeps the memory of a chunk that was made: it ends with this process."""

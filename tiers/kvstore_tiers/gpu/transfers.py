@@ -1,7 +1,8 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
-Owns the threads that gather and verify, the bounce buffer, the host memory shared with the worker, and which slots were
-written whole. `starts` wait for room in the bounce buffer, so they are not the threads that give it back.
+Owns the threads that gather and verify, the bounce buffer and the host memory shared with the worker. The slots'
+shadows (`chunks`) say which were written whole: a header page is put there when the copies have ended. `starts` wait
+for room in the bounce buffer, so they are not the threads that give it back.
 Engines of the tenant may import device memory, and read it without this process: where the worker can, it checksums
 what a copy has written there before the write is reported. They could also write there: a header that comes back is
 believed only if it is the one that was written, and with it the payload's checksum.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.bounce import Bounce
 from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.gpu.regions import Place, Regions
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
     buffer_at,
@@ -52,6 +54,10 @@ class _Written(NamedTuple):
     checksum: int
     page_digest: int  # of the header page
 
+    @classmethod
+    def of(cls, header: BlockHeader, page: bytes) -> _Written:
+        return cls(header.key, header.payload_bytes, header.checksum, xxhash.xxh3_64_intdigest(page))
+
 
 class GpuTransfers:
     """Transfers over `link` by `threads` threads that start them and as many that end them."""
@@ -61,10 +67,10 @@ class GpuTransfers:
     ) -> None:
         self._link = link
         self._counters = counters
+        self._bounce_bytes = bounce_bytes
         self._bounce = Bounce(bounce_bytes)
         self._regions = Regions()
         self._region_numbers = count(BOUNCE_REGION + 1)
-        self._written: dict[Slot, _Written] = {}
         self._starts = ResidentThreads(f"{name}-start", threads)
         self._ends = ResidentThreads(f"{name}-end", threads)
         self._under_way = 0
@@ -81,17 +87,18 @@ class GpuTransfers:
         self._regions.drop(number)
         self._link.drop_region(number)
 
-    def forget(self, slot: Slot) -> None:
-        """The slot holds no block any more."""
-        self._written.pop(slot, None)
-
     # Writing
 
-    def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
+    def write(
+        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], done: Completion
+    ) -> None:
+        erase_header(shadow)  # until the copies have ended
         end = self._begin(self._counters.wrote, done)
-        self._start(lambda: self._store(slot, header, segments, end), end)
+        self._start(lambda: self._store(slot, shadow, header, segments, end), end)
 
-    def _store(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], end: Completion) -> None:
+    def _store(
+        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], end: Completion
+    ) -> None:
         places = self._regions.locate(segments) if header.checksum else None
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else header.payload_bytes)
@@ -113,7 +120,7 @@ class GpuTransfers:
             self._bounce.give_back(offset, bounced_bytes)
             raise
 
-        written = _Written(header.key, header.payload_bytes, checksum, xxhash.xxh3_64_intdigest(page))
+        written = _Written.of(stamped, page)
         payload = segments if is_direct else [Segment(address + HEADER_BYTES, header.payload_bytes)]
 
         def finish(outcome: Outcome) -> None:
@@ -121,7 +128,7 @@ class GpuTransfers:
                 outcome = run_transfer(lambda: _blamed(slot, payload, written))
             self._bounce.give_back(offset, bounced_bytes)
             if outcome.ok:
-                self._written[slot] = written
+                put_bytes(shadow.address, page)
                 outcome = Outcome(OutcomeKind.DONE, stamped, header.payload_bytes)
             end(outcome)
 
@@ -137,22 +144,24 @@ class GpuTransfers:
 
     # Reading
 
-    def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
+    def read(
+        self, slot: Slot, shadow: Segment, expect_key: bytes, segments: Sequence[Segment], done: Completion
+    ) -> None:
         end = self._begin(self._counters.read, done)
-        written = self._written.get(slot)
-        if written is None:
-            end(_nothing_in(slot))
-        elif total_bytes(segments) < written.payload_bytes:
-            message = f"{written.payload_bytes} payload bytes do not fit the destination"
-            end(Outcome(OutcomeKind.FAILED, message=message))
+        written = buffer_at(shadow.address, HEADER_BYTES).raw
+        header = judge_header(written, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+        if isinstance(header, str):
+            end(_no_such_block(slot, header))
+        elif total_bytes(segments) < header.payload_bytes:
+            end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination"))
         else:
-            own = list(clipped(segments, written.payload_bytes))
-            self._start(lambda: self._fetch(slot, expect_key, own, written, end), end)
+            own, expected = list(clipped(segments, header.payload_bytes)), header
+            self._start(lambda: self._fetch(slot, own, expected, written, end), end)
 
     def _fetch(
-        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], written: _Written, end: Completion
+        self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion
     ) -> None:
-        payload_bytes = written.payload_bytes
+        payload_bytes = header.payload_bytes
         places = self._regions.locate(segments)
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
@@ -163,11 +172,7 @@ class GpuTransfers:
 
         def verify() -> Outcome:
             address = self._bounce.address + offset
-            page = buffer_at(address, HEADER_BYTES).raw
-            header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
-            if isinstance(header, str):
-                return Outcome(OutcomeKind.CORRUPT, message=header)
-            if header.payload_bytes != payload_bytes or xxhash.xxh3_64_intdigest(page) != written.page_digest:
+            if buffer_at(address, HEADER_BYTES).raw != written:
                 return Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
             payload = address + HEADER_BYTES
             found = checksum_of(segments, payload_bytes) if is_direct else checksum_at(payload, payload_bytes)
@@ -193,18 +198,18 @@ class GpuTransfers:
 
     # Checking
 
-    def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
+    def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be said.
         On the device where the worker can, else by reading the block. Counts as no transfer where nothing is moved."""
-        written = self._written.get(slot)
-        if written is None:
-            done(_nothing_in(slot))
-        elif written.key != expect_key:
-            done(Outcome(OutcomeKind.CORRUPT, message=f"{slot} holds another block"))
+        page = buffer_at(shadow.address, HEADER_BYTES).raw
+        header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+        if isinstance(header, str):
+            done(_no_such_block(slot, header))
         elif self._link.can_check:
-            self._check(slot, written, self._begin(lambda outcome: outcome, done))
+            self._check(slot, _Written.of(header, page), self._begin(lambda outcome: outcome, done))
         else:
-            self.read(slot, expect_key, [AlignedBuffer(written.payload_bytes).segment(written.payload_bytes)], done)
+            whole = AlignedBuffer(header.payload_bytes).segment(header.payload_bytes)
+            self.read(slot, shadow, expect_key, [whole], done)
 
     def _check(self, slot: Slot, written: _Written, checked: Completion) -> None:
         """`checked` is called on a thread of the link's, which is soon done with it."""
@@ -223,6 +228,32 @@ class GpuTransfers:
         payload = slot.offset + HEADER_BYTES
         places = [(slot.container, slot.offset, HEADER_BYTES), (slot.container, payload, written.payload_bytes)]
         self._link.checksums(places, summed)
+
+    # For a start
+
+    def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
+        """What is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be read.
+        For a start: no other transfer is under way."""
+        pages: list[bytes] = []
+        batch = min(wire.MAX_PIECES, self._bounce_bytes // HEADER_BYTES)
+        for first in range(0, len(slots), batch):
+            part = slots[first : first + batch]
+            nbytes = len(part) * HEADER_BYTES
+            offset = self._bounce.take(nbytes)
+            try:
+                pieces = [
+                    wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset + at * HEADER_BYTES, HEADER_BYTES)
+                    for at, slot in enumerate(part)
+                ]
+                copied: Future[str] = Future()
+                self._link.transfer(wire.READ, pieces, copied.set_result)
+                if failure := copied.result():
+                    raise OSError(failure)
+                raw = buffer_at(self._bounce.address + offset, nbytes).raw
+                pages += [raw[at : at + HEADER_BYTES] for at in range(0, nbytes, HEADER_BYTES)]
+            finally:
+                self._bounce.give_back(offset, nbytes)
+        return pages
 
     # Their ends
 
@@ -261,7 +292,6 @@ class GpuTransfers:
         self._ends.close()
         self._link.close()
         self._bounce.close()
-        self._written.clear()
 
 
 def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
@@ -274,8 +304,8 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
     return pieces
 
 
-def _nothing_in(slot: Slot) -> Outcome:
-    return Outcome(OutcomeKind.CORRUPT, message=f"no block was written to {slot}")
+def _no_such_block(slot: Slot, why: str) -> Outcome:
+    return Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {why}")
 
 
 def _blamed(slot: Slot, payload: Sequence[Segment], written: _Written) -> Outcome:

@@ -6,7 +6,7 @@ ignored: the tier repeats all that is there after a restart.
 
     to the worker                                    from the worker
                                                      k can why              before ready: whether it can checksum
-    M region bytes + descriptor   map it             r free total name      ready
+    M region bytes + descriptor   map it             r device total name    ready
     U region                      unmap it           f text                 it cannot start
     C chunk bytes                 make it            c chunk + descriptor   made
     I chunk bytes + descriptor    map it             x chunk text           it is not there

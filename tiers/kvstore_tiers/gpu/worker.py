@@ -62,8 +62,8 @@ class Worker:
 
     def run(self) -> None:
         """Until the tier closes the socket."""
-        free, total = self._driver.memory_bytes()
-        self._say(wire.pack(wire.READY, free, total, self._driver.name))
+        _, total = self._driver.memory_bytes()
+        self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():
             for packet, descriptors in packets:
                 self._obey(packet, descriptors)

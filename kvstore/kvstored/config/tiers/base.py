@@ -19,7 +19,7 @@ from kvstored.config.section_fields import Table, size
 from kvstored.policy_names import POLICIES
 
 if TYPE_CHECKING:
-    from kvstore_tiers.arena import ArenaWitness
+    from kvstore_tiers.arena import ChunkWitness
     from kvstore_tiers.base import Tier
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
@@ -48,11 +48,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Start:
-    """What a start of the daemon has for a tier to open with: the witness of arenas that a restart keeps, the number
+    """What a start of the daemon has for a tier to open with: the witness of memory that a restart keeps, the number
     of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe directory,
     and the cluster."""
 
-    witness: ArenaWitness | None = None
+    witness: ChunkWitness | None = None
     first_arena: int = 1
     first_chunk: int = 0  # the tier's own choice
     early_scan: EarlyRecordScan | None = None

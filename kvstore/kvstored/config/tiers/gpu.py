@@ -83,6 +83,7 @@ class GpuSection(TierSection):
                 name=self.name,
                 settings=WorkerSettings(checks=self.verify),
                 first_number=start.first_chunk or DEVICE_ARENAS,
+                witness=start.witness,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None

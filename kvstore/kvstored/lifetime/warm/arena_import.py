@@ -2,7 +2,7 @@
 
 Blocks of a chain are mostly one behind the other, and a run is entered in a quarter of the time of its
 blocks one by one. Never decides whether a block is whole (`kvstore_tiers.adoption` did).
-Invariant: every block ends up in residency with a host copy, or its slot is freed and counted as dropped.
+Invariant: every block ends up in residency with a copy in its tier, or its slot is freed and counted as dropped.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.adoption import AdoptedArena
-from kvstore_tiers.base import Slot
-from kvstore_tiers.host import HostTier
+from kvstore_tiers.base import Slot, Tier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.store.blocks import CyclicChainError, Residency
 
@@ -38,11 +37,12 @@ class _Block:
 
 
 class ArenaImport:
-    """Enters the blocks of arenas. `rows` of all so far, by slot; `dropped_slots` of those that were there twice, or
-    whose chain closes on itself."""
+    """Enters the blocks of arenas of `tier`, which is number `position` of residency. `rows` of all so far, by slot;
+    `dropped_slots` of those that were there twice, or whose chain closes on itself."""
 
-    def __init__(self, host: HostTier, residency: Residency, tenants: TenantDirectory, now_ns: int) -> None:
-        self._host = host
+    def __init__(self, tier: Tier, position: int, residency: Residency, tenants: TenantDirectory, now_ns: int) -> None:
+        self._tier = tier
+        self._position = position
         self._residency = residency
         self._tenants = tenants
         self._now_ns = now_ns
@@ -89,7 +89,7 @@ class ArenaImport:
         if not run:
             return
         rows = residency.store_run(
-            tenant, [block.key for block in run], parent, residency.mapped, [block.slot for block in run],
+            tenant, [block.key for block in run], parent, self._position, [block.slot for block in run],
             fingerprint_id=self._tenants.fingerprint_number(first.fingerprint), group=first.group,
             payload_bytes=first.payload_bytes, now_ns=self._now_ns,
         )  # fmt: skip
@@ -100,7 +100,7 @@ class ArenaImport:
         """Its row, or -1 for a block that is dropped."""
         residency, slot = self._residency, block.slot
         row = residency.find(tenant, block.key)
-        if row >= 0 and residency.has(row, residency.mapped):
+        if row >= 0 and residency.has(row, self._position):
             return self._drop(slot)
         if row < 0:
             try:
@@ -111,11 +111,11 @@ class ArenaImport:
                 )  # fmt: skip
             except CyclicChainError:
                 return self._drop(slot)
-        residency.attach(row, residency.mapped, slot, self._now_ns)
+        residency.attach(row, self._position, slot, self._now_ns)
         self.rows[slot.container, slot.offset] = row
         return row
 
     def _drop(self, slot: Slot) -> int:
-        self._host.free(slot)
+        self._tier.free(slot)
         self.dropped_slots += 1
         return -1

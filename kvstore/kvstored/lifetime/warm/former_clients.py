@@ -4,8 +4,8 @@ Owns what is known of them (from the ledger) and the watch over their processes.
 token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
 lease table's.
 Invariants: a slot that a former client may be reading is not recycled before that client has reconnected and released
-it, or has ended; a lease is given back whole, over the very same bytes, or not at all. Device memory that it names is
-no daemon's any more: the client that has it mapped keeps it.
+it, or has ended; a lease is given back whole, over the very same bytes, or not at all. Device memory that it names and
+that was not taken over is no daemon's any more: the client that has it mapped keeps it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.clients.sessions import Session
-from kvstored.lifetime.warm.ledger import FormerSession, Ledger
+from kvstored.lifetime.warm.ledger import FormerSession, Ledger, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, Place
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
@@ -104,20 +104,20 @@ class FormerClients:
         residency: Residency,
         expires_ns: int,
     ) -> bool:
-        """False when a slot of it was not taken over, or it has none in host memory."""
+        """False when a slot of it in host memory was not taken over, or none of it at all."""
         rows, slots, tenant = [], [], -1
         for place in places:
-            if place[0] >= DEVICE_ARENAS:
-                continue
             row = adopted.rows.get(place, -1)
             if row >= 0:
                 rows.append(row)
-                slots.append(residency.slot(row, residency.mapped))
+                slots.append(
+                    residency.slot(row, residency.mapped if place[0] < DEVICE_ARENAS else tier_of_chunk(place[0]))
+                )
                 tenant = residency.tenant_of(row)
             elif place in adopted.retired:
                 slot, tenant = adopted.retired[place]
                 slots.append(slot)
-            else:
+            elif place[0] < DEVICE_ARENAS:
                 return False
         if not slots:
             return False

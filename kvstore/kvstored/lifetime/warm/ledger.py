@@ -2,7 +2,8 @@
 
     offset   size            what
     0        4096            head: magic, version, layouts, maker, counters
-    4096     64 * ARENAS     an arena a row: number, size, owner, slot size, slots handed out, highest generation
+    4096     64 * ARENAS     an arena a row: number, size, owner, slot size, slots handed out, highest generation, and
+                             the device that has the blocks
     ...      64 * SESSIONS   a client a row: session, process, token
     ...      256 * LEASES    up to 30 slots of a lease a row; a lease takes as many rows as it needs
 
@@ -28,21 +29,23 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.arena import VERSION as HEADER_VERSION
 from kvstore_tiers.arena import ArenaRecord
 from kvstore_tiers.base import Slot
 
 MAGIC = b"KVLEDGER"
-VERSION = 1
+VERSION = 2
 MAX_ARENAS, MAX_SESSIONS, LEASE_ROWS = 16_384, 2048, 8192
 SLOTS_A_ROW = 30
 _PAGE = 4096
 _HEAD = struct.Struct("8s4I16s16sQQQ")  # ..., epoch, boot, device and inode of the state directory, uid
 _NEXT_ARENA, _LAST_LEASE, _LAST_SESSION = 128, 136, 144  # offsets of counters in the head
+_NEXT_CHUNKS = 1024  # offset: a counter for each range of numbers of device memory
+CHUNKS_A_TIER = 1 << 26  # numbers of device memory that one tier may use
 _U64 = struct.Struct("Q")  # native: one store
 _NAME16 = struct.Struct("16s")
-_ARENA = struct.Struct("QQ16sQQQ")  # number (0: no arena in this row), size, owner, and what changes in place:
+_ARENA = struct.Struct("QQ16sQQQQ")  # number (0: no arena in this row), size, owner, what changes in place, device
 _SLOT_BYTES, _HANDED_OUT, _HIGH_GENERATION = 32, 40, 48  # offsets in the row
 _SESSION = struct.Struct("IIQQ16s16s")  # live, pid, start, session, token, former token
 _START, _SESSION_ID, _TOKEN, _FORMER = 8, 16, 24, 40
@@ -119,6 +122,10 @@ class Ledger:
         """A number that no arena ever had."""
         return max(1, self._counter(_NEXT_ARENA))
 
+    def next_chunk(self, first: int) -> int:
+        """A number that no chunk of device memory ever had, of the range that begins at `first`."""
+        return max(first, self._counter(_counter_of(first)))
+
     @property
     def last_lease_id(self) -> int:
         return self._counter(_LAST_LEASE)
@@ -138,14 +145,11 @@ class Ledger:
     def arenas(self) -> list[ArenaRecord]:
         """Those that the process before had, by number."""
         found = [_ARENA.unpack_from(self._memory, at) for at in self._rows_of_arena.values()]
-        return [
-            ArenaRecord(number, nbytes, owner.hex(), slot_bytes, handed_out, high_generation)
-            for number, nbytes, owner, slot_bytes, handed_out, high_generation in sorted(found)
-        ]
+        return [ArenaRecord(number, nbytes, owner.hex(), *rest) for number, nbytes, owner, *rest in sorted(found)]
 
     def number_taken(self, number: int) -> None:
         """An arena has that number, which no later one will have in this epoch."""
-        self._raise_counter(_NEXT_ARENA, number + 1)
+        self._raise_counter(_counter_of(number), number + 1)
 
     def add_arena(self, record: ArenaRecord) -> bool:
         """False where there is no row left, or no tenant owns it."""
@@ -155,7 +159,7 @@ class Ledger:
         at = self._rows_of_arena[record.number] = self._free_arenas.pop()
         _ARENA.pack_into(
             self._memory, at, 0, record.nbytes, bytes.fromhex(record.owner), record.slot_bytes, record.handed_out,
-            record.high_generation,
+            record.high_generation, record.device,
         )  # fmt: skip
         _U64.pack_into(self._memory, at, record.number)
         return True
@@ -288,6 +292,16 @@ class Ledger:
     def _raise_counter(self, offset: int, value: int) -> None:
         if value > self._counter(offset):
             _U64.pack_into(self._memory, offset, value)
+
+
+def tier_of_chunk(number: int) -> int:
+    """The position of the tier that a chunk of device memory was numbered by."""
+    return (number - DEVICE_ARENAS) // CHUNKS_A_TIER
+
+
+def _counter_of(number: int) -> int:
+    """The offset of the counter of the range that the number of an arena or chunk is in."""
+    return _NEXT_ARENA if number < DEVICE_ARENAS else _NEXT_CHUNKS + 8 * tier_of_chunk(number)
 
 
 def _new_memory() -> int:

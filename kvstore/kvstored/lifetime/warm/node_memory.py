@@ -1,4 +1,4 @@
-"""The daemon's DRAM: the host tier, and what a restart keeps of it.
+"""The daemon's DRAM: the host tier, and what a restart keeps of it and of device memory.
 
 Opens the tier, takes over what the process before left, and closes it: given back, or left to its keeper.
 """
@@ -6,7 +6,11 @@ Opens the tier, takes over what the process before left, and closes it: given ba
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
+from kvstore_proto.arena import DEVICE_ARENAS
+from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import NS_PER_MS, Clock
@@ -51,13 +55,28 @@ class NodeMemory:
         """Of the process before; 0 where nothing is known of one."""
         return self.warm.ledger.last_session_id if self.warm is not None else 0
 
-    def adopt(self, residency: Residency, tenants: TenantDirectory, clock: Clock) -> None:
-        """Enter the blocks that the process before left in DRAM."""
+    def start_of_device(self, start: Start, first_chunk: int) -> Start:
+        """For a tier whose chunks of device memory, if it has any, are numbered from `first_chunk`."""
+        if self.warm is None:
+            return replace(start, first_chunk=first_chunk)
+        return replace(start, first_chunk=self.warm.ledger.next_chunk(first_chunk), witness=self.warm)
+
+    def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> None:
+        """Enter the blocks that the process before left in DRAM and on devices."""
         if self.warm is None or self._host is None:
             return
-        self._adopted = self.warm.adopt(self._host, residency, tenants, clock)
+        self._adopted = self.warm.adopt(tiers, residency, tenants, clock)
         if self._adopted.rows:
-            log.info("%d blocks of the process before are in DRAM still", len(self._adopted.rows))
+            on_device = sum(number >= DEVICE_ARENAS for number, _ in self._adopted.rows)
+            log.info(
+                "%d blocks of the process before are in DRAM still, %d on GPUs",
+                len(self._adopted.rows) - on_device, on_device,
+            )  # fmt: skip
+
+    def settle(self) -> None:
+        """Tiers of device memory are about to close: what is not kept yet is kept now or lost."""
+        if self.warm is not None:
+            self.warm.settle()
 
     def restore_clients(self, store: Store, clock: Clock) -> FormerClients | None:
         """The clients of the process before, with their leases on what was adopted. The caller closes them."""

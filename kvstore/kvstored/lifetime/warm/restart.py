@@ -1,10 +1,12 @@
-"""Warm restart: what was in DRAM when the former daemon ended is there for this one.
+"""Warm restart: what was in DRAM and on GPUs when the former daemon ended is there for this one.
 
 Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
-rest is given back to the system at once. Records in the ledger what the host tier does. Never reads a payload: a header
-that holds vouches for its block (`kvstore_tiers.adoption`).
+rest is given back to the system at once. Records in the ledger what the tiers do. Never reads a payload: a header
+that holds vouches for its block (`kvstore_tiers.adoption`). A chunk of device memory is kept as two descriptors: that
+of its shadow, which is an arena like any other, and that of the memory itself.
 Invariants: an arena is kept before the ledger names it, and named before a block is in it; nothing that was not taken
-over stays in memory, even while former clients map it; the host tier's capacity holds throughout.
+over stays in memory, even while former clients map it (device memory: until they unmap it); each tier's capacity holds
+throughout.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from kvstore_console.units import human_bytes
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers import failpoints
-from kvstore_tiers.arena import Arena, ForeignMemory, empty_memory
-from kvstore_tiers.base import Slot
+from kvstore_tiers.adoption import AdoptedArena
+from kvstore_tiers.arena import Arena, ArenaRecord, ForeignMemory, empty_memory
+from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
@@ -27,13 +33,17 @@ from kvstored.config.tiers import SharedSection
 from kvstored.lifetime.warm.arena_import import ArenaImport
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
-from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger
+from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger, tier_of_chunk
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters
+
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
 
 log = logging.getLogger(__name__)
 failpoints.declare("warm.arena-taken-over", "an arena of the process before is taken over, others are not yet")
 LEDGER_NAME = "ledger"
+GPU_KIND = "gpu"
 LOOK_S = 1.0
 SOON_S = 0.05  # between two tries to have kept what is not kept yet: a kill would lose it
 Place = tuple[int, int]
@@ -50,7 +60,8 @@ class Adopted:
 
 
 class WarmRestart:
-    """The witness of the host tier. Made by `open_warm`; `adopt` once, before any client is served; `run` is a task."""
+    """The witness of the host tier and of GPU tiers. Made by `open_warm`; `adopt` once, before any client is served;
+    `run` is a task."""
 
     def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
         self.keeper = keeper
@@ -58,41 +69,50 @@ class WarmRestart:
         self._kept = kept  # descriptors of the process before, by name
         self._arenas: dict[int, Arena] = {}
         self._unlisted: dict[str, Arena] = {}  # not kept yet, so not in the ledger
+        self._memories: dict[int, int] = {}  # descriptors of chunks of device memory, ours, by number
 
-    def adopt(self, host: HostTier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
-        """Make the arenas that were kept the host tier's and their blocks residency's, as far as the capacity goes.
-        Blocks that NVMe has too must be in `residency` already."""
-        importer = ArenaImport(host, residency, tenants, clock.monotonic_ns())
-        adopted = Adopted(importer.rows)
-        records = self.ledger.arenas()
-        for record in sorted(records, key=lambda record: -record.handed_out * record.slot_bytes):
-            descriptor = self._kept.pop(_name(record.number), -1)
-            found = None
-            if descriptor >= 0:
-                try:
-                    found = host.adopt(record, descriptor)
-                    why = "host.capacity has no room for it"
-                except (ForeignMemory, OSError) as error:
-                    why = str(error)
-            else:
-                why = "its descriptor was not kept"
+    def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
+        """Make the arenas and chunks that were kept the `tiers`', of which residency knows, and their blocks
+        residency's, as far as capacities go. Blocks that NVMe has too must be in `residency` already."""
+        adopted = Adopted()
+        for record in sorted(self.ledger.arenas(), key=lambda record: -record.handed_out * record.slot_bytes):
+            on_device = record.number >= DEVICE_ARENAS
+            position = tier_of_chunk(record.number) if on_device else residency.mapped
+            tier = tiers[position] if position < len(tiers) else None
+            name, memory_name = _name(record.number), _memory_name(record.number)
+            descriptor, memory = self._kept.pop(name, -1), self._kept.pop(memory_name, -1)
+            found, why = _take_over(tier, record, descriptor, memory)
             if found is None:
                 log.warning("arena %d of the process before is dropped: %s", record.number, why)
                 adopted.dropped_arenas += 1
                 self.ledger.forget_arena(record.number)
-                self._part_with(_name(record.number), descriptor)
+                self._part_with(name, descriptor)
+                if on_device:
+                    self._part_with(memory_name, memory)
                 continue
-            self._arenas[found.container] = host.arena(found.container)
+            if isinstance(tier, HostTier):
+                self._arenas[found.container] = tier.arena(found.container)
+            elif tier is not None:
+                self._keep_chunk(cast("GpuTier", tier).shadow_of(found.container), descriptor, memory)
             tenant = residency.tenant(record.owner)
             adopted.dropped_slots += found.damaged_slots
             adopted.retired |= {(slot.container, slot.offset): (slot, tenant) for slot in found.retired}
+            importer = ArenaImport(tiers[position], position, residency, tenants, clock.monotonic_ns())
             importer.enter(found, tenant)
+            adopted.rows |= importer.rows
+            adopted.dropped_slots += importer.dropped_slots
             failpoints.hit("warm.arena-taken-over")
-        adopted.dropped_slots += importer.dropped_slots
         for name, descriptor in self._kept.items():
             self._part_with(name, descriptor)
         self._kept.clear()
         return adopted
+
+    def _keep_chunk(self, shadow: Arena | None, descriptor: int, memory: int) -> None:
+        """Of an adopted chunk: the keeper has its descriptors already."""
+        assert shadow is not None
+        os.close(descriptor)  # the shadow has its own
+        self._arenas[shadow.number] = shadow
+        self._memories[shadow.number] = memory
 
     def count(self, adopted: Adopted, counters: Counters) -> None:
         counters.add("warm_blocks", len(adopted.rows))
@@ -135,6 +155,8 @@ class WarmRestart:
         for arena in list(self._arenas.values()):
             if self.keeper.keep(_name(arena.number), arena.fd):
                 self._list(_name(arena.number))
+        for number, memory in list(self._memories.items()):
+            self.keeper.keep(_memory_name(number), memory)
 
     def settle(self) -> None:
         """The host tier is about to leave its arenas: what is not kept yet is kept now or lost."""
@@ -145,8 +167,13 @@ class WarmRestart:
         """The host tier has parted with its arenas. With `forget` nothing stays for a next process."""
         if forget:
             self.keeper.drop(LEDGER_NAME)
+            for number in list(self._memories):  # their tiers left them
+                self.released(number)
         self.keeper.close(forget=forget)
         self.ledger.close()
+        for memory in self._memories.values():
+            os.close(memory)
+        self._memories.clear()
 
     # As the host tier's witness
 
@@ -168,6 +195,15 @@ class WarmRestart:
     def released(self, number: int) -> None:
         self._arenas.pop(number, None)
         self.keeper.drop(_name(number))
+        memory = self._memories.pop(number, -1)
+        if memory >= 0:
+            self.keeper.drop(_memory_name(number))
+            os.close(memory)
+
+    def has_memory(self, number: int, descriptor: int) -> None:
+        if number in self._arenas:  # not given up meanwhile
+            memory = self._memories[number] = os.dup(descriptor)
+            self.keeper.keep(_memory_name(number), memory)
 
     # Inside
 
@@ -222,5 +258,27 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
     return WarmRestart(keeper, ledger, kept)
 
 
+def _take_over(tier: Tier | None, record: ArenaRecord, descriptor: int, memory: int) -> tuple[AdoptedArena | None, str]:
+    """What is in an arena or chunk that `tier` has taken over; None, and why it has not. A host tier has the descriptor
+    then; those of a chunk stay the caller's."""
+    if descriptor < 0 or (memory < 0 and record.number >= DEVICE_ARENAS):
+        return None, "its descriptor was not kept"
+    try:
+        if record.number < DEVICE_ARENAS and isinstance(tier, HostTier):
+            found = tier.adopt(record, descriptor)
+        elif tier is not None and tier.info.kind == GPU_KIND:
+            found = cast("GpuTier", tier).adopt(record, descriptor, memory)
+        else:
+            return None, "no tier is for it now"
+    except (ForeignMemory, OSError) as error:
+        return None, str(error)
+    return found, f"{tier.info.name}.capacity has no room for it"
+
+
 def _name(number: int) -> str:
     return f"a{number}"
+
+
+def _memory_name(number: int) -> str:
+    """Of the device memory whose shadow is arena `number`."""
+    return f"g{number}"

@@ -1,0 +1,107 @@
+"""kill -9 of daemons, of GPU workers and of engines: which blocks are still on the device, and what memory is lost.
+
+    python -m benchmarks.gpu_kills --daemon 100 --worker 100 --engines 1000
+
+Over the CUDA driver that the loader finds: that of this machine, or the emulated one by LD_LIBRARY_PATH
+(tests/emulated_cuda/README.md). Every block counted as kept is found on the device after the last kill and has its
+bytes. Memory is lost if the device has less of it free after the holder's end than before the first start; other
+processes that use the device meanwhile spoil that figure. Exit status 1 for a block or a byte lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
+from tests.gpu.test_daemon_gpu_tier import workers_of
+from tests.gpu.test_device_leases import device_client, held_on_device
+from tests.reference.conversations import tokens_of
+from tests.reference.held_memory import holder_pid
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+
+CONVERSATIONS = range(1, 4)
+SETTINGS = (
+    "host.capacity=12MiB", "host.staging=2MiB", "host.arena=1MiB", "host.policy=lru", "host.warm_restart=holder",
+    "limits.staging_per_client=512KiB", "nvme.enabled=false",
+    "tier.vram.kind=gpu", "tier.vram.before_host=true", "tier.vram.capacity=8MiB", "tier.vram.chunk=2MiB",
+    "tier.vram.bounce=4MiB", "tier.vram.policy=lru",
+)  # fmt: skip
+_FREE = "from kvstore_tiers.gpu.driver import Driver; print(Driver(0).memory_bytes()[0])"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """`found_blocks` of `blocks` were on the device at the end, bytes right; `lost_bytes` of its memory are gone."""
+
+    blocks: int
+    found_blocks: int
+    lost_bytes: int
+
+
+def free_bytes() -> int:
+    """Device memory that is free, by the driver's account."""
+    return int(subprocess.run([sys.executable, "-c", _FREE], check=True, capture_output=True).stdout)
+
+
+def on_device(daemon: RunningDaemon) -> int:
+    """How many blocks of `CONVERSATIONS` are on the device alone."""
+    with daemon.connect(MODEL) as session:
+        return sum(list(session.lookup(tokens_of(each, BLOCKS)).tiers).count("gpu") for each in CONVERSATIONS)
+
+
+def kill_all(daemons: int, workers: int, engines: int) -> Losses:
+    """Kill so many of each, one after another, while blocks are on the device."""
+    before_bytes = free_bytes()
+    with running_daemon(*SETTINGS) as daemon:
+        with daemon.connect(MODEL) as session:
+            for number in CONVERSATIONS:
+                use(daemon, session, number)
+            put_many(session, range(100, 180))
+        blocks = on_device(daemon)
+        for _ in range(daemons):
+            daemon.kill9()
+            daemon.restart()
+        for _ in range(workers):
+            _kill_worker(daemon)
+        for _ in range(engines):
+            with device_client(daemon) as client:  # which kills it, lease and all
+                assert held_on_device(client, CONVERSATIONS[0])
+        found = on_device(daemon)
+        with daemon.connect(MODEL) as session:
+            assert all(eventually(lambda each=each: whole(session, each)) for each in CONVERSATIONS)
+        holder, state_dir = holder_pid(daemon.state_dir), daemon.state_dir
+        assert daemon.tiers()["vram"].promoted_blocks >= found, "read from the device"
+        daemon.kill9()
+        os.kill(holder, signal.SIGTERM)
+        assert eventually(lambda: not holder_pid(state_dir))
+        assert eventually(lambda: free_bytes() >= before_bytes) or True
+        lost_bytes = max(0, before_bytes - free_bytes())
+        daemon.restart()  # for an orderly end
+    return Losses(blocks, found, lost_bytes)
+
+
+def _kill_worker(daemon: RunningDaemon) -> None:
+    (worker,) = workers_of(daemon.pid)
+    os.kill(worker, signal.SIGKILL)
+    assert eventually(lambda: workers_of(daemon.pid) not in ([], [worker]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kills", description=__doc__.splitlines()[0])
+    for name in ("daemon", "worker", "engines"):
+        parser.add_argument(f"--{name}", type=int, default=3, metavar="N", help="how many to kill (3)")
+    chosen = parser.parse_args(arguments)
+    losses = kill_all(chosen.daemon, chosen.worker, chosen.engines)
+    share = losses.found_blocks / losses.blocks if losses.blocks else 0.0
+    print(json.dumps(vars(chosen) | asdict(losses) | {"kept": share}))
+    return int(share < 1.0 or losses.lost_bytes > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Blocks on the GPU outlive the daemon, its worker and its clients, and no device memory is lost."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.gpu_kills import SETTINGS, free_bytes, kill_all, on_device
+from tests.gpu.emulated import emulated_node
+from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
+from tests.gpu.test_device_leases import device_client, held_on_device
+from tests.reference.conversations import tokens_of
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+
+pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("KVSTORED_TEST_GPU_KILLS", "2"))  # of each
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in emulated_node().items():
+        monkeypatch.setenv(name, value)
+
+
+def filled(daemon: RunningDaemon) -> int:
+    """Put blocks on the device and out of DRAM; how many are there alone."""
+    with daemon.connect(MODEL) as session:
+        for number in (1, 2, 3):
+            use(daemon, session, number)
+        put_many(session, range(100, 180))
+    return on_device(daemon)
+
+
+def test_every_block_outlives_kills_of_daemon_worker_and_engines_and_no_memory_is_lost() -> None:
+    losses = kill_all(KILLS, KILLS, KILLS)
+    assert (losses.blocks, losses.found_blocks, losses.lost_bytes) == (3 * BLOCKS, 3 * BLOCKS, 0)
+
+
+def test_a_deleted_block_does_not_come_back() -> None:
+    with running_daemon(*SETTINGS) as daemon:
+        assert filled(daemon) == 3 * BLOCKS
+        with daemon.connect(MODEL) as session:
+            assert session.delete(tokens_of(2, BLOCKS)).deleted == BLOCKS
+        daemon.kill9()
+        daemon.restart()
+        assert on_device(daemon) == 2 * BLOCKS
+        with daemon.connect(MODEL) as session:
+            assert session.lookup(tokens_of(2, BLOCKS)).blocks == 0 and whole(session, 1) and whole(session, 3)
+
+
+@pytest.mark.parametrize(
+    "change", ["tier.vram.device=1", "tier.vram.chunk=4MiB", "host.warm_restart=off"], ids=["device", "chunk", "off"]
+)
+def test_what_is_not_taken_over_is_given_back(change: str) -> None:
+    before_bytes = free_bytes()
+    with running_daemon(*SETTINGS) as daemon:
+        assert filled(daemon) == 3 * BLOCKS and free_bytes() < before_bytes
+        daemon.kill9()
+        daemon.settings = (*SETTINGS, change)
+        daemon.restart()
+        assert daemon.tiers()["vram"].blocks == 0 and eventually(lambda: free_bytes() == before_bytes)
+        assert change.endswith("off") or daemon.status().counters["warm_dropped_arenas"] > 0
+
+
+def test_a_smaller_capacity_holds() -> None:
+    with running_daemon(*SETTINGS) as daemon:
+        assert filled(daemon) == 3 * BLOCKS
+        daemon.kill9()
+        daemon.settings = (*SETTINGS, "tier.vram.capacity=2MiB")
+        daemon.restart()
+        vram = daemon.tiers()["vram"]
+        assert 0 < vram.blocks < 3 * BLOCKS and vram.used_bytes == vram.capacity_bytes == 2 << 20
+
+
+def test_a_lease_on_device_memory_is_valid_again_over_the_same_bytes() -> None:
+    with running_daemon(*SETTINGS) as daemon, device_client(daemon) as client:
+        assert filled(daemon) == 3 * BLOCKS and held_on_device(client, 1)
+        daemon.kill9()
+        daemon.restart()
+        assert eventually(lambda: client("again")["valid"])
+        with daemon.connect(MODEL) as session:
+            for number in range(200, 240):  # far more than the device holds
+                put_many(session, range(number, number + 1))
+                assert whole(session, number)
+        again = client("again")
+        assert again["right"] and again["verified"] and again["valid"]
