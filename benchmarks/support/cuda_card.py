@@ -1,0 +1,172 @@
+"""A CUDA device as the kernels' questions want it: memory that is filled and read, and times without launch gaps.
+
+Owns the memory, until the process ends. Times of kernels are of CUDA graphs that hold a call many times: neither
+Python's nor the driver's launches are in them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.kernels.cuda import Device
+from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from support.gpu_card import Array, Card, Transferred
+from support.gpu_memory import on_device, pinned
+
+REPEATS, ROUNDS = 20, 5
+COPIED_BYTES = 512 << 20
+TRANSFER_BYTES = 64 << 20
+_WARM_STEPS = 5
+_THREAD_LOCAL = 1  # a capture that other threads' calls do not end
+
+
+class CudaCard(Card):
+    """Device `index`. `exact`: each array has memory of its own size, so that a tool sees what is beyond its end.
+    Raises NoDriver, DriverError, CudaError."""
+
+    def __init__(self, index: int, *, exact: bool = False) -> None:
+        from cuda.bindings import driver
+
+        self._cuda = driver
+        self._index, self._exact = index, exact
+        self._on_host: list[mmap.mmap] = []
+        self._driver = Driver(index)
+        self._stream = self._driver.stream()
+        self.launcher = Device(index)
+        self.stream = int(self._stream)
+
+    def place(self, array: Array) -> int:
+        return self.repeated(array, array.nbytes)
+
+    def repeated(self, array: Array, nbytes: int) -> int:
+        address = self._memory(nbytes)
+        mapping, host = self._pinned(array.nbytes)
+        mapping[: array.nbytes] = array.tobytes()
+        starts = range(0, nbytes, array.nbytes)
+        runs = [Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts]
+        self._driver.copy(runs, to_device=True, stream=self._stream)
+        self._driver.synchronize(self._stream)
+        self._driver.unregister(host)
+        return address
+
+    def read(self, address: int, like: Array) -> Array:
+        mapping, host = self._pinned(like.nbytes)
+        self._driver.copy([Run(host, address, like.nbytes)], to_device=False, stream=self._stream)
+        self._driver.synchronize(self._stream)
+        self._driver.unregister(host)
+        copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
+        return copied
+
+    def place_on_host(self, array: Array) -> int:
+        mapping, host = self._pinned(array.nbytes)
+        mapping[: array.nbytes] = array.tobytes()
+        self._on_host.append(mapping)
+        return host
+
+    def seconds(self, queue: Callable[[], object]) -> float:
+        graph = self._graph(queue, REPEATS)
+        took = [self._replayed_s(graph) for _ in range(ROUNDS)]
+        self._call("cuGraphExecDestroy", graph)
+        return min(took) / REPEATS
+
+    def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
+        graph = self._graph(queue, launches)
+        took = [self._replayed_s(graph) for _ in range(_WARM_STEPS + count)]
+        self._call("cuGraphExecDestroy", graph)
+        return took[_WARM_STEPS:]
+
+    def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
+        copies, took = [Run(*run) for run in runs], []
+        for _ in range(ROUNDS):
+            began_s = time.perf_counter()
+            self._driver.copy(copies, to_device=to_device, stream=self._stream)
+            self._driver.synchronize(self._stream)
+            took.append(time.perf_counter() - began_s)
+        return min(took)
+
+    def copied_bytes_s(self) -> float:
+        source, target = self._memory(COPIED_BYTES), self._memory(COPIED_BYTES)
+        ends = self._cuda.CUdeviceptr(target), self._cuda.CUdeviceptr(source)
+        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, COPIED_BYTES, self._stream))
+        return 2 * COPIED_BYTES / took_s
+
+    @contextmanager
+    def saturated(self, *, by_process: bool) -> Iterator[Transferred]:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        make = spawn.Process if by_process else threading.Thread
+        transfer = make(target=_transfer, args=(self._index, theirs))
+        transfer.start()
+        ours.recv()  # its first copy has ended
+
+        def reached() -> float:
+            ours.send(False)
+            rate: float = ours.recv()
+            return rate
+
+        try:
+            yield reached
+        finally:
+            ours.send(True)
+            transfer.join()
+
+    def _graph(self, queue: Callable[[], object], launches: int) -> Any:
+        queue()  # compiles, and warms up
+        self._driver.synchronize(self._stream)
+        self._call("cuStreamBeginCapture", self._stream, self._cuda.CUstreamCaptureMode(_THREAD_LOCAL))
+        for _ in range(launches):
+            queue()
+        return self._call("cuGraphInstantiate", self._call("cuStreamEndCapture", self._stream), 0)
+
+    def _replayed_s(self, graph: Any) -> float:
+        began_s = time.perf_counter()
+        self._call("cuGraphLaunch", graph, self._stream)
+        self._driver.synchronize(self._stream)
+        return time.perf_counter() - began_s
+
+    def _memory(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", max(nbytes, 1))) if self._exact else on_device(self._driver, max(nbytes, 1))
+
+    def _pinned(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        return pinned(self._driver, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        code, *answers = getattr(self._cuda, name)(*arguments)
+        if code != 0:
+            raise DriverError(name, int(code), f"error {int(code)}")
+        return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def _transfer(index: int, pipe: Connection) -> None:
+    """Copies to the device, two under way at a time, until the other end says so; answers how fast they have been."""
+    driver = Driver(index)
+    target, (_, source) = on_device(driver, TRANSFER_BYTES), pinned(driver, TRANSFER_BYTES)
+    streams = driver.stream(), driver.stream()
+    run = [Run(target, source, TRANSFER_BYTES)]
+    driver.copy(run, to_device=True, stream=streams[0])
+    driver.synchronize(streams[0])
+    pipe.send(True)
+    began_s, moved = time.perf_counter(), 0
+    for stream in streams:
+        driver.copy(run, to_device=True, stream=stream)
+    while True:
+        for stream in streams:
+            driver.synchronize(stream)
+            moved += TRANSFER_BYTES
+            driver.copy(run, to_device=True, stream=stream)
+        if pipe.poll():
+            if pipe.recv():
+                break
+            pipe.send(moved / (time.perf_counter() - began_s))
+    for stream in streams:
+        driver.synchronize(stream)
