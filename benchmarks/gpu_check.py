@@ -16,11 +16,11 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from support.gpu_answers import FULL, SMALL, Answer, Question
+from support.gpu_answers import FULL, SMALL, Answer, Question, Sizes
 from support.gpu_copies import COPIES
 from support.gpu_kernel_questions import KERNEL_QUESTIONS
 from support.gpu_promises import PROMISES
@@ -51,20 +51,21 @@ class Record:
         return f"{self.answer:7} {self.question}: {self.says} [{self.seconds:.0f} s]"
 
 
-def _ask(name: str, device: int, small: bool, pipe: Connection) -> None:
+def _ask(name: str, device: int, sizes: Sizes, pipe: Connection) -> None:
     os.setsid()  # what it starts ends with it
     try:
-        answer: Answer | str = QUESTIONS[name].ask(device, SMALL if small else FULL)
+        answer: Answer | str = QUESTIONS[name].ask(device, sizes)
     except (Exception, SystemExit) as error:  # one that broke does not end the others
         answer = f"{type(error).__name__}: {error}"
     pipe.send(answer)
 
 
-def asked(question: Question, device: int, limit_s: float, *, small: bool) -> tuple[str, Answer]:
+def asked(question: Question, device: int, limit_s: float, sizes: Sizes) -> tuple[str, Answer]:
     """How it went, and the answer: of a process that is killed when `limit_s` are over."""
+    sizes = replace(sizes, tools_s=min(sizes.tools_s, limit_s - LEAST_S / 2))  # tools have sessions of their own
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_ask, args=(question.name, device, small, theirs))
+    process = spawn.Process(target=_ask, args=(question.name, device, sizes, theirs))
     process.start()
     theirs.close()
     try:
@@ -92,13 +93,13 @@ def run(chosen: list[Question], options: argparse.Namespace, device_name: str) -
     ends_s = time.monotonic() + options.seconds
     today = datetime.date.today().isoformat()
     kept = options.out / f"gpu-check-{today}.jsonl" if options.out else None
-    records = []
+    sizes, records = SMALL if options.small else FULL, []
     for question in chosen:
         left_s, began_s = ends_s - time.monotonic(), time.monotonic()
         if left_s < LEAST_S:
             answer = LEFT, Answer(None, "no time was left")
         else:
-            answer = asked(question, options.device, min(left_s, options.limit, question.limit_s), small=options.small)
+            answer = asked(question, options.device, min(left_s, options.limit, question.limit_s), sizes)
         at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = Record(
             at, device_name, question.name, answer[0], round(time.monotonic() - began_s, 1), answer[1].says,

@@ -107,7 +107,9 @@ class CudaCard(Card):
         make = spawn.Process if by_process else threading.Thread
         transfer = make(target=_transfer, args=(self._index, theirs))
         transfer.start()
-        ours.recv()  # its first copy has ended
+        failure: OSError | None = ours.recv()  # once its first copy has ended
+        if failure is not None:
+            raise failure
 
         def reached() -> float:
             ours.send(False)
@@ -149,13 +151,17 @@ class CudaCard(Card):
 
 def _transfer(index: int, pipe: Connection) -> None:
     """Copies to the device, two under way at a time, until the other end says so; answers how fast they have been."""
-    driver = Driver(index)
-    target, (_, source) = on_device(driver, TRANSFER_BYTES), pinned(driver, TRANSFER_BYTES)
-    streams = driver.stream(), driver.stream()
-    run = [Run(target, source, TRANSFER_BYTES)]
-    driver.copy(run, to_device=True, stream=streams[0])
-    driver.synchronize(streams[0])
-    pipe.send(True)
+    try:
+        driver = Driver(index)
+        target, (_kept, source) = on_device(driver, TRANSFER_BYTES), pinned(driver, TRANSFER_BYTES)
+        streams = driver.stream(), driver.stream()
+        run = [Run(target, source, TRANSFER_BYTES)]
+        driver.copy(run, to_device=True, stream=streams[0])
+        driver.synchronize(streams[0])
+    except OSError as error:
+        pipe.send(OSError(f"nothing can be transferred: {error}"))
+        return
+    pipe.send(None)
     began_s, moved = time.perf_counter(), 0
     for stream in streams:
         driver.copy(run, to_device=True, stream=stream)

@@ -54,7 +54,9 @@ def sanitized(tool: str, device: int, sizes: Sizes) -> Answer:
     summaries = [line.strip("= ") for line in _SUMMARY.findall(text)]
     if status is None:
         return Answer(False, f"{tool}: not done within {sizes.tools_s:.0f} s")
-    last = summaries[-1] if summaries else f"no summary, status {status}: {(text.strip().splitlines() or [''])[-1]}"
+    lines = [line.strip("= ") for line in text.strip().splitlines()] or ["nothing was printed"]
+    reason = next((line for line in lines if "Error" in line), lines[-1])
+    last = summaries[-1] if summaries else f"no summary, status {status}: {reason}"
     return Answer(status == 0 and bool(summaries), f"{tool} over every kernel: {last}")
 
 

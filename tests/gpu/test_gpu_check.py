@@ -1,5 +1,5 @@
-"""What `make gpu-check` asks of the driver and the tier, asked of the emulated driver at small sizes: each question can be
-answered, the promises that the emulated driver keeps are seen, and what was answered is not lost.
+"""What `make gpu-check` asks of the driver and the tier, asked of the emulated driver at small sizes: each question can
+be answered, the promises that the emulated driver keeps are seen, and what was answered is not lost.
 """
 
 from __future__ import annotations
