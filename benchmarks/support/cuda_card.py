@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.cuda import Device
-from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from kvstore_proto.cuda_driver import call
+from kvstore_tiers.gpu.driver import Driver, Run
+from support.gpu_answers import FULL, Sizes
 from support.gpu_card import Array, Card, Transferred
 from support.gpu_memory import on_device, pinned
 
-REPEATS, ROUNDS = 20, 5
-COPIED_BYTES = 512 << 20
-TRANSFER_BYTES = 64 << 20
-_WARM_STEPS = 5
+_REPEATS_A_ROUND = 4  # of the rounds: calls in a graph
 _THREAD_LOCAL = 1  # a capture that other threads' calls do not end
 
 
@@ -34,11 +33,11 @@ class CudaCard(Card):
     """Device `index`. `exact`: each array has memory of its own size, so that a tool sees what is beyond its end.
     Raises NoDriver, DriverError, CudaError."""
 
-    def __init__(self, index: int, *, exact: bool = False) -> None:
+    def __init__(self, index: int, sizes: Sizes = FULL, *, exact: bool = False) -> None:
         from cuda.bindings import driver
 
         self._cuda = driver
-        self._index, self._exact = index, exact
+        self._index, self._sizes, self._exact = index, sizes, exact
         self._on_host: list[mmap.mmap] = []
         self._driver = Driver(index)
         self._stream = self._driver.stream()
@@ -74,20 +73,22 @@ class CudaCard(Card):
         return host
 
     def seconds(self, queue: Callable[[], object]) -> float:
-        graph = self._graph(queue, REPEATS)
-        took = [self._replayed_s(graph) for _ in range(ROUNDS)]
+        repeats = _REPEATS_A_ROUND * self._sizes.rounds
+        graph = self._graph(queue, repeats)
+        took = [self._replayed_s(graph) for _ in range(self._sizes.rounds)]
         self._call("cuGraphExecDestroy", graph)
-        return min(took) / REPEATS
+        return min(took) / repeats
 
     def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
         graph = self._graph(queue, launches)
-        took = [self._replayed_s(graph) for _ in range(_WARM_STEPS + count)]
+        warm = self._sizes.rounds
+        took = [self._replayed_s(graph) for _ in range(warm + count)]
         self._call("cuGraphExecDestroy", graph)
-        return took[_WARM_STEPS:]
+        return took[warm:]
 
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
         copies, took = [Run(*run) for run in runs], []
-        for _ in range(ROUNDS):
+        for _ in range(self._sizes.rounds):
             began_s = time.perf_counter()
             self._driver.copy(copies, to_device=to_device, stream=self._stream)
             self._driver.synchronize(self._stream)
@@ -95,17 +96,18 @@ class CudaCard(Card):
         return min(took)
 
     def copied_bytes_s(self) -> float:
-        source, target = self._memory(COPIED_BYTES), self._memory(COPIED_BYTES)
+        nbytes = self._sizes.copied_bytes
+        source, target = self._memory(nbytes), self._memory(nbytes)
         ends = self._cuda.CUdeviceptr(target), self._cuda.CUdeviceptr(source)
-        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, COPIED_BYTES, self._stream))
-        return 2 * COPIED_BYTES / took_s
+        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, nbytes, self._stream))
+        return 2 * nbytes / took_s
 
     @contextmanager
     def saturated(self, *, by_process: bool) -> Iterator[Transferred]:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         make = spawn.Process if by_process else threading.Thread
-        transfer = make(target=_transfer, args=(self._index, theirs))
+        transfer = make(target=_transfer, args=(self._index, self._sizes.copied_bytes // 4, theirs))
         transfer.start()
         failure: OSError | None = ours.recv()  # once its first copy has ended
         if failure is not None:
@@ -143,19 +145,16 @@ class CudaCard(Card):
         return pinned(self._driver, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        code, *answers = getattr(self._cuda, name)(*arguments)
-        if code != 0:
-            raise DriverError(name, int(code), f"error {int(code)}")
-        return answers[0] if len(answers) == 1 else tuple(answers)
+        return call(self._cuda, name, *arguments)
 
 
-def _transfer(index: int, pipe: Connection) -> None:
+def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
     """Copies to the device, two under way at a time, until the other end says so; answers how fast they have been."""
     try:
         driver = Driver(index)
-        target, (_kept, source) = on_device(driver, TRANSFER_BYTES), pinned(driver, TRANSFER_BYTES)
+        target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
         streams = driver.stream(), driver.stream()
-        run = [Run(target, source, TRANSFER_BYTES)]
+        run = [Run(target, source, nbytes)]
         driver.copy(run, to_device=True, stream=streams[0])
         driver.synchronize(streams[0])
     except OSError as error:
@@ -168,7 +167,7 @@ def _transfer(index: int, pipe: Connection) -> None:
     while True:
         for stream in streams:
             driver.synchronize(stream)
-            moved += TRANSFER_BYTES
+            moved += nbytes
             driver.copy(run, to_device=True, stream=stream)
         if pipe.poll():
             if pipe.recv():

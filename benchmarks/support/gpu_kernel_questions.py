@@ -16,7 +16,7 @@ from support.gpu_rivals import decode_of_rivals
 
 
 def _of_card(ask: Callable[[Card, Sizes], Answer], device: int, sizes: Sizes) -> Answer:
-    return ask(CudaCard(device), sizes)
+    return ask(CudaCard(device, sizes), sizes)
 
 
 def _launches(card: Card, sizes: Sizes) -> Answer:

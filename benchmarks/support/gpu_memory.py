@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver, Run
 
 
 def pinned(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int]:

@@ -13,7 +13,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 
 from kvstore_console.units import human_bytes
-from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver, Run
 from support.gpu_answers import Answer, Question, Sizes
 from support.gpu_memory import arena, copy_s, on_device, pinned
 

@@ -20,7 +20,11 @@ from support.gpu_answers import Answer, Question, Sizes
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
-NOT_OF_A_DEVICE = ("test_emulated_driver.py", "test_gpu_check.py")  # ask the emulated driver
+NOT_OF_A_DEVICE = (
+    "test_emulated_driver.py",
+    "test_emulated_kernels.py",
+    "test_gpu_check.py",
+)  # ask the emulated driver
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
 _FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with

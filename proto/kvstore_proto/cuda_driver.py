@@ -7,6 +7,22 @@ common. The library finds libcuda.so.1 by LD_LIBRARY_PATH, then in the system.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
+
+BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
+
+
+class DriverError(OSError):
+    """A call of the driver failed; `code` is its CUresult."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.code = code
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the context is of no more use."""
+        return self.code in BROKEN_CONTEXT
 
 
 def cuda_driver(missing: str = "the library cuda-bindings is missing: pip install 'kvstored[gpu]'") -> ModuleType:
@@ -23,3 +39,12 @@ def cuda_driver(missing: str = "the library cuda-bindings is missing: pip instal
         ) from None
     library: ModuleType = driver
     return library
+
+
+def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
+    """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
+    code, *answers = getattr(driver, name)(*arguments)
+    if code != 0:
+        found, text = driver.cuGetErrorName(code)
+        raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")
+    return answers[0] if len(answers) == 1 else tuple(answers)

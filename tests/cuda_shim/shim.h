@@ -15,6 +15,7 @@
 
 #define __global__
 #define __device__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define KV_SHARED(name) unsigned char* const name = shim::block.shared.get()
@@ -148,6 +149,7 @@ int launch(void (*)(Argument), void (*body)(const void*), const unsigned* grid, 
 }  // namespace shim
 
 #define SHIM_KERNEL(name, type)                                                                              \
+    extern "C" const unsigned long shim_bytes_##name = sizeof(type);                                         \
     extern "C" int shim_##name(const unsigned* grid, unsigned threads, unsigned long shared, unsigned order, \
                                const void* argument) {                                                       \
         return shim::launch(name, [](const void* at) { name(*static_cast<const type*>(at)); }, grid, threads, \
@@ -187,6 +189,9 @@ inline void wait_copies() {
     copies.clear();
 }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyintf(value)); }

@@ -27,6 +27,7 @@ def driver_directory() -> Path:
         built = scratch / "libcuda.so.1"
         options = ["-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC", "-shared"]
         files = [str(source) for source in sources if source.suffix == ".c"]
+        options.append("-U_FORTIFY_SOURCE")  # a kernel that faults is left by a jump to another stack
         subprocess.run([compiler, *options, "-pthread", "-Wl,-soname,libcuda.so.1", "-o", built, *files], check=True)
         place.mkdir(mode=0o700, exist_ok=True)
         os.replace(built, place / "libcuda.so.1")

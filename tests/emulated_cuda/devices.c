@@ -71,6 +71,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice devic
     case 40: *value = 2; return SUCCESS;   /* copy engines */
     case 75: *value = 9; return SUCCESS;   /* compute capability 9.0 */
     case 76: *value = 0; return SUCCESS;
+    case 97: *value = 227 << 10; return SUCCESS; /* shared memory of a block that asks for it */
     case 41: case 91: case 99: case 102: case 103: *value = 1; return SUCCESS;
     case 113: *value = (int)setting("EMULATED_CUDA_READ_ONLY_REGISTER", 1); return SUCCESS;
     default: return INVALID_VALUE;
@@ -110,6 +111,7 @@ EXPORTED CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
 static const struct { CUresult code; const char *name; } names[] = {
     {SUCCESS, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
     {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"},
+    {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"}, {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
     {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"}, {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
     {NOT_READY, "CUDA_ERROR_NOT_READY"}, {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},

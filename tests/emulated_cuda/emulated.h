@@ -18,11 +18,15 @@ typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
+typedef struct module *CUmodule;
+typedef struct function *CUfunction;
+typedef struct graph *CUgraph;
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-    ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800, NOT_SUPPORTED = 801
+    INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700, LAUNCH_TIMEOUT = 702, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800,
+    NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900
 };
 
 enum { DEVICES = 2, GRANULARITY = 2 << 20, RIGHT_READ = 1, RIGHT_WRITE = 2, POISON = 0xA5 };
@@ -49,6 +53,7 @@ void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 long setting(const char *name, long otherwise);
 
 /* devices.c */
+CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device);
 bool is_initialised(void);
 int current_device(void);                    /* -1 where no context is current */
 CUresult broken(int device);                 /* the sticky error of a device's context */
@@ -58,6 +63,7 @@ void break_context(int device, CUresult why);
 bool device_range(uint64_t address, size_t nbytes); /* whether it lies in reserved device addresses */
 CUresult resolve(int device, uint64_t address, size_t nbytes, int right, char **at, size_t *upto);
 long long used_on(int device);               /* bytes held by any process of this node */
+void grant(int device, bool to_cpu);         /* let the CPU use a device's memory at its addresses as that device may */
 
 /* host.c: with the lock held */
 CUresult host_range(uint64_t address, size_t nbytes, int right);
@@ -65,8 +71,17 @@ CUresult host_range(uint64_t address, size_t nbytes, int right);
 /* streams.c */
 struct piece { uint64_t to, from; size_t nbytes; };
 CUresult enqueue_copies(CUstream stream, struct piece *pieces, size_t count); /* takes the pieces; call unlocked */
+struct launch {
+    int (*run)(const unsigned *, unsigned, unsigned long, unsigned, const void *);
+    unsigned grid[3], threads, shared_bytes;
+    _Alignas(16) unsigned char argument[4096];
+};
+CUresult enqueue_kernel(CUstream stream, struct launch *launch); /* takes the launch; call unlocked */
 bool is_pending(uint64_t address, size_t nbytes); /* with the lock held: a queued copy touches it */
 
 /* copies.c */
 CUresult run_copy(int device, const struct piece *piece);
+
+/* kernels.c */
+CUresult run_kernel(int device, const struct launch *launch);
 #endif

@@ -6,7 +6,7 @@
 
 #include "emulated.h"
 
-struct registered { uint64_t address; size_t nbytes; bool read_only; };
+struct registered { uint64_t address; size_t nbytes; bool read_only, is_mapped; };
 
 enum { MOST = 4096, FLAG_PORTABLE = 1, FLAG_MAP = 2, FLAG_READ_ONLY = 8 };
 static struct registered table[MOST];
@@ -32,17 +32,17 @@ static int rights_of(uint64_t address, size_t nbytes) {
     return upto >= end ? rights : -1;
 }
 
-static CUresult put(uint64_t address, size_t nbytes, bool read_only) {
+static CUresult put(struct registered entry) {
     struct registered *vacant = NULL;
     for (int i = 0; i < MOST; i++) {
         if (!table[i].nbytes)
             vacant = vacant ? vacant : &table[i];
-        else if (table[i].address < address + nbytes && address < table[i].address + table[i].nbytes)
+        else if (table[i].address < entry.address + entry.nbytes && entry.address < table[i].address + table[i].nbytes)
             return ALREADY_REGISTERED;
     }
     if (!vacant)
         return OUT_OF_MEMORY;
-    *vacant = (struct registered){address, nbytes, read_only};
+    *vacant = entry;
     return SUCCESS;
 }
 
@@ -59,7 +59,7 @@ EXPORTED CUresult cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned int
     if (rights < 0 || !(rights & RIGHT_READ) || (!read_only && !(rights & RIGHT_WRITE)))
         return INVALID_VALUE;
     pthread_mutex_lock(&emulated_lock);
-    result = put((uint64_t)memory, nbytes, read_only);
+    result = put((struct registered){(uint64_t)memory, nbytes, read_only, (flags & FLAG_MAP) != 0});
     pthread_mutex_unlock(&emulated_lock);
     return result;
 }
@@ -75,6 +75,22 @@ EXPORTED CUresult cuMemHostUnregister(void *memory) {
             if (is_pending(table[i].address, table[i].nbytes))
                 complain("cuMemHostUnregister of memory that a copy under way touches");
             table[i].nbytes = 0;
+            result = SUCCESS;
+        }
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+/* Of memory that was registered with CU_MEMHOSTREGISTER_DEVICEMAP: kernels use it at its own address. */
+EXPORTED CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memory, unsigned int flags) {
+    CUresult result = enter_context("cuMemHostGetDevicePointer");
+    if (result)
+        return result;
+    result = INVALID_VALUE;
+    pthread_mutex_lock(&emulated_lock);
+    for (int i = 0; i < MOST && !flags; i++)
+        if (table[i].is_mapped && table[i].nbytes && (uint64_t)memory - table[i].address < table[i].nbytes) {
+            *address = (CUdeviceptr)memory;
             result = SUCCESS;
         }
     pthread_mutex_unlock(&emulated_lock);

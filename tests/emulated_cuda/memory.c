@@ -1,7 +1,8 @@
 /* Device memory: allocations are memfds, so that they are exported, imported and kept as descriptors, by any process.
  *
  * Addresses that the caller gets are mapped with no rights at all: the CPU faults on device memory, as on hardware.
- * Copies go by a second mapping of each piece, whose protection is what cuMemSetAccess gave. */
+ * Copies go by a second mapping of each piece, whose protection is what cuMemSetAccess gave. A kernel runs on the CPU, and
+ * uses the first: `grant` gives that the same protection for as long. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -265,6 +266,7 @@ static CUresult map(CUdeviceptr address, size_t nbytes, CUmemGenericAllocationHa
             char *alias = mmap(NULL, nbytes, PROT_NONE, MAP_SHARED, of->descriptor, 0);
             if (alias == MAP_FAILED)
                 return OUT_OF_MEMORY;
+            mmap((void *)address, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, of->descriptor, 0);
             mappings[i] = (struct mapping){address, nbytes, of, alias, {0}};
             of->mappings++;
             return SUCCESS;
@@ -287,6 +289,7 @@ static CUresult unmap(CUdeviceptr address, size_t nbytes) {
     if (is_pending(address, nbytes))
         complain("cuMemUnmap of memory that a copy under way touches");
     munmap(mapping->alias, nbytes);
+    mmap((void *)address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     mapping->nbytes = 0;
     mapping->of->mappings--;
     drop_if_unused(mapping->of);
@@ -294,6 +297,17 @@ static CUresult unmap(CUdeviceptr address, size_t nbytes) {
 }
 
 EXPORTED CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) { ENTER("cuMemUnmap"); LOCKED(unmap(address, nbytes)); }
+
+static int protection_of(int rights) {
+    return (rights & RIGHT_READ ? PROT_READ : 0) | (rights & RIGHT_WRITE ? PROT_WRITE : 0);
+}
+
+void grant(int device, bool to_cpu) {
+    for (int i = 0; i < MOST; i++)
+        if (mappings[i].nbytes)
+            mprotect((void *)mappings[i].address, mappings[i].nbytes,
+                     to_cpu ? protection_of(mappings[i].rights[device]) : PROT_NONE);
+}
 
 static CUresult set_access(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *descriptions, size_t count) {
     struct mapping *mapping = at(address);
@@ -308,8 +322,7 @@ static CUresult set_access(CUdeviceptr address, size_t nbytes, const CUmemAccess
     }
     for (int device = 0; device < DEVICES; device++)
         all |= mapping->rights[device];
-    int protection = (all & RIGHT_READ ? PROT_READ : 0) | (all & RIGHT_WRITE ? PROT_WRITE : 0);
-    return mprotect(mapping->alias, nbytes, protection) ? INVALID_VALUE : SUCCESS;
+    return mprotect(mapping->alias, nbytes, protection_of(all)) ? INVALID_VALUE : SUCCESS;
 }
 
 EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *descriptions, size_t count) {

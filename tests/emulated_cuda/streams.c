@@ -3,18 +3,30 @@
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "emulated.h"
 
-enum kind { COPIES, RECORD, WAIT, END };
+enum kind { COPIES, KERNEL, RECORD, WAIT, END };
 struct event { uint64_t recorded, reached; CUresult result; bool is_destroyed; };
-struct work { enum kind kind; struct piece *pieces; size_t count; CUevent event; uint64_t number; struct work *next; };
+struct work {
+    enum kind kind;
+    struct piece *pieces;
+    size_t count;
+    struct launch *launch;
+    CUevent event;
+    uint64_t number;
+    struct work *next;
+};
+struct graph { struct work *first; };
 struct stream {
     int device;
     pthread_t thread;
     struct work *first, *last; /* `first` stays in place while it runs */
     struct stream *next;
+    struct work *captured, *captured_last;
+    bool is_capturing;
     unsigned seed, number; /* from 1, in the order in which streams were made */
 };
 
@@ -42,7 +54,7 @@ bool is_pending(uint64_t address, size_t nbytes) {
     return false;
 }
 
-static void run_copies(struct stream *stream, const struct work *work) {
+static void run_on_device(struct stream *stream, const struct work *work) {
     long most_us = setting("EMULATED_CUDA_DELAY_US", 200);
     if (most_us > 0)
         usleep((useconds_t)(rand_r(&stream->seed) % (most_us + 1)));
@@ -53,6 +65,8 @@ static void run_copies(struct stream *stream, const struct work *work) {
         result = enter(own);
     for (size_t i = 0; i < work->count && !result; i++) /* in no promised order: the last first */
         result = run_copy(stream->device, &work->pieces[work->count - 1 - i]);
+    if (work->kind == KERNEL && !result)
+        result = run_kernel(stream->device, work->launch);
     if (result)
         break_context(stream->device, result);
 }
@@ -64,9 +78,9 @@ static void *serve(void *argument) {
         while (!stream->first)
             pthread_cond_wait(&changed, &emulated_lock);
         struct work *work = stream->first;
-        if (work->kind == COPIES) {
+        if (work->kind == COPIES || work->kind == KERNEL) {
             pthread_mutex_unlock(&emulated_lock);
-            run_copies(stream, work);
+            run_on_device(stream, work);
             pthread_mutex_lock(&emulated_lock);
         } else if (work->kind == RECORD) {
             if (work->event->reached < work->number)
@@ -80,6 +94,7 @@ static void *serve(void *argument) {
         stream->last = stream->first ? stream->last : NULL;
         bool is_end = work->kind == END;
         free(work->pieces);
+        free(work->launch);
         free(work);
         pthread_cond_broadcast(&changed);
         if (is_end)
@@ -99,7 +114,16 @@ static void *serve(void *argument) {
 static CUresult add(CUstream stream, struct work work) {
     CUresult result = INVALID_HANDLE;
     pthread_mutex_lock(&emulated_lock);
-    if (is_known(stream)) {
+    if (is_known(stream) && stream->is_capturing) {
+        result = NOT_SUPPORTED;
+        if (work.kind == COPIES || work.kind == KERNEL) {
+            struct work *own = malloc(sizeof work);
+            *own = work;
+            *(stream->captured_last ? &stream->captured_last->next : &stream->captured) = own;
+            stream->captured_last = own;
+            result = SUCCESS;
+        }
+    } else if (is_known(stream)) {
         struct work *own = malloc(sizeof work);
         if (work.kind == RECORD)
             work.number = ++work.event->recorded;
@@ -116,12 +140,16 @@ static CUresult add(CUstream stream, struct work work) {
     }
     pthread_mutex_unlock(&emulated_lock);
     if (result)
-        free(work.pieces);
+        free(work.pieces), free(work.launch);
     return result;
 }
 
 CUresult enqueue_copies(CUstream stream, struct piece *pieces, size_t count) {
     return add(stream, (struct work){.kind = COPIES, .pieces = pieces, .count = count});
+}
+
+CUresult enqueue_kernel(CUstream stream, struct launch *launch) {
+    return add(stream, (struct work){.kind = KERNEL, .launch = launch});
 }
 
 EXPORTED CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
@@ -162,12 +190,67 @@ EXPORTED CUresult cuStreamSynchronize(CUstream stream) {
     CUresult result = INVALID_HANDLE;
     if (is_known(stream)) {
         int device = stream->device;
+        if (stream->is_capturing) {
+            pthread_mutex_unlock(&emulated_lock);
+            return CAPTURE_UNSUPPORTED;
+        }
         while (is_known(stream) && stream->first)
             pthread_cond_wait(&changed, &emulated_lock);
         result = broken(device);
     }
     pthread_mutex_unlock(&emulated_lock);
     return result;
+}
+
+/* Graphs: what a stream captured, copies and kernels alone, in their order. They are never freed. */
+EXPORTED CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
+    ENTER("cuStreamBeginCapture");
+    pthread_mutex_lock(&emulated_lock);
+    CUresult result = !is_known(stream) ? INVALID_HANDLE : stream->is_capturing || mode < 0 || mode > 2 ? INVALID_VALUE : 0;
+    if (!result)
+        stream->is_capturing = true;
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+    ENTER("cuStreamEndCapture");
+    pthread_mutex_lock(&emulated_lock);
+    CUresult result = is_known(stream) && stream->is_capturing ? SUCCESS : INVALID_VALUE;
+    if (!result) {
+        *graph = malloc(sizeof **graph);
+        (*graph)->first = stream->captured;
+        stream->captured = stream->captured_last = NULL;
+        stream->is_capturing = false;
+    }
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuGraphInstantiateWithFlags(CUgraph *executable, CUgraph graph, unsigned long long flags) {
+    ENTER("cuGraphInstantiate");
+    *executable = graph;
+    return flags ? NOT_SUPPORTED : SUCCESS;
+}
+
+EXPORTED CUresult cuGraphLaunch(CUgraph graph, CUstream stream) {
+    ENTER("cuGraphLaunch");
+    CUresult result = SUCCESS;
+    for (struct work *each = graph->first; each && !result; each = each->next) {
+        struct work own = *each;
+        own.next = NULL;
+        if (each->pieces)
+            own.pieces = memcpy(malloc(each->count * sizeof *own.pieces), each->pieces, each->count * sizeof *own.pieces);
+        if (each->launch)
+            own.launch = memcpy(malloc(sizeof *own.launch), each->launch, sizeof *own.launch);
+        result = add(stream, own);
+    }
+    return result;
+}
+
+EXPORTED CUresult cuGraphExecDestroy(CUgraph graph) {
+    ENTER("cuGraphExecDestroy");
+    return graph ? SUCCESS : INVALID_HANDLE;
 }
 
 EXPORTED CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {

@@ -13,12 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_engine.kernels.cuda import PagedAttention, Program
+from kvstore_proto.cuda_compiler import compile_program
+from tests.cuda_shim.build import shim_library
+from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import emulated_node
 from tests.reference.benchmark_scripts import BENCHMARKS, importable
+from tests.tidy.tree import ROOT
 
 pytestmark = pytest.mark.slow
 PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "worker-kills")
 SPEEDS = ("copies", "arena-pool", "resident-get")
+OF_ONE_PROGRAM = ("decode-one", "crossover", "beside-transfer", "gather-batch")  # others need two kernels of one name
 
 
 @pytest.fixture
@@ -47,6 +53,20 @@ def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) ->
     assert all(record["figures"] for record in records if record["question"] in SPEEDS)
     (kept,) = (tmp_path / "out").iterdir()
     assert [json.loads(line) for line in kept.read_text().splitlines()] == records
+
+
+def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device(scripts: None) -> None:
+    from support.gpu_kernels import BF16
+
+    programs = PagedAttention(ShimLauncher(), BF16).program, Program.of("blocks.cu")
+    for program in programs:
+        compile_program(program, "sm_90")  # here, and kept: NVRTC crashes where it finds the emulated driver
+    libraries = ":".join(str(shim_library(program)) for program in programs)
+    ended = check(*only(*OF_ONE_PROGRAM), "--json", EMULATED_CUDA_KERNELS=libraries)
+    records = json.loads(ended.stdout)
+    assert [record["question"] for record in records] == list(OF_ONE_PROGRAM)
+    assert {record["answer"] for record in records} <= {"yes", "NO"}, records
+    assert all(record["figures"] for record in records)
 
 
 def test_a_promise_that_does_not_hold_is_seen() -> None:
@@ -80,9 +100,15 @@ def test_every_question_is_listed_and_fits_a_command_of_ten_minutes(scripts: Non
     assert all(question.limit_s < 600 for question in gpu_check.QUESTIONS.values())
     listed = check("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(gpu_check.QUESTIONS)
+    documented = (ROOT / "docs" / "gpu.md").read_text()
+    assert [name for name in gpu_check.QUESTIONS if f"`{name}`" not in documented] == []
     files = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
     of_hardware = {word for line in listed for word in line.split() if word in files}
-    assert files - of_hardware == {"tests/gpu/test_emulated_driver.py", "tests/gpu/test_gpu_check.py"}
+    assert files - of_hardware == {
+        "tests/gpu/test_emulated_driver.py",
+        "tests/gpu/test_emulated_kernels.py",
+        "tests/gpu/test_gpu_check.py",
+    }
 
 
 def test_a_file_of_tests_is_judged_and_bounded(scripts: None, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,12 +17,12 @@ from kvstore_engine.kernels.cuda import (
     Device,
     PagedAttention,
     RopeCache,
-    compiler,
-    nvrtc,
 )
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_engine.kernels.cuda.compiler import compile_program, compile_with_log
 from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
+from kvstore_proto import cuda_compiler, kernel_cache, nvrtc
+from kvstore_proto.cuda_compiler import compile_program, compile_with_log
+from kvstore_proto.nvrtc import CompileError
 from tests.cuda_shim.launcher import ShimLauncher
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -41,7 +42,7 @@ def need_nvrtc() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
     try:
         nvrtc.library()
-    except CudaError as error:
+    except CompileError as error:
         pytest.skip(f"no NVRTC: {error}")
 
 
@@ -87,7 +88,7 @@ def test_an_error_of_the_compiler_is_one_line() -> None:
     need_nvrtc()
     program = PagedAttention(ShimLauncher(), SHAPES[0]).program
     wrong = Program.of(program.source, **(dict(program.defines) | {"KV_SHARED_BYTES": "1"}))
-    with pytest.raises(CudaError, match=r"^NVRTC cannot compile paged_attention.cu for sm_90: .*same") as caught:
+    with pytest.raises(CompileError, match=r"^NVRTC cannot compile paged_attention.cu for sm_90: .*same") as caught:
         compile_with_log(wrong, "sm_90")
     assert "\n" not in str(caught.value)
 
@@ -96,7 +97,7 @@ def test_a_machine_without_the_library_is_said_what_to_install(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     nvrtc.library.cache_clear()
     try:
-        with pytest.raises(CudaError, match=r"need the library cuda-bindings: pip install 'kvstored\[cuda\]'"):
+        with pytest.raises(CompileError, match=r"need the library cuda-bindings: pip install 'kvstored\[cuda\]'"):
             compile_program(BLOCKS, "sm_90", tmp_path)
         with pytest.raises(CudaError, match=r"need the library cuda-bindings"):
             Device()
@@ -136,17 +137,17 @@ def test_nothing_is_launched_for_no_work() -> None:
 def test_what_a_kept_file_is_named_after() -> None:
     need_nvrtc()
     other = Program.of(BLOCKS.source, THREADS="64")
-    names = [
-        compiler._digest(program, name) for program, name in [(BLOCKS, "sm_90"), (BLOCKS, "sm_80"), (other, "sm_90")]
-    ]
+    cases = [(BLOCKS, "sm_90"), (BLOCKS, "sm_80"), (other, "sm_90")]
+    names = [cuda_compiler._digest(program, architecture) for program, architecture in cases]
     assert len({*names}) == 3
-    assert compiler._digest(Program.of(BLOCKS.source), "sm_90") == names[0]
+    assert cuda_compiler._digest(Program.of(BLOCKS.source), "sm_90") == names[0]
 
 
 @pytest.mark.parametrize(
     ("script", "message"),
     [
         ("kill -SEGV $$", r"^NVRTC crashed \(SIGSEGV\) on blocks.cu for sm_90: try again$"),
+        ("kill -40 $$", r"^NVRTC crashed \(signal 40\) on blocks.cu for sm_90: try again$"),
         ("exit 3", r"^NVRTC cannot compile blocks.cu for sm_90: status 3$"),
         ("exec sleep 60", r"^NVRTC did not compile blocks.cu for sm_90 within 0 s$"),
     ],
@@ -159,7 +160,25 @@ def test_a_compiler_that_crashes_or_hangs_is_an_error_of_the_kernels(
     interpreter.write_text(f"#!/bin/sh\n{script}\n")
     interpreter.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    monkeypatch.setattr(compiler, "LONGEST_S", 0.2 if "sleep" in script else 60.0)
-    with pytest.raises(CudaError, match=message):
-        compile_program(BLOCKS, "sm_90", tmp_path)
+    with pytest.raises(CompileError, match=message):
+        compile_program(BLOCKS, "sm_90", tmp_path, longest_s=0.2 if "sleep" in script else 60.0)
     assert [path.name for path in tmp_path.iterdir()] == ["python"]
+
+
+def test_what_a_killed_compilation_left_is_removed_and_what_another_makes_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "cuda-1.cubin"
+    left, folder, made = tmp_path / "a.partial", tmp_path / "b.partial", tmp_path / "c.partial"
+    folder.mkdir()
+    for path in (left, folder / "object.o", made):
+        path.write_bytes(b"half")
+    for path in (left, folder):
+        os.utime(path, (1e9, 1e9))
+    kernel_cache.keep(target, b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.partial", "cuda-1.cubin"]
+    assert target.read_bytes() == b"whole"
+
+
+def test_a_cubin_that_cannot_be_kept_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cuda-1.cubin").mkdir()
+    kernel_cache.keep(tmp_path / "cuda-1.cubin", b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["cuda-1.cubin"]

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cuda_shim import launcher
-from tests.cuda_shim.launcher import HERE, compiler
+from tests.cuda_shim.build import HERE, SANITIZE, compiler
 from tests.tidy.tree import ROOT
 
 KERNELS = """
@@ -110,7 +109,7 @@ def test_kernels_touch_no_memory_that_is_not_theirs() -> None:
     environment = os.environ | {
         "LD_PRELOAD": found,
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        launcher.SANITIZE: "1",
+        SANITIZE: "1",
         "PYTHONMALLOC": "malloc",
     }
     files = [f"tests/property/test_cuda_{name}.py" for name in ("attention", "rope", "blocks")]

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore_proto.kernel_cache import PARTIAL, cache_folder, sweep
+
 _PRODUCTS = ("q4_product.cpp", "q8_product.cpp")
 _SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")
 _HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h", "product.h")
@@ -36,12 +38,6 @@ class _Unit(NamedTuple):
 
 class BuildError(RuntimeError):
     """The kernels could not be compiled; the message is one line."""
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvstored/kernels."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvstored" / "kernels"
 
 
 def build_kernels(folder: Path | None = None) -> Path:
@@ -102,7 +98,8 @@ def _build(compiler: str, units: list[_Unit], target: Path) -> None:
     """Compile next to the target, then rename: two processes at once both end with a whole file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = tempfile.mkdtemp(dir=target.parent, suffix=".partial")
+        sweep(target.parent)
+        folder = tempfile.mkdtemp(dir=target.parent, suffix=PARTIAL)
     except OSError as error:
         raise BuildError(f"cannot write {target.parent}: {error.strerror}") from None
     try:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from kvstore_tiers.gpu.driver import Driver, DriverError, Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver, Run
 
 Ended = Callable[[int, str, bool], None]  # transfer, what went wrong, whether the context is broken
 

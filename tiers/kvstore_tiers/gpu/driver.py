@@ -6,31 +6,19 @@ makes a `Driver`: the daemon holds no context. The library finds libcuda.so.1 by
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_proto.cuda_driver import cuda_driver
+from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
 
 BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in the form that the library calls
-BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
-_REGISTER_PORTABLE, _REGISTER_READ_ONLY = 1, 8
+_MAJOR, _MINOR = 75, 76
+_REGISTER_PORTABLE, _REGISTER_FOR_KERNELS, _REGISTER_READ_ONLY = 1, 2, 8
 _NON_BLOCKING, _NO_TIMING_BLOCKING_SYNC = 1, 3
-
-
-class DriverError(OSError):
-    """A call of the driver failed; `code` is its CUresult."""
-
-    def __init__(self, call: str, code: int, name: str) -> None:
-        super().__init__(f"{call}: {name}")
-        self.code = code
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the context is of no more use."""
-        return self.code in BROKEN_CONTEXT
 
 
 class NoDriver(OSError):
@@ -124,15 +112,21 @@ class Driver:
 
     # Host memory
 
-    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Let the device copy from and to host memory. `read_only`: memory that this process may only read."""
+    def register(self, address: int, nbytes: int, *, read_only: bool = False, for_kernels: bool = False) -> None:
+        """Let the device copy from and to host memory. `read_only`: memory that this process may only read.
+        `for_kernels`: kernels use it too, at `device_pointer`."""
         if read_only and not self._registers_read_only:
             raise DriverError("cuMemHostRegister", 801, "this device cannot register memory read-only")
         flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
+        flags |= _REGISTER_FOR_KERNELS if for_kernels else 0
         self._call("cuMemHostRegister", address, nbytes, flags)
 
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
+
+    def device_pointer(self, address: int) -> int:
+        """Where kernels find host memory that is registered for them."""
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def clear(self, address: int, nbytes: int) -> None:
         """Fill device memory with zeros, and wait until that is done."""
@@ -142,6 +136,39 @@ class Driver:
             self.synchronize(stream)
         finally:
             self._call("cuStreamDestroy", stream)
+
+    # Kernels
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are compiled for, such as "sm_90"."""
+        return f"sm_{self._attribute(_MAJOR)}{self._attribute(_MINOR)}"
+
+    def load(self, cubin: bytes) -> Any:
+        return self._call("cuModuleLoadData", cubin)
+
+    def function(self, module: Any, kernel: str) -> Any:
+        return self._call("cuModuleGetFunction", module, kernel.encode())
+
+    def launch(
+        self, function: Any, blocks: int, threads: int, argument: ctypes.Structure, *, shared_bytes: int, stream: Any
+    ) -> None:
+        """Queue a kernel; `argument` is copied before this returns."""
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self._call(
+            "cuLaunchKernel",
+            function,
+            blocks,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            shared_bytes,
+            stream,
+            ctypes.addressof(parameters),
+            0,
+        )
 
     # Copies
 
@@ -201,9 +228,4 @@ class Driver:
         return int(self._call("cuDeviceGetAttribute", self._cuda.CUdevice_attribute(number), self._device))
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver answers beside its code: nothing, one thing or a tuple."""
-        code, *answers = getattr(self._cuda, name)(*arguments)
-        if code != 0:
-            found, text = self._cuda.cuGetErrorName(code)
-            raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")
-        return answers[0] if len(answers) == 1 else tuple(answers)
+        return call(self._cuda, name, *arguments)

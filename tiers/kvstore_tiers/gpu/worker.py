@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.copies import Copies
-from kvstore_tiers.gpu.driver import Driver, DriverError, NoDriver, Run
+from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
 from kvstore_tiers.passing import receive_packet, send_packet
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first

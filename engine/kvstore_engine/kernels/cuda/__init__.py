@@ -6,10 +6,8 @@ yet run on hardware: docs/engine.md says what has been done.
 
 from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.blocks import BlockMover
-from kvstore_engine.kernels.cuda.compiler import compile_program
 from kvstore_engine.kernels.cuda.device import Device
-from kvstore_engine.kernels.cuda.nvrtc import CudaError
-from kvstore_engine.kernels.cuda.program import CacheShape, Launcher, Program
+from kvstore_engine.kernels.cuda.program import CacheShape, CudaError, Launcher, Program
 from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
 
 __all__ = [
@@ -24,5 +22,4 @@ __all__ = [
     "Program",
     "RopeCache",
     "Rows",
-    "compile_program",
 ]

@@ -10,10 +10,10 @@ import ctypes as ct
 from types import ModuleType
 from typing import Any
 
-from kvstore_engine.kernels.cuda.compiler import compile_program
-from kvstore_engine.kernels.cuda.nvrtc import EXTRA, CudaError
-from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, Launcher, Program
-from kvstore_proto.cuda_driver import cuda_driver
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
+from kvstore_proto.cuda_compiler import compile_program
+from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
+from kvstore_proto.nvrtc import EXTRA, CompileError
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute
@@ -77,7 +77,10 @@ class Device(Launcher):
             )
         self._call("cuCtxSetCurrent", self._context)
         if program not in self._modules:
-            cubin = compile_program(program, self.architecture)
+            try:
+                cubin = compile_program(program, self.architecture)
+            except CompileError as error:
+                raise CudaError(str(error)) from None
             self._modules[program] = self._call("cuModuleLoadData", cubin)
         function = self._call("cuModuleGetFunction", self._modules[program], kernel.encode())
         if shared_bytes > _FREE_SHARED_BYTES:
@@ -90,12 +93,10 @@ class Device(Launcher):
         return int(self._call("cuDeviceGetAttribute", self._cuda.CUdevice_attribute(number), self._device))
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver answers beside its code: nothing, one thing or a tuple."""
-        code, *answers = getattr(self._cuda, name)(*arguments)
-        if code != 0:
-            found, text = self._cuda.cuGetErrorName(code)
-            raise CudaError(f"{name}: {text.decode() if found == 0 and text else f'error {int(code)}'}")
-        return answers[0] if len(answers) == 1 else tuple(answers)
+        try:
+            return call(self._cuda, name, *arguments)
+        except DriverError as error:
+            raise CudaError(str(error)) from None
 
 
 def _library() -> ModuleType:

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kvstore_proto.cuda_compiler
+from kvstore_engine.errors import OperationError
+
 SOURCES = Path(__file__).parent.parent / "csrc"
 STREAM_OF_DEFAULT = 0
 THREADS = 128  # of a thread block, in every kernel
+
+
+class CudaError(OperationError):
+    """A kernel cannot be compiled or launched here; the message says why and, where it can, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +89,15 @@ class CacheShape:
         return self.block_tokens * self.kv_heads * row
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A source of csrc/ for one shape: a translation unit, `defines` are its macros."""
+class Program(kvstore_proto.cuda_compiler.Program):
+    """A source of csrc/ for one shape."""
 
-    source: str
-    defines: tuple[tuple[str, str], ...]
+    __slots__ = ()
 
     @classmethod
     def of(cls, source: str, **defines: str | int) -> Program:
         named = {"KV_THREADS": THREADS} | defines
-        return cls(source, tuple((name, str(value)) for name, value in sorted(named.items())))
+        return cls(SOURCES, source, tuple((name, str(value)) for name, value in sorted(named.items())))
 
 
 class Launcher(ABC):

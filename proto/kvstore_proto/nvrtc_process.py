@@ -1,6 +1,6 @@
 """The process that one compilation has for itself: NVRTC can crash, which an engine with requests under way must not.
 
-    python -m kvstore_engine.kernels.cuda.nvrtc_process SOURCE ARCHITECTURE [OPTION ...]
+    python -m kvstore_proto.nvrtc_process SOURCE ARCHITECTURE [OPTION ...]
 
 writes a line with the bytes of the code and of the log, then both. It exits with 1 and the reason on standard error
 where the source does not compile.
@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstore_engine.kernels.cuda.nvrtc import CudaError, call, library
+from kvstore_proto.nvrtc import CompileError, call, library
 
 
 def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes, bytes]:
-    """The cubin, or PTX where the architecture is virtual, and the log. Raises CudaError; where the source does not
+    """The cubin, or PTX where the architecture is virtual, and the log. Raises CompileError; where the source does not
     compile its message is the log."""
     words = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
     handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
@@ -24,7 +24,7 @@ def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes
         (code,) = library().nvrtcCompileProgram(handle, len(words), words)
         log = _filled("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0")
         if code != 0:
-            raise CudaError(log.decode() or f"error {int(code)}")
+            raise CompileError(log.decode() or f"error {int(code)}")
         kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
         return _filled(f"nvrtcGet{kind}Size", f"nvrtcGet{kind}", handle), log
     finally:
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     source, architecture, *options = arguments
     try:
         code, log = compiled(Path(source), architecture, options)
-    except CudaError as error:
+    except CompileError as error:
         print(error, file=sys.stderr)
         return 1
     sys.stdout.buffer.write(b"%d %d\n" % (len(code), len(log)) + code + log)

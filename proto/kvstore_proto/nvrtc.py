@@ -9,33 +9,31 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from kvstore_engine.errors import OperationError
-
 EXTRA = "pip install 'kvstored[cuda]'"
 
 
-class CudaError(OperationError):
-    """A kernel cannot be compiled or launched here; the message says why and, where it can, what to do."""
+class CompileError(RuntimeError):
+    """A kernel cannot be compiled here; the message says why and, where it can, what to do."""
 
 
 @cache
 def library() -> ModuleType:
-    """Raises CudaError."""
+    """Raises CompileError."""
     try:
         from cuda.bindings import nvrtc
     except ImportError:
-        raise CudaError(f"the CUDA kernels need the library cuda-bindings: {EXTRA}") from None
+        raise CompileError(f"the CUDA kernels need the library cuda-bindings: {EXTRA}") from None
     try:
         nvrtc.nvrtcVersion()
     except Exception as error:  # of the library's own, which says at length where it looked
-        raise CudaError(f"libnvrtc.so cannot be loaded ({type(error).__name__}): {EXTRA}") from None
+        raise CompileError(f"libnvrtc.so cannot be loaded ({type(error).__name__}): {EXTRA}") from None
     found: ModuleType = nvrtc
     return found
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """What a function of the library answers beside its code: nothing, one thing or a tuple. Raises CudaError."""
+    """What a function of the library answers beside its code: nothing, one thing or a tuple. Raises CompileError."""
     code, *answers = getattr(library(), name)(*arguments)
     if code != 0:
-        raise CudaError(f"{name}: error {int(code)}")
+        raise CompileError(f"{name}: error {int(code)}")
     return answers[0] if len(answers) == 1 else tuple(answers)

@@ -1,0 +1,51 @@
+"""Compiled kernels in the user's cache directory, for the next process that needs them.
+
+Owns the folder, and that a reader never sees half a file. Never decides what is compiled, nor what a file is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+PARTIAL = ".partial"  # ends the name of what is not whole yet
+STALE_S = 3600.0  # no compilation takes so long: its process was killed
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/kvstored/kernels."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "kvstored" / "kernels"
+
+
+def keep(target: Path, content: bytes) -> None:
+    """Write beside the target, then rename. A full disk, or no such folder, costs the next start time."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sweep(target.parent)
+        descriptor, scratch = tempfile.mkstemp(dir=target.parent, suffix=PARTIAL)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(scratch, target)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    except OSError:
+        return
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed left half made."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < STALE_S:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
