@@ -33,6 +33,8 @@ class CudaCard(Card):
     """Device `index`. `exact`: each array has memory of its own size, so that a tool sees what is beyond its end.
     Raises NoDriver, DriverError, CudaError."""
 
+    launcher: Device
+
     def __init__(self, index: int, sizes: Sizes = FULL, *, exact: bool = False) -> None:
         from cuda.bindings import driver
 
@@ -72,8 +74,10 @@ class CudaCard(Card):
         self._on_host.append(mapping)
         return host
 
-    def seconds(self, queue: Callable[[], object]) -> float:
+    def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
         repeats = _REPEATS_A_ROUND * self._sizes.rounds
+        if not in_graph:
+            return min(self._queued_s(queue, repeats) for _ in range(1 + self._sizes.rounds)) / repeats
         graph = self._graph(queue, repeats)
         took = [self._replayed_s(graph) for _ in range(self._sizes.rounds)]
         self._call("cuGraphExecDestroy", graph)
@@ -135,6 +139,13 @@ class CudaCard(Card):
     def _replayed_s(self, graph: Any) -> float:
         began_s = time.perf_counter()
         self._call("cuGraphLaunch", graph, self._stream)
+        self._driver.synchronize(self._stream)
+        return time.perf_counter() - began_s
+
+    def _queued_s(self, queue: Callable[[], object], repeats: int) -> float:
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            queue()
         self._driver.synchronize(self._stream)
         return time.perf_counter() - began_s
 

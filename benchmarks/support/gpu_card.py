@@ -38,8 +38,9 @@ class Card(ABC):
         """What is there now, in the shape and type of `like`, once everything queued has run."""
 
     @abstractmethod
-    def seconds(self, queue: Callable[[], object]) -> float:
-        """How long what `queue` queues takes, when it is repeated without a gap."""
+    def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
+        """How long what `queue` queues takes, when it is repeated without a gap: captured once, or, where that is not
+        wanted, queued faster than it runs."""
 
     @abstractmethod
     def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:

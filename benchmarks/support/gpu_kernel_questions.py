@@ -10,6 +10,7 @@ from support.gpu_answers import Answer, Question, Sizes
 from support.gpu_beside import decode_beside_transfer
 from support.gpu_card import Card
 from support.gpu_gather import gather_against_batch
+from support.gpu_hot_prefix import shared_prefix
 from support.gpu_kernels import crossover, decode_of_a_batch, decode_of_one, errors
 from support.gpu_launches import launch_all
 from support.gpu_rivals import decode_of_rivals
@@ -22,6 +23,11 @@ def _of_card(ask: Callable[[Card, Sizes], Answer], device: int, sizes: Sizes) ->
 def _launches(card: Card, sizes: Sizes) -> Answer:
     launch_all(card)
     return Answer(True, "every kernel runs, with the results that it should have")
+
+
+def _hot_prefix(device: int, sizes: Sizes) -> Answer:
+    card = CudaCard(device, sizes)
+    return shared_prefix(card, card.launcher, sizes.batch, sizes.context)
 
 
 def _crossover(card: Card, sizes: Sizes) -> Answer:
@@ -47,4 +53,5 @@ KERNEL_QUESTIONS = (
               lambda card, sizes: decode_beside_transfer(card, sizes.batch, sizes.context, sizes.layers, sizes.steps)),
     _question("gather-batch", "gather kernel against a batch of copies: crossover", 120,
               lambda card, sizes: gather_against_batch(card, sizes.pieces_bytes, sizes.copied_bytes // 4)),
+    Question("hot-prefix", "a shared prefix kept in the L2 cache by a window, against none (informs)", 90, _hot_prefix),
 )  # fmt: skip

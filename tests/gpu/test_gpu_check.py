@@ -24,7 +24,13 @@ from tests.tidy.tree import ROOT
 pytestmark = pytest.mark.slow
 PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "worker-kills")
 SPEEDS = ("copies", "arena-pool", "resident-get")
-OF_ONE_PROGRAM = ("decode-one", "crossover", "beside-transfer", "gather-batch")  # others need two kernels of one name
+OF_ONE_PROGRAM = (
+    "decode-one",
+    "crossover",
+    "beside-transfer",
+    "gather-batch",
+    "hot-prefix",
+)  # others need two kernels of one name
 
 
 @pytest.fixture

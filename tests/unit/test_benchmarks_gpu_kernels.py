@@ -63,7 +63,7 @@ class HostCard:
     def read(self, address: int, like: Array) -> Array:
         return self._arrays[address].view(like.dtype).reshape(like.shape)
 
-    def seconds(self, queue: Callable[[], Any]) -> float:
+    def seconds(self, queue: Callable[[], Any], *, in_graph: bool = True) -> float:
         queue()
         return self._times_s.pop(0)
 
