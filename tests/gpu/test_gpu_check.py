@@ -19,6 +19,7 @@ from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import emulated_node
 from tests.reference.benchmark_scripts import BENCHMARKS, importable
+from tests.reference.running_daemon import eventually
 from tests.tidy.tree import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,14 @@ OF_ONE_PROGRAM = (
     "gather-batch",
     "hot-prefix",
 )  # others need two kernels of one name
+
+HANGS = """
+import pathlib, subprocess, sys
+def test_it():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    child.wait()
+"""
 
 
 @pytest.fixture
@@ -130,9 +139,11 @@ def test_a_file_of_tests_is_judged_and_bounded(scripts: None, tmp_path: Path) ->
     path.write_text("def test_it():\n    assert False\n")
     answer = suite(path, 0, SMALL)
     assert answer.holds is False and answer.figures == {"failed": 1.0} and "FAILED" in answer.says
-    path.write_text("import threading\ndef test_it():\n    threading.Event().wait()\n")
-    answer = suite(path, 0, replace(SMALL, tools_s=3.0))
-    assert answer.holds is False and "not done within 3 s" in answer.says
+    path.write_text(HANGS)
+    answer = suite(path, 0, replace(SMALL, tools_s=10.0))
+    assert answer.holds is False and "not done within 10 s" in answer.says
+    child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/cmdline")
+    assert eventually(lambda: not child.exists() or not child.read_bytes()), "what it started goes on"
 
 
 def test_a_tool_is_judged_by_its_summary_and_named_where_it_is_missing(
