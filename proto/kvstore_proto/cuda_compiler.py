@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_proto.kernel_cache import cache_folder, keep
-from kvstore_proto.nvrtc import CompileError, call, library
+from kvstore_proto.nvrtc import CompileError, CompilerCrash, call, library
 
 LONGEST_S = 300.0  # a compilation takes seconds
 
@@ -31,13 +31,17 @@ class Program:
 def compile_program(
     program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
 ) -> bytes:
-    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError, after `longest_s` at most."""
+    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
+    `longest_s` is given up, one that crashes is tried once more."""
     target = (folder or cache_folder()) / f"cuda-{_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()
     except OSError:
         pass
-    cubin, _ = compile_with_log(program, architecture, longest_s=longest_s)
+    try:
+        cubin, _ = compile_with_log(program, architecture, longest_s=longest_s)
+    except CompilerCrash:
+        cubin, _ = compile_with_log(program, architecture, longest_s=longest_s)
     keep(target, cubin)
     return cubin
 
@@ -58,7 +62,7 @@ def compile_with_log(
     except subprocess.TimeoutExpired:
         raise CompileError(f"NVRTC did not compile {what} within {longest_s:.0f} s") from None
     if ended.returncode < 0:
-        raise CompileError(f"NVRTC crashed ({signal_name(-ended.returncode)}) on {what}: try again")
+        raise CompilerCrash(f"NVRTC crashed ({signal_name(-ended.returncode)}) on {what}: try again")
     if ended.returncode:
         lines = ended.stderr.decode(errors="replace").splitlines() or [f"status {ended.returncode}"]
         reason = next((line for line in lines if "error" in line), lines[-1])

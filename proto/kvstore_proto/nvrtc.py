@@ -16,6 +16,10 @@ class CompileError(RuntimeError):
     """A kernel cannot be compiled here; the message says why and, where it can, what to do."""
 
 
+class CompilerCrash(CompileError):
+    """NVRTC's process died, as it does now and then; the next one may not."""
+
+
 @cache
 def library() -> ModuleType:
     """Raises CompileError."""

@@ -100,6 +100,15 @@ static CUresult side(int device, uint64_t address, size_t nbytes, int right, cha
     return host_range(address, nbytes, right) ? ILLEGAL_ADDRESS : SUCCESS;
 }
 
+void spoil(int device, const struct piece *piece) {
+    char *last;
+    size_t upto;
+    pthread_mutex_lock(&emulated_lock);
+    if (!side(device, piece->to + piece->nbytes - 1, 1, RIGHT_WRITE, &last, &upto))
+        *last ^= 1;
+    pthread_mutex_unlock(&emulated_lock);
+}
+
 CUresult run_copy(int device, const struct piece *piece) {
     for (size_t done = 0, step; done < piece->nbytes; done += step) {
         char *to, *from;

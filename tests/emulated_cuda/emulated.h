@@ -29,7 +29,7 @@ enum {
     NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900
 };
 
-enum { DEVICES = 2, GRANULARITY = 2 << 20, RIGHT_READ = 1, RIGHT_WRITE = 2, POISON = 0xA5 };
+enum { DEVICES = 2, GRANULARITY = 2 << 20, RIGHT_READ = 1, RIGHT_WRITE = 2, POISON = 0xA5, SPOIL = -1 };
 
 typedef struct { int type, id; } CUmemLocation;
 typedef struct {
@@ -81,6 +81,7 @@ bool is_pending(uint64_t address, size_t nbytes); /* with the lock held: a queue
 
 /* copies.c */
 CUresult run_copy(int device, const struct piece *piece);
+void spoil(int device, const struct piece *piece); /* the last byte that was copied */
 
 /* kernels.c */
 CUresult run_kernel(int device, const struct launch *launch);

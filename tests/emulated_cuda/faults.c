@@ -1,5 +1,6 @@
 /* Failures on demand. A rule is NAME:N=WHAT: the N-th call of NAME from now on (0: every one) gets the error WHAT, a
- * number; or `hang` (the call never returns) or `kill` (the process dies by SIGKILL). Rules are separated by blanks,
+ * number; or `hang` (the call never returns), `kill` (the process dies by SIGKILL) or, of `run`, `spoil` (other bytes
+ * arrive than were sent). Rules are separated by blanks,
  * commas or lines, and are read from EMULATED_CUDA_FAULTS, and from the file that EMULATED_CUDA_CONTROL names, anew
  * whenever that file changes. Counts begin when a rule is first read. The name `run` stands for a copy under way,
  * `run2` for one of the second stream that was made. */
@@ -90,7 +91,7 @@ static CUresult ordered(const char *name) {
     if (!strcmp(what, "kill") || !strcmp(what, "hang"))
         for (;;)
             pause();
-    return atoi(what);
+    return strcmp(what, "spoil") ? atoi(what) : SPOIL;
 }
 
 CUresult enter(const char *name) {

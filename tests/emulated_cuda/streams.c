@@ -61,10 +61,13 @@ static void run_on_device(struct stream *stream, const struct work *work) {
     char own[16];
     snprintf(own, sizeof own, "run%u", stream->number);
     CUresult result = broken(stream->device) ? broken(stream->device) : enter("run");
-    if (!result)
+    bool spoils = result == SPOIL;
+    if (!result || spoils)
         result = enter(own);
     for (size_t i = 0; i < work->count && !result; i++) /* in no promised order: the last first */
         result = run_copy(stream->device, &work->pieces[work->count - 1 - i]);
+    for (size_t i = 0; spoils && i < work->count; i++)
+        spoil(stream->device, &work->pieces[i]);
     if (work->kind == KERNEL && !result)
         result = run_kernel(stream->device, work->launch);
     if (result)

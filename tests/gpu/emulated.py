@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_tiers.gpu.checksums import PROGRAM
+from tests.cuda_shim.build import shim_library
 from tests.emulated_cuda.build import driver_directory
 
 _NODES = itertools.count()
@@ -26,6 +28,7 @@ def emulated_node(
     variables = {
         "LD_LIBRARY_PATH": str(driver_directory()),
         "EMULATED_CUDA_NODE": f"tier{os.getpid()}-{next(_NODES)}",
+        "EMULATED_CUDA_KERNELS": str(shim_library(PROGRAM)),
         "EMULATED_CUDA_MEMORY": str(memory_bytes),
     }
     return variables | ({"EMULATED_CUDA_CONTROL": str(control)} if control is not None else {})

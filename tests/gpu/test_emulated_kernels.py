@@ -11,7 +11,6 @@ import pytest
 import xxhash
 
 from kvstore_proto.cuda_compiler import compile_program
-from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.checksums import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
 from tests.cuda_shim.build import shim_library
 from tests.gpu.test_emulated_driver import (
@@ -26,6 +25,7 @@ from tests.gpu.test_emulated_driver import (
     path,
     u64,
 )
+from tests.reference.nvrtc import need_nvrtc
 
 __all__ = ["path"]  # the fixture
 MAPPED, INVALID_IMAGE, INVALID_HANDLE, NOT_FOUND = 2, 200, 400, 500
@@ -63,11 +63,8 @@ class Kernel:
 
 
 def cubin() -> bytes:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
-    try:
-        return compile_program(PROGRAM, "sm_90")
-    except CompileError as error:
-        pytest.skip(f"no NVRTC: {error}")
+    need_nvrtc()
+    return compile_program(PROGRAM, "sm_90")
 
 
 @pytest.fixture(autouse=True)

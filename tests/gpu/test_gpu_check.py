@@ -15,6 +15,7 @@ import pytest
 
 from kvstore_engine.kernels.cuda import PagedAttention, Program
 from kvstore_proto.cuda_compiler import compile_program
+from kvstore_tiers.gpu.checksums import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import emulated_node
@@ -23,7 +24,7 @@ from tests.reference.running_daemon import eventually
 from tests.tidy.tree import ROOT
 
 pytestmark = pytest.mark.slow
-PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "worker-kills")
+PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "checksums", "worker-kills")
 SPEEDS = ("copies", "arena-pool", "resident-get")
 OF_ONE_PROGRAM = (
     "decode-one",
@@ -58,6 +59,7 @@ def only(*names: str) -> list[str]:
 
 
 def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) -> None:
+    compile_program(PROGRAM, "sm_90")  # as below
     ended = check(*only(*PROMISES, *SPEEDS), "--json", "--out", str(tmp_path / "out"))
     records = json.loads(ended.stdout)
     answers = {record["question"]: record["answer"] for record in records}

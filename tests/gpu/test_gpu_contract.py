@@ -16,6 +16,10 @@ CHUNK_BYTES = 2 << 20
 
 @pytest.mark.slow
 class TestGpuTier(TierContract):
+    def verifies_writes(self, tier: Tier) -> bool:
+        assert isinstance(tier, GpuTier)
+        return tier.verifies
+
     def make_tier(self, capacity_bytes: int) -> Tier:
         return GpuTier(capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=emulated_node())
 

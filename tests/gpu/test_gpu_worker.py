@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, OutcomeKind, Slot, TierState
-from kvstore_tiers.gpu import GpuTier
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import AlignedBuffer, segment_of
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
@@ -44,7 +45,7 @@ def order(control: Path, rules: str) -> None:
     os.replace(scratch, control)
 
 
-def open_tier(control: Path | None = None, *, capacity_bytes: int = 4 * CHUNK_BYTES, **options: float) -> GpuTier:
+def open_tier(control: Path | None = None, *, capacity_bytes: int = 4 * CHUNK_BYTES, **options: Any) -> GpuTier:
     return GpuTier(
         capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=emulated_node(control=control),
         **options,
@@ -96,7 +97,7 @@ def test_a_transfer_under_way_fails_when_the_worker_dies(control: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_replaced(control: Path) -> None:
-    with closing(open_tier(control, patience_s=0.5)) as tier:
+    with closing(open_tier(control, settings=WorkerSettings(patience_s=0.5))) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
         slot = put(tier, header, payload)
         assert slot is not None

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore_proto import nvrtc
 from kvstore_proto.cuda_compiler import compile_with_log
-from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.checksums import _RANGE, _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
 from tests.cuda_shim.launcher import placed, run_kernel
+from tests.reference.nvrtc import need_nvrtc
 
 ROUND = 32 * 1024  # bytes that a thread block sums before it scrambles
 LENGTHS = {
@@ -61,11 +60,7 @@ def test_one_bit_changes_it(at: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_it_compiles_without_spilling_registers(architecture: str) -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
-    try:
-        nvrtc.library()
-    except CompileError as error:
-        pytest.skip(f"no NVRTC: {error}")
+    need_nvrtc()
     cubin, log = compile_with_log(PROGRAM, architecture, "--ptxas-options=-v")
     assert cubin.startswith(b"\x7fELF")
     assert " 0 bytes spill stores" in log, log

@@ -193,7 +193,8 @@ class Tier(ABC):
         """Store payload bytes (the concatenation of `segments`, `header.payload_bytes` long) and header in `slot`.
 
         `done` gets the header as stored, with the payload's checksum (computed from the stored copy when
-        `header.checksum` is 0, else taken as given) and the slot's generation.
+        `header.checksum` is 0, else taken as given) and the slot's generation. A tier that verifies what it stored says
+        CORRUPT where a given checksum does not hold.
         Raises RuntimeError when lengths disagree or the payload does not fit.
         """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstored.clock import NS_PER_S
 from kvstored.health.invariants import InvariantChecker, InvariantReport
+from kvstored.health.scrub.device_scrubber import DeviceScrubber
 from kvstored.health.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
 from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
@@ -43,6 +44,7 @@ class Integrity:
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
+        self.device_scrubber = self._make_device_scrubber()
         self.books = InvariantChecker(store, is_idle)
         self.report.books = self.books.report
 
@@ -54,7 +56,18 @@ class Integrity:
             wanted["books"] = lambda: self.books.run(scrub.books_s)
         if self.scrubber is not None:
             wanted["scrubber"] = self.scrubber.run
+        if self.device_scrubber is not None:
+            wanted["device-scrubber"] = self.device_scrubber.run
         return wanted
+
+    def _make_device_scrubber(self) -> DeviceScrubber | None:
+        store = self._store
+        tiers = store.exporters
+        if not tiers or not store.config.scrub.enabled:
+            return None
+        return DeviceScrubber(
+            store.config.scrub, store.residency, tiers, store.completions, store.damage, store.counters
+        )
 
     def _make_scrubber(self) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub

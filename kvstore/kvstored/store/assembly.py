@@ -167,9 +167,13 @@ class Store:
         """The tier of device memory that a container is of, where clients may import that."""
         if container < DEVICE_ARENAS:
             return None
+        return next((tier for tier in self.exporters.values() if tier.owner(container) is not None), None)
+
+    @property
+    def exporters(self) -> dict[int, GpuTier]:
+        """By position, the tiers whose memory clients may import."""
         exported = self.residency.exported
-        tiers = (cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1)
-        return next((tier for tier in tiers if tier.owner(container) is not None), None)
+        return {position: cast("GpuTier", tier) for position, tier in enumerate(self.tiers) if exported >> position & 1}
 
     def _free_leased(self, slot: Slot) -> None:
         (self.exporter_of(slot.container) or self.host).free(slot)
@@ -264,7 +268,8 @@ class Store:
             if gate.shares_early:
                 link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
-                made.append(Sharing(residency, link, back, room, gate, self.absences, self.counters))
+                copied = partial(self.counters.add, "shared_blocks")
+                made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, copied))
 
         def used(rows: Sequence[int]) -> None:
             for sharing in made:
@@ -273,7 +278,8 @@ class Store:
         for position in range(residency.mapped):
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
             gate, room = self._make_device_gate(position), self.rooms[position]
-            made.append(Sharing(residency, link, back, room, gate, None, self.counters, "device_blocks"))
+            copied = partial(self.counters.add, "device_blocks")
+            made.append(Sharing(residency, link, back, room, gate, None, self.damage, copied))
 
         if made:
             residency.use_with(used)

@@ -4,6 +4,7 @@
 started anew. `driver` is all that knows the CUDA driver.
 """
 
+from kvstore_tiers.gpu.link import WorkerSettings
 from kvstore_tiers.gpu.tier import GpuTier
 
-__all__ = ["GpuTier"]
+__all__ = ["GpuTier", "WorkerSettings"]

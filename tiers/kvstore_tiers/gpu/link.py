@@ -32,12 +32,13 @@ LOOK_S = 0.5
 MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
+Summed = Callable[[str, Sequence[int]], None]  # with what went wrong, or the checksums
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass
 class _Transfer:
-    ended: Ended
+    ended: Summed
     since_s: float
     is_sent: bool = False
 
@@ -48,9 +49,19 @@ class _Chunk:
     descriptor: int = -1  # -1 until the worker has made it
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """`patience_s`: a worker that does not end a transfer in so many seconds is killed. `checks`: whether it is to
+    checksum device memory, where it can."""
+
+    patience_s: float = PATIENCE_S
+    checks: bool = True
+
+
 class WorkerLink:
-    """A worker for `device`. `refused` is called with a chunk that is not there, and why. Raises OSError where no
-    worker starts, with what it said."""
+    """A worker for `device`. `refused` is called with a chunk that is not there, and why. `can_check` says whether the
+    worker has `checksums`, `cannot_check` why not where they are wanted. Raises OSError where no worker starts, with
+    what it said."""
 
     def __init__(
         self,
@@ -58,12 +69,13 @@ class WorkerLink:
         refused: Callable[[int, str], None],
         *,
         variables: Mapping[str, str] | None = None,
-        patience_s: float = PATIENCE_S,
+        settings: WorkerSettings | None = None,
     ) -> None:
         self._device = device
+        self._settings = settings or WorkerSettings()
+        self.can_check, self.cannot_check = False, ""
         self._refused = refused
         self._variables = dict(variables or {})
-        self._patience_s = patience_s
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
         self._chunks: dict[int, _Chunk] = {}
         self._pending: dict[int, _Transfer] = {}
@@ -134,6 +146,15 @@ class WorkerLink:
 
     def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended) -> None:
         """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker."""
+        self._begin(letter, pieces, lambda failure, _: ended(failure))
+
+    def checksums(self, places: Sequence[tuple[int, int, int]], summed: Summed) -> None:
+        """xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
+        wire.MAX_CHECKED. `summed` is called as `ended` of `transfer`."""
+        pieces = [wire.Piece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
+        self._begin(wire.CHECK, pieces, summed)
+
+    def _begin(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Summed) -> None:
         with self._lock:
             is_up = self.is_up
             if is_up:
@@ -141,7 +162,7 @@ class WorkerLink:
                 number = self._next_transfer
                 self._pending[number] = _Transfer(ended, time.monotonic())
         if not is_up:
-            ended(self.message or DOWN)
+            ended(self.message or DOWN, ())
             return
         self._queue.put((wire.pack_transfer(letter, number, pieces), -1, number))
 
@@ -191,9 +212,10 @@ class WorkerLink:
         for end in (own, others):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
         command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
+        options = ["--checksums"] if self._settings.checks else []
         with others:
             process = subprocess.Popen(
-                [*command, "--socket", str(others.fileno()), "--device", str(self._device)],
+                [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],
                 pass_fds=[others.fileno()], stdin=subprocess.DEVNULL, env=variables_of_children() | self._variables,
             )  # fmt: skip
         self.starts += 1
@@ -221,7 +243,7 @@ class WorkerLink:
             has_packet = poll.poll(LOOK_S * 1000)
             if time.monotonic() >= look_at_s:
                 look_at_s = time.monotonic() + LOOK_S
-                if self._waited_s() > (self._patience_s if self._ready_s else START_TIMEOUT_S):
+                if self._waited_s() > (self._settings.patience_s if self._ready_s else START_TIMEOUT_S):
                     _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
                     process.kill()
             if not has_packet:
@@ -268,18 +290,20 @@ class WorkerLink:
             failed = [number for number, each in self._pending.items() if each.is_sent or not only_sent]
             transfers = [self._pending.pop(number) for number in failed]
         for transfer in transfers:
-            transfer.ended(DOWN)
+            transfer.ended(DOWN, ())
         return len(transfers)
 
     def _hear(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
         number, nbytes, text = wire.unpack(packet)
-        if letter == wire.ENDED:
+        if letter in (wire.ENDED, wire.SUMS):
+            sums = wire.unpack_sums(packet) if letter == wire.SUMS else []
+            failure = text if letter == wire.ENDED else ""
             with self._lock:
                 found = self._pending.pop(number, None)
-            self._was_useful = self._was_useful or not text
+            self._was_useful = self._was_useful or not failure
             if found is not None:
-                found.ended(text)
+                found.ended(failure, sums)
         elif letter == wire.MADE:
             with self._lock:
                 chunk = self._chunks.get(number)
@@ -287,6 +311,8 @@ class WorkerLink:
                     chunk.descriptor = descriptors.pop()
         elif letter == wire.REFUSED:
             self._refused(number, text)
+        elif letter == wire.ABLE:
+            self.can_check, self.cannot_check = bool(number), text
         elif letter == wire.READY:
             self.device_name, self.device_bytes = text, nbytes
             self._keeps_dying = False

@@ -4,7 +4,8 @@ Owns the books (`chunks`) and the capacity; `transfers` the steps of a transfer.
 (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker.
 A slot holds the whole image, header page first. Payloads in memory that was shared (`share`) are copied by the device
 itself, from and to where they are; all others by way of the bounce buffer.
-Checksums are verified by this process, on what came back to host memory.
+Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
+there, before it may be read. Without NVRTC that is not possible, and `statistics` says so.
 Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
 checksummed in the copy that no client can write; a transfer under way when the worker dies ends FAILED.
 """
@@ -32,7 +33,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu.chunks import Chunk, Chunks
-from kvstore_tiers.gpu.link import DOWN, PATIENCE_S, WorkerLink
+from kvstore_tiers.gpu.link import DOWN, WorkerLink, WorkerSettings
 from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.sizes import require_slot_size
 
@@ -44,7 +45,7 @@ REGROW_S = 10.0  # after the device had no memory
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. `variables`: of the worker's environment.
-    A worker that does not end a transfer in `patience_s` seconds is killed. Chunks are numbered from `first_number`."""
+    `settings`: how long it may take, and whether it verifies. Chunks are numbered from `first_number`."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class GpuTier(Tier):
         bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
         name: str = "gpu",
         variables: Mapping[str, str] | None = None,
-        patience_s: float = PATIENCE_S,
+        settings: WorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
@@ -66,8 +67,8 @@ class GpuTier(Tier):
         self._refused, self._refused_at_s = "", 0.0
         self._closed = False
         self._link = WorkerLink(
-            device, lambda chunk, why: self._refusals.put((chunk, why)), variables=variables, patience_s=patience_s
-        )
+            device, lambda chunk, why: self._refusals.put((chunk, why)), variables=variables, settings=settings,
+        )  # fmt: skip
         self._chunks = Chunks(capacity_bytes, chunk_bytes, self._make, self._link.drop_chunk, first_number)
         self._transfers = GpuTransfers(self._link, max(bounce_bytes, chunk_bytes), 2, self._counters, name)
 
@@ -128,6 +129,17 @@ class GpuTier(Tier):
         self._chunks.of(slot)
         self._transfers.read(slot, expect_key, segments, done)
 
+    def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
+        """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
+        By the device itself where it can (`verifies`), else the block is read."""
+        self._chunks.of(slot)
+        self._transfers.verify(slot, expect_key, done)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the device computes checksums."""
+        return self._link.can_check
+
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         if self._link.is_up:
             done(Outcome(OutcomeKind.DONE))
@@ -174,6 +186,8 @@ class GpuTier(Tier):
     def statistics(self) -> TierStatistics:
         chunks = self._chunks
         state, message = TierState.OK, self._link.device_name
+        if self._link.cannot_check:
+            message += f"; what arrives on it is not verified there: {self._link.cannot_check}"
         if self._closed:
             state = TierState.CLOSED
         elif not self._link.is_up:

@@ -2,17 +2,20 @@
 
 Owns the threads that gather and verify, the bounce buffer, the host memory shared with the worker, and which slots were
 written whole. `starts` wait for room in the bounce buffer, so they are not the threads that give it back.
-Engines of the tenant may import device memory, and could then also write there: a header that comes back is believed
-only if it is the one that was written, and with it the payload's checksum.
+Engines of the tenant may import device memory, and read it without this process: where the worker can, it checksums
+what a copy has written there before the write is reported. They could also write there: a header that comes back is
+believed only if it is the one that was written, and with it the payload's checksum.
 Invariants: a range of the bounce buffer is given back once, when the copies that use it have ended; each transfer is
 counted and delivered once.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import xxhash
 
@@ -25,6 +28,7 @@ from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.gpu.regions import Place, Regions
 from kvstore_tiers.image import judge_header
 from kvstore_tiers.segments import (
+    AlignedBuffer,
     buffer_at,
     checksum_at,
     checksum_of,
@@ -37,6 +41,16 @@ from kvstore_tiers.segments import (
 from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
 
 BOUNCE_REGION = 0
+_LOG = logging.getLogger(__name__)
+
+
+class _Written(NamedTuple):
+    """What was written to a slot whole."""
+
+    key: bytes
+    payload_bytes: int
+    checksum: int
+    page_digest: int  # of the header page
 
 
 class GpuTransfers:
@@ -50,7 +64,7 @@ class GpuTransfers:
         self._bounce = Bounce(bounce_bytes)
         self._regions = Regions()
         self._region_numbers = count(BOUNCE_REGION + 1)
-        self._written: dict[Slot, tuple[int, int]] = {}  # payload bytes, digest of the header page
+        self._written: dict[Slot, _Written] = {}
         self._starts = ResidentThreads(f"{name}-start", threads)
         self._ends = ResidentThreads(f"{name}-end", threads)
         self._under_way = 0
@@ -99,13 +113,25 @@ class GpuTransfers:
             self._bounce.give_back(offset, bounced_bytes)
             raise
 
-        def copied(failure: str) -> None:
+        written = _Written(header.key, header.payload_bytes, checksum, xxhash.xxh3_64_intdigest(page))
+        payload = segments if is_direct else [Segment(address + HEADER_BYTES, header.payload_bytes)]
+
+        def finish(outcome: Outcome) -> None:
+            if outcome.kind is OutcomeKind.CORRUPT:
+                outcome = run_transfer(lambda: _blamed(slot, payload, written))
             self._bounce.give_back(offset, bounced_bytes)
+            if outcome.ok:
+                self._written[slot] = written
+                outcome = Outcome(OutcomeKind.DONE, stamped, header.payload_bytes)
+            end(outcome)
+
+        def copied(failure: str) -> None:
             if failure:
-                end(Outcome(OutcomeKind.FAILED, message=failure))
-                return
-            self._written[slot] = header.payload_bytes, xxhash.xxh3_64_intdigest(page)
-            end(Outcome(OutcomeKind.DONE, stamped, header.payload_bytes))
+                finish(Outcome(OutcomeKind.FAILED, message=failure))
+            elif self._link.can_check:
+                self._check(slot, written, finish)
+            else:
+                finish(Outcome(OutcomeKind.DONE))
 
         self._link.transfer(wire.WRITE, pieces, copied)
 
@@ -113,19 +139,20 @@ class GpuTransfers:
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         end = self._begin(self._counters.read, done)
-        payload_bytes, page_digest = self._written.get(slot, (-1, 0))
-        if payload_bytes < 0:
-            end(Outcome(OutcomeKind.CORRUPT, message=f"no block was written to {slot}"))
-        elif total_bytes(segments) < payload_bytes:
-            end(Outcome(OutcomeKind.FAILED, message=f"{payload_bytes} payload bytes do not fit the destination"))
+        written = self._written.get(slot)
+        if written is None:
+            end(_nothing_in(slot))
+        elif total_bytes(segments) < written.payload_bytes:
+            message = f"{written.payload_bytes} payload bytes do not fit the destination"
+            end(Outcome(OutcomeKind.FAILED, message=message))
         else:
-            own = list(clipped(segments, payload_bytes))
-            self._start(lambda: self._fetch(slot, expect_key, own, (payload_bytes, page_digest), end), end)
+            own = list(clipped(segments, written.payload_bytes))
+            self._start(lambda: self._fetch(slot, expect_key, own, written, end), end)
 
     def _fetch(
-        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], written: tuple[int, int], end: Completion
+        self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], written: _Written, end: Completion
     ) -> None:
-        payload_bytes, page_digest = written
+        payload_bytes = written.payload_bytes
         places = self._regions.locate(segments)
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
@@ -140,7 +167,7 @@ class GpuTransfers:
             header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
             if isinstance(header, str):
                 return Outcome(OutcomeKind.CORRUPT, message=header)
-            if header.payload_bytes != payload_bytes or xxhash.xxh3_64_intdigest(page) != page_digest:
+            if header.payload_bytes != payload_bytes or xxhash.xxh3_64_intdigest(page) != written.page_digest:
                 return Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
             payload = address + HEADER_BYTES
             found = checksum_of(segments, payload_bytes) if is_direct else checksum_at(payload, payload_bytes)
@@ -163,6 +190,39 @@ class GpuTransfers:
                 self._ends.post(finish)  # open until nothing is under way
 
         self._link.transfer(wire.READ, pieces, copied)
+
+    # Checking
+
+    def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
+        """Whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be said.
+        On the device where the worker can, else by reading the block. Counts as no transfer where nothing is moved."""
+        written = self._written.get(slot)
+        if written is None:
+            done(_nothing_in(slot))
+        elif written.key != expect_key:
+            done(Outcome(OutcomeKind.CORRUPT, message=f"{slot} holds another block"))
+        elif self._link.can_check:
+            self._check(slot, written, self._begin(lambda outcome: outcome, done))
+        else:
+            self.read(slot, expect_key, [AlignedBuffer(written.payload_bytes).segment(written.payload_bytes)], done)
+
+    def _check(self, slot: Slot, written: _Written, checked: Completion) -> None:
+        """`checked` is called on a thread of the link's, which is soon done with it."""
+
+        def summed(failure: str, sums: Sequence[int]) -> None:
+            if failure:
+                outcome = Outcome(OutcomeKind.FAILED, message=failure)
+            elif sums[0] != written.page_digest:
+                outcome = Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
+            elif sums[1] != written.checksum:
+                outcome = Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+            else:
+                outcome = Outcome(OutcomeKind.DONE)
+            checked(outcome)
+
+        payload = slot.offset + HEADER_BYTES
+        places = [(slot.container, slot.offset, HEADER_BYTES), (slot.container, payload, written.payload_bytes)]
+        self._link.checksums(places, summed)
 
     # Their ends
 
@@ -212,3 +272,16 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
         pieces.append(wire.Piece(slot.container, at, place.region, place.offset, place.nbytes))
         at += place.nbytes
     return pieces
+
+
+def _nothing_in(slot: Slot) -> Outcome:
+    return Outcome(OutcomeKind.CORRUPT, message=f"no block was written to {slot}")
+
+
+def _blamed(slot: Slot, payload: Sequence[Segment], written: _Written) -> Outcome:
+    """Why the device has other bytes than were to be written: the source was damaged, or the way is."""
+    if checksum_of(payload, written.payload_bytes) != written.checksum:
+        return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+    message = f"other bytes arrived in {slot} on the device than were sent"
+    _LOG.error("%s: block %s", message, written.key.hex())
+    return Outcome(OutcomeKind.FAILED, message=message)

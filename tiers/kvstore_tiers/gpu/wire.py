@@ -5,12 +5,14 @@ A packet is one letter and fields of fixed size; texts come last. Numbers of reg
 ignored: the tier repeats all that is there after a restart.
 
     to the worker                                    from the worker
+                                                     k can why              before ready: whether it can checksum
     M region bytes + descriptor   map it             r free total name      ready
     U region                      unmap it           f text                 it cannot start
     C chunk bytes                 make it            c chunk + descriptor   made
     I chunk bytes + descriptor    map it             x chunk text           it is not there
     D chunk                       unmap, release it  t transfer text        ended; well when the text is empty
     W/R transfer pieces           copy to / from the device
+    S transfer pieces             checksum them      s transfer sums        of a transfer S that went well; else t
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ import numpy as np
 SOCKET_BYTES = 4 << 20
 MAX_PACKET_BYTES = 192 << 10  # less than the smallest send buffer
 MAX_PIECES = 2048
+MAX_CHECKED = 64  # pieces of one transfer S
 MAX_TEXT_BYTES = 400
 
-MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ = b"M", b"U", b"C", b"I", b"D", b"W", b"R"
-READY, FATAL, MADE, REFUSED, ENDED = b"r", b"f", b"c", b"x", b"t"
+MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ, CHECK = b"M", b"U", b"C", b"I", b"D", b"W", b"R", b"S"
+ABLE, READY, FATAL, MADE, REFUSED, ENDED, SUMS = b"k", b"r", b"f", b"c", b"x", b"t", b"s"
 
 _NUMBERS = struct.Struct("<QQ")
 
 
 class Piece(NamedTuple):
-    """Bytes of a region and where they are in a chunk."""
+    """Bytes of a region and where they are in a chunk. A transfer S needs no region."""
 
     chunk: int
     chunk_offset: int
@@ -53,8 +56,8 @@ def unpack(packet: bytes) -> tuple[int, int, str]:
 
 
 def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece]) -> bytes:
-    """Raises ValueError for more than MAX_PIECES."""
-    if len(pieces) > MAX_PIECES:
+    """Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
+    if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
     return letter + _NUMBERS.pack(number, len(pieces)) + np.array(pieces, dtype="<i8").tobytes()
 
@@ -63,3 +66,12 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
     number, count = _NUMBERS.unpack_from(packet, 1)
     rows = np.frombuffer(packet, dtype="<i8", offset=1 + _NUMBERS.size).reshape(count, len(Piece._fields))
     return number, [Piece(*row) for row in rows.tolist()]
+
+
+def pack_sums(number: int, sums: Sequence[int]) -> bytes:
+    return SUMS + _NUMBERS.pack(number, len(sums)) + np.array(sums, dtype="<u8").tobytes()
+
+
+def unpack_sums(packet: bytes) -> list[int]:
+    sums: list[int] = np.frombuffer(packet, dtype="<u8", offset=1 + _NUMBERS.size).tolist()
+    return sums

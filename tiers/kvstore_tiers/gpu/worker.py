@@ -1,7 +1,7 @@
 """The process that holds the CUDA context of one device: `python -m kvstore_tiers.gpu.worker --socket FD --device N`.
 
-The tier starts it, says what to map and copy (`wire`), and starts another when it dies: it owns no state that is not
-in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
+The tier starts it, says what to map, copy and checksum (`wire`), and starts another when it dies: it owns no state that
+is not in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
 Invariants: no packet is answered before those before it were obeyed; nothing is unmapped while a copy is under way.
 """
 
@@ -15,15 +15,19 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvstore_proto.cuda_driver import DriverError
+from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies
 from kvstore_tiers.gpu.driver import Driver, NoDriver, Run
+from kvstore_tiers.gpu.events import Events
 from kvstore_tiers.passing import receive_packet, send_packet
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
@@ -39,16 +43,21 @@ class _Chunk:
 
 
 class Worker:
-    """See the module."""
+    """See the module. `checks`: whether the kernel is wanted that checksums device memory."""
 
-    def __init__(self, sock: socket.socket, driver: Driver) -> None:
+    def __init__(self, sock: socket.socket, driver: Driver, *, checks: bool = False) -> None:
         self._sock = sock
         self._driver = driver
-        self._copies = Copies(driver, self._ended)
+        self._events = Events(driver)
+        self._copies = Copies(driver, self._events, self._ended)
+        self._checksums: Checksums | None = None
+        if checks:
+            self._checksums = self._load_checksums()
         self._regions: dict[int, tuple[mmap.mmap, int]] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._missing: dict[int, str] = {}  # chunks that are not there, and why
         self._waiting: dict[bytes, list[tuple[int, list[Run]]]] = {wire.WRITE: [], wire.READ: []}
+        self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
         """Until the tier closes the socket."""
@@ -76,12 +85,26 @@ class Worker:
 
     def close(self) -> None:
         """Nothing is unmapped: the process ends."""
-        self._copies.settle()
-        self._copies.close()
+        self._events.settle()
+        self._events.close()
+
+    def _load_checksums(self) -> Checksums | None:
+        why = ""
+        try:
+            return Checksums(self._driver, self._events, self._summed)
+        except CompileError as error:
+            why = str(error)
+        except DriverError as error:
+            if error.is_final:
+                raise
+            why = str(error)
+        finally:
+            self._say(wire.pack(wire.ABLE, int(not why), text=why))
+        return None
 
     def _obey(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
-        if letter in self._waiting:
+        if letter in self._waiting or letter == wire.CHECK:
             number, pieces = wire.unpack_transfer(packet)
             self._take(letter, number, pieces)
             return
@@ -119,7 +142,7 @@ class Worker:
     def _unmap_region(self, number: int) -> None:
         found = self._regions.pop(number, None)
         if found is not None:
-            self._copies.settle()
+            self._events.settle()
             self._driver.unregister(found[1])
 
     def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
@@ -143,7 +166,7 @@ class Worker:
         self._missing.pop(number, None)
         chunk = self._chunks.pop(number, None)
         if chunk is not None:
-            self._copies.settle()
+            self._events.settle()
             self._driver.unmap(chunk.address, chunk.nbytes)
             self._driver.release(chunk.handle)
 
@@ -151,19 +174,29 @@ class Worker:
 
     def _take(self, letter: bytes, number: int, pieces: list[wire.Piece]) -> None:
         try:
-            runs = [self._run(piece, to_device=letter == wire.WRITE) for piece in pieces]
+            if letter == wire.CHECK:
+                self._unchecked.append((number, [self._range(piece) for piece in pieces]))
+            else:
+                self._waiting[letter].append(
+                    (number, [self._run(piece, to_device=letter == wire.WRITE) for piece in pieces])
+                )
         except KeyError:
             absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
-            self._ended(number, absent or "its memory is not mapped", False)
-        else:
-            self._waiting[letter].append((number, runs))
+            self._say_ended(number, absent or "its memory is not mapped")
+
+    def _range(self, piece: wire.Piece) -> Range:
+        chunk = self._chunks[piece.chunk]
+        if piece.chunk_offset + piece.nbytes > chunk.nbytes:
+            raise KeyError("outside its memory")
+        return chunk.address + piece.chunk_offset, piece.nbytes
 
     def _run(self, piece: wire.Piece, *, to_device: bool) -> Run:
-        chunk, (mapping, address) = self._chunks[piece.chunk], self._regions[piece.region]
-        if piece.chunk_offset + piece.nbytes > chunk.nbytes or piece.region_offset + piece.nbytes > len(mapping):
+        device, nbytes = self._range(piece)
+        mapping, address = self._regions[piece.region]
+        if piece.region_offset + nbytes > len(mapping):
             raise KeyError("outside its memory")
-        device, host = chunk.address + piece.chunk_offset, address + piece.region_offset
-        return Run(device, host, piece.nbytes) if to_device else Run(host, device, piece.nbytes)
+        host = address + piece.region_offset
+        return Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
@@ -171,11 +204,27 @@ class Worker:
                 self._waiting[letter] = []
                 runs = [run for _, of_one in waiting for run in of_one]
                 self._copies.start([number for number, _ in waiting], runs, to_device=letter == wire.WRITE)
+        if self._unchecked:
+            batch, self._unchecked = self._unchecked, []
+            if self._checksums is not None:
+                self._checksums.start(batch)
+                return
+            for number, _ in batch:
+                self._say_ended(number, "this worker has no kernel for checksums")
 
-    def _ended(self, number: int, failure: str, is_final: bool) -> None:
-        if is_final:
+    def _ended(self, number: int, failure: DriverError | None) -> None:
+        if failure is not None and failure.is_final:
             print(f"kvstored-gpu: the context is broken ({failure}); a new process takes over", file=sys.stderr)
             os._exit(BROKEN_STATUS)  # the tier fails what was under way
+        self._say_ended(number, str(failure or ""))
+
+    def _summed(self, number: int, sums: Sequence[int], failure: DriverError | None) -> None:
+        if failure is None:
+            self._say(wire.pack_sums(number, sums))
+        else:
+            self._ended(number, failure)
+
+    def _say_ended(self, number: int, failure: str) -> None:
         self._say(wire.pack(wire.ENDED, number, text=failure))
 
     def _say(self, packet: bytes, *descriptors: int) -> None:
@@ -200,13 +249,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--socket", type=int, required=True, metavar="FD", help="an inherited SOCK_SEQPACKET socket")
     parser.add_argument("--device", type=int, required=True, metavar="N", help="the CUDA device, counted from 0")
+    parser.add_argument("--checksums", action="store_true", help="compute checksums of blocks on the device, too")
     chosen = parser.parse_args(arguments)
     for meant_for_the_daemon in (signal.SIGINT, signal.SIGTERM):  # of a terminal, of a service manager
         signal.signal(meant_for_the_daemon, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:
-            worker = Worker(sock, Driver(chosen.device))
+            worker = Worker(sock, Driver(chosen.device), checks=chosen.checksums)
             worker.run()
             worker.close()
         except NoDriver as error:

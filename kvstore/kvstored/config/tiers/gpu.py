@@ -25,13 +25,13 @@ GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
     """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`, `rate_bytes`: which blocks get a copy
-    in a tier before the host's, and how fast; 0 is no limit."""
+    in a tier before the host's, and how fast; 0 is no limit. `verify`: on the device, what was copied there."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "before_host": False, "admission": SECOND_TOUCH, "rate": "0", "policy": "lfu-ttl", "ttl_s": 0,
+        "verify": True, "before_host": False, "admission": SECOND_TOUCH, "rate": "0", "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
     admission: str
@@ -39,6 +39,7 @@ class GpuSection(TierSection):
     device: int
     chunk_bytes: int
     bounce_bytes: int
+    verify: bool
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
@@ -68,7 +69,7 @@ class GpuSection(TierSection):
     def open(self, start: Start) -> GpuTier:
         """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
         from kvstore_proto.arena import DEVICE_ARENAS
-        from kvstore_tiers.gpu import GpuTier
+        from kvstore_tiers.gpu import GpuTier, WorkerSettings
 
         try:
             return GpuTier(
@@ -77,6 +78,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
+                settings=WorkerSettings(checks=self.verify),
                 first_number=start.first_chunk or DEVICE_ARENAS,
             )
         except OSError as error:

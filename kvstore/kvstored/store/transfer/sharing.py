@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvstore_tiers.base import Outcome
+from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
 from kvstored.store.remote.absences import Absences
+from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.remote_gate import RemoteGate
 from kvstored.store.transfer.room import Room
-from kvstored.telemetry import Counters
 
 AT_ONCE = 8
 MOST_CHAINS = 4096  # that wait
@@ -31,11 +31,11 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 class Sharing:
     """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's. `absences`: what is known of a
-    key-addressed one. `counter` counts the copies."""
+    key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged, `copied` of each copy."""
 
     def __init__(
         self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences | None,
-        counters: Counters, counter: str = "shared_blocks",
+        damage: Damage, copied: Callable[[], None],
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
@@ -43,8 +43,8 @@ class Sharing:
         self._room = room
         self._gate = gate
         self._absences = absences
-        self._counters = counters
-        self._counter = counter
+        self._damage = damage
+        self._copied = copied
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
@@ -136,12 +136,15 @@ class Sharing:
             ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
             if link.begin(row, slot, Priority.DEMOTION, ended.set_result) is None:
                 return
-            if (await ended).ok:
-                self._counters.add(self._counter)
+            outcome = await ended
+            if outcome.ok:
+                self._copied()
                 if self._absences is not None:
                     self._absences.forget(tenant, [key])
             else:
                 self._path.clear()  # the blocks after it could not be found without it
+                if outcome.kind is OutcomeKind.CORRUPT:
+                    self._damage.found(link.source, row, outcome.message)
         finally:
             residency.unpin_run([token])
 

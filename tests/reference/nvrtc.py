@@ -1,0 +1,17 @@
+"""Whether CUDA kernels can be compiled here."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_proto import nvrtc
+from kvstore_proto.nvrtc import CompileError
+
+
+def need_nvrtc() -> None:
+    """Skips the test where they cannot."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
+    try:
+        nvrtc.library()
+    except CompileError as error:
+        pytest.skip(f"no NVRTC: {error}")

@@ -1,0 +1,74 @@
+"""What a worker has queued on its streams, and the thread that waits for its end.
+
+Owns the streams and the events. Never decides what is queued.
+Invariant: each piece of work is settled once, after it has ended on the device or when it will not run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver
+
+Settled = Callable[[DriverError | None], None]  # with what went wrong
+
+
+class Events:
+    """`settled` of what is queued is called on the thread that waits, or on the caller's."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._streams: list[Any] = []
+        self._under_way: SimpleQueue[tuple[Any, Settled] | None] = SimpleQueue()
+        self._spare: SimpleQueue[Any] = SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name="gpu-events", daemon=True)
+        self._waiter.start()
+
+    def stream(self) -> Any:
+        """A new one, which `settle` waits for."""
+        self._streams.append(self._driver.stream())
+        return self._streams[-1]
+
+    def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
+        """`work` queues something on the stream."""
+        try:
+            work()
+            event = self._driver.event() if self._spare.empty() else self._spare.get()
+            self._driver.record(event, stream)
+        except DriverError as error:
+            settled(self._ended_after(error, stream))
+        else:
+            self._under_way.put((event, settled))
+
+    def settle(self) -> None:
+        """Wait until nothing is under way on the device."""
+        for stream in self._streams:
+            self._driver.synchronize(stream)
+
+    def close(self) -> None:
+        self._under_way.put(None)
+        self._waiter.join()
+
+    def _ended_after(self, error: DriverError, stream: Any) -> DriverError:
+        """A part may be under way: nothing is reported before that has ended, since then memory is used anew."""
+        try:
+            self._driver.synchronize(stream)
+        except DriverError as worse:
+            return worse
+        return error
+
+    def _wait(self) -> None:
+        self._driver.use_in_this_thread()
+        while (item := self._under_way.get()) is not None:
+            event, settled = item
+            failure: DriverError | None = None
+            try:
+                self._driver.wait(event)
+                self._spare.put(event)
+            except DriverError as error:
+                failure = error
+            settled(failure)
