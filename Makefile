@@ -27,7 +27,7 @@ PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 # Tests, demo and benchmarks start hundreds of Python processes: without bytecode files each compiles its imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint ruff proto proto-check gpu-check clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint ruff proto proto-check gpu-check gpu-bundle clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -111,11 +111,14 @@ $(PROTO_TOOLS): | $(INSTALLED)
 	@echo "installing the pinned protobuf generator into .venv-proto" >&2
 	-@scratch=$$(mktemp -d) && PATH="$(CURDIR)/$(BIN):$$PATH" proto/generate.sh "$$scratch" >&2; rm -rf "$$scratch"
 
-gpu-check: $(INSTALLED) ## on a machine with a GPU: the questions that only one answers, and the GPU tier's tests on it
+# Where there is no package index: docs/gpu.md.
+gpu-check: $(INSTALLED) ## on a machine with a GPU: what only one answers, and tests and tools on it (ARGS="--out DIR")
 	@$(PYTHON) -c 'from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()' 2>/dev/null || \
 	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[gpu,cuda]' >&2
 	@$(PYTHON) benchmarks/gpu_check.py $(ARGS)
-	@KVSTORED_TEST_GPU=hardware $(PYTHON) -m pytest tests/gpu -rs
+
+gpu-bundle: $(INSTALLED) ## wheels to carry to a machine with a GPU and no package index (ARGS="--python 3.12")
+	@$(PYTHON) benchmarks/gpu_bundle.py $(ARGS)
 
 clean: ## remove caches and build results; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

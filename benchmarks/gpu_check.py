@@ -1,221 +1,162 @@
 """What only a GPU can answer: the questions that the GPU tier's design and the engine's kernels rest on.
 
-`make gpu-check` runs it. Each answer is one line; speeds are ratios against one large copy of pinned memory in the same
-run. Exits with 1 when a promise of the design does not hold, with 2 when there is no GPU to ask.
+`make gpu-check` runs it. Each answer is one line, and is kept at once, so that a run that is cut off leaves what it
+has found; speeds are ratios against copies in the same run. Exits with 1 when a promise does not hold or a question
+failed, with 2 when there is no GPU to ask, with 3 when all is well so far and questions were left for lack of time.
 Owns nothing that outlives it: what may break a context runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
-import mmap
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
-from queue import SimpleQueue
+from pathlib import Path
 
-import numpy as np
-import xxhash
-from support.gpu_card import CudaCard
-from support.gpu_kernels import KERNEL_QUESTIONS, Card
+from support.gpu_answers import FULL, SMALL, Answer, Question, Sizes
+from support.gpu_checksums import CHECKSUMS
+from support.gpu_copies import COPIES
+from support.gpu_kernel_questions import KERNEL_QUESTIONS
+from support.gpu_promises import PROMISES
+from support.gpu_suites import suites
+from support.gpu_tier import TIER
 
 from kvstore_console.units import human_bytes
-from kvstore_engine.kernels.cuda import CudaError
-from kvstore_proto.cuda_copies import Run
-from kvstore_proto.cuda_driver import DriverError
-from kvstore_proto.nvrtc import CompileError
-from kvstore_tiers.gpu.checksums import Checksums
 from kvstore_tiers.gpu.driver import Driver, NoDriver
-from kvstore_tiers.gpu.events import Events
 
-CHUNK_BYTES, BLOCK_BYTES = 64 << 20, 1 << 20
-PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
-ROUNDS = 5
-Answer = tuple[bool, str]
+YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
+LEAST_S = 5.0  # a question that has less time is not begun
+QUESTIONS = {each.name: each for each in (*PROMISES, *KERNEL_QUESTIONS, *COPIES, *CHECKSUMS, *TIER, *suites())}
 
 
-def pinned(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int]:
-    mapping = mmap.mmap(-1, nbytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    driver.register(address, nbytes)
-    return mapping, address
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A line of the file: what was asked when, of which device, and the answer."""
+
+    at: str
+    device: str
+    question: str
+    answer: str
+    seconds: float
+    says: str
+    figures: dict[str, float]
+
+    def line(self) -> str:
+        return f"{self.answer:7} {self.question}: {self.says} [{self.seconds:.0f} s]"
 
 
-def copy(driver: Driver, runs: list[Run], *, to_device: bool) -> float:
-    """Seconds until it has ended."""
-    stream = driver.stream()
-    began_s = time.perf_counter()
-    driver.copy(runs, to_device=to_device, stream=stream)
-    driver.synchronize(stream)
-    return time.perf_counter() - began_s
-
-
-def registers_read_only(device: int) -> Answer:
-    """Whether an arena that a client maps read-only can be registered, and copied from."""
-    driver = Driver(device)
-    descriptor = os.memfd_create("arena")
-    os.write(descriptor, b"arena..." * (CHUNK_BYTES // 8))
-    mapping = mmap.mmap(descriptor, CHUNK_BYTES, prot=mmap.PROT_READ)
-    address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-    driver.register(address, CHUNK_BYTES, read_only=True)
-    at = driver.map(driver.create(CHUNK_BYTES), CHUNK_BYTES)
-    copy(driver, [Run(at, address, CHUNK_BYTES)], to_device=True)
-    back, to = pinned(driver, CHUNK_BYTES)
-    copy(driver, [Run(to, at, CHUNK_BYTES)], to_device=False)
-    return back[:] == mapping[:], "a memfd that is mapped read-only is registered, and copied from"
-
-
-def read_only_access_holds(device: int) -> Answer:
-    """Whether an importer that maps device memory read-only cannot write to it."""
-    driver = Driver(device)
-    at = driver.map(driver.create(CHUNK_BYTES), CHUNK_BYTES, read_only=True)
-    _, source = pinned(driver, CHUNK_BYTES)
+def _ask(name: str, device: int, sizes: Sizes, pipe: Connection) -> None:
+    os.setsid()  # what it starts ends with it
     try:
-        copy(driver, [Run(at, source, CHUNK_BYTES)], to_device=True)
-    except DriverError as error:
-        return True, f"a write to device memory that is mapped read-only fails: {error}"
-    return False, "a write to device memory that is mapped read-only WENT THROUGH"
+        answer: Answer | str = QUESTIONS[name].ask(device, sizes)
+    except (Exception, SystemExit) as error:  # one that broke does not end the others
+        answer = f"{type(error).__name__}: {error}"
+    pipe.send(answer)
 
 
-def _make_and_wait(device: int, pipe: Connection) -> None:
-    driver = Driver(device)
-    handle = driver.create(CHUNK_BYTES)
-    at = driver.map(handle, CHUNK_BYTES)
-    mapping, source = pinned(driver, CHUNK_BYTES)
-    mapping[:] = b"survives" * (CHUNK_BYTES // 8)
-    copy(driver, [Run(at, source, CHUNK_BYTES)], to_device=True)
-    pipe.send(DupFd(driver.export_descriptor(handle)))
-    signal.pause()
-
-
-def memory_outlives_its_maker(device: int) -> Answer:
-    """Whether memory lives while a process without a context holds its descriptor, over the kill -9 of its maker."""
+def asked(question: Question, device: int, limit_s: float, sizes: Sizes) -> tuple[str, Answer]:
+    """How it went, and the answer: of a process that is killed when `limit_s` are over."""
+    sizes = replace(sizes, tools_s=min(sizes.tools_s, limit_s - LEAST_S / 2))  # tools have sessions of their own
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    maker = spawn.Process(target=_make_and_wait, args=(device, theirs))
-    maker.start()
-    descriptor = ours.recv().detach()
-    maker.kill()
-    maker.join()
-    driver = Driver(device)
-    held, _ = driver.memory_bytes()
-    at = driver.map(driver.import_descriptor(descriptor), CHUNK_BYTES, read_only=True)
-    back, to = pinned(driver, CHUNK_BYTES)
-    copy(driver, [Run(to, at, CHUNK_BYTES)], to_device=False)
-    is_there = back[:] == b"survives" * (CHUNK_BYTES // 8)
-    return is_there, f"device memory outlives the kill -9 of its maker ({human_bytes(held)} free meanwhile)"
-
-
-def speeds(device: int) -> Answer:
-    """Copies in pieces against one large copy, and what queueing a piece costs."""
-    driver = Driver(device)
-    at = driver.map(driver.create(CHUNK_BYTES), CHUNK_BYTES)
-    _, host = pinned(driver, CHUNK_BYTES)
-    said = []
-    for to_device in (True, False):
-        large_s = min(
-            copy(driver, [_run(at, host, 0, CHUNK_BYTES, to_device)], to_device=to_device) for _ in range(ROUNDS)
-        )
-        ratios = []
-        for nbytes in PIECES_BYTES:
-            offsets = range(0, CHUNK_BYTES, 2 * nbytes)
-            runs = [_run(at, host, offset, nbytes, to_device) for offset in offsets]
-            took_s = min(copy(driver, runs, to_device=to_device) for _ in range(ROUNDS))
-            ratios.append(f"{nbytes >> 10} KiB {large_s / 2 / took_s:.2f}x")
-        way = "to the device" if to_device else "to the host"
-        said.append(f"{way}: one copy {CHUNK_BYTES / large_s / 1e9:.1f} GB/s, batches of {', '.join(ratios)}")
-    return True, "; ".join(said)
-
-
-def checksums(device: int) -> Answer:
-    """Checksums of device memory by the GPU tier's kernel: whether they are xxhash's, and how fast."""
-    driver = Driver(device)
-    at = driver.map(driver.create(CHUNK_BYTES), CHUNK_BYTES)
-    mapping, host = pinned(driver, CHUNK_BYTES)
-    np.frombuffer(mapping, np.uint64)[:] = np.random.default_rng(1).integers(0, 2**63, CHUNK_BYTES // 8)
-    copy(driver, [Run(at, host, CHUNK_BYTES)], to_device=True)
-    found: SimpleQueue[tuple[Sequence[int], DriverError | None]] = SimpleQueue()
-    kernel = Checksums(driver, Events(driver), lambda _, sums, failure: found.put((sums, failure)))
-    said, holds = [], True
-    for count in (1, CHUNK_BYTES // BLOCK_BYTES):
-        ranges = [(at + block * BLOCK_BYTES, BLOCK_BYTES) for block in range(count)]
-        took_s = []
-        for _ in range(ROUNDS):
-            began_s = time.perf_counter()
-            kernel.start([(0, ranges)])
-            sums, failure = found.get()
-            took_s.append(time.perf_counter() - began_s)
-            if failure is not None:
-                raise failure
-        wanted = [xxhash.xxh3_64_intdigest(mapping[start - at : start - at + nbytes]) for start, nbytes in ranges]
-        holds = holds and list(sums) == wanted
-        said.append(f"{count} x {human_bytes(BLOCK_BYTES)} {count * BLOCK_BYTES / min(took_s) / 1e9:.1f} GB/s")
-    verdict = "those of xxhash" if holds else "WRONG"
-    return holds, f"checksums of device memory are {verdict}; launch included: {', '.join(said)}"
-
-
-def _run(device: int, host: int, offset: int, nbytes: int, to_device: bool) -> Run:
-    ends = (device + offset, host + offset)
-    return Run(*(ends if to_device else ends[::-1]), nbytes)
-
-
-def of_card(question: Callable[[Card], Answer], device: int) -> Answer:
-    return question(CudaCard(device))
-
-
-QUESTIONS: tuple[Callable[[int], Answer], ...] = (
-    registers_read_only, read_only_access_holds, memory_outlives_its_maker, speeds, checksums,
-    *(partial(of_card, question) for question in KERNEL_QUESTIONS),
-)  # fmt: skip
-
-
-def _name(number: int) -> str:
-    question = QUESTIONS[number]
-    return str((question.args[0] if isinstance(question, partial) else question).__name__)
-
-
-def _ask(number: int, device: int, pipe: Connection) -> None:
+    process = spawn.Process(target=_ask, args=(question.name, device, sizes, theirs))
+    process.start()
+    theirs.close()
     try:
-        pipe.send(QUESTIONS[number](device))
-    except (DriverError, NoDriver, CompileError, CudaError) as error:
-        pipe.send((False, f"{_name(number)}: {error}"))
+        found = ours.recv() if ours.poll(limit_s) else f"no answer within {limit_s:.0f} s"
+    except EOFError:
+        found = "its process died"
+    _end(process, 0.0 if isinstance(found, str) else LEAST_S)
+    if isinstance(found, str):
+        return FAILED, Answer(False, found)
+    return {True: YES, False: NO, None: UNKNOWN}[found.holds], found
+
+
+def _end(process: multiprocessing.process.BaseProcess, patience_s: float) -> None:
+    process.join(patience_s)
+    if process.is_alive() and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+        process.join()
+
+
+def run(chosen: list[Question], options: argparse.Namespace, device_name: str) -> list[Record]:
+    """Each question in turn; a record is written before the next one is asked."""
+    ends_s = time.monotonic() + options.seconds
+    today = datetime.date.today().isoformat()
+    kept = options.out / f"gpu-check-{today}.jsonl" if options.out else None
+    sizes, records = SMALL if options.small else FULL, []
+    for question in chosen:
+        left_s, began_s = ends_s - time.monotonic(), time.monotonic()
+        if left_s < LEAST_S:
+            answer = LEFT, Answer(None, "no time was left")
+        else:
+            answer = asked(question, options.device, min(left_s, options.limit, question.limit_s), sizes)
+        at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = Record(
+            at, device_name, question.name, answer[0], round(time.monotonic() - began_s, 1), answer[1].says,
+            {name: float(value) for name, value in answer[1].figures.items()},
+        )  # fmt: skip
+        records.append(record)
+        if not options.json:
+            print(record.line(), flush=True)
+        if kept is not None:
+            with kept.open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+    return records
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA device (default: %(default)s)")
-    device = parser.parse_args(arguments).device
+    options = _parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(f"{each.name:24} {each.limit_s:4.0f} s  {each.about}" for each in QUESTIONS.values()))
+        return 0
     try:
-        driver = Driver(device)
+        driver = Driver(options.device)
     except NoDriver as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     free, total = driver.memory_bytes()
-    today = datetime.date.today().isoformat()
-    print(f"{today}: {driver.name}, {human_bytes(free)} of {human_bytes(total)} free")
-    holds = True
-    spawn = multiprocessing.get_context("spawn")
-    for number in range(len(QUESTIONS)):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_ask, args=(number, device, theirs))
-        process.start()
-        theirs.close()
-        try:
-            is_well, says = ours.recv()
-        except EOFError:
-            is_well, says = False, f"{_name(number)}: its process died"
-        process.join()
-        print(f"{'yes' if is_well else 'NO '}  {says}", flush=True)
-        holds = holds and is_well
-    return 0 if holds else 1
+    if not options.json:
+        today = datetime.date.today().isoformat()
+        print(f"{today}: {driver.name}, {human_bytes(free)} of {human_bytes(total)} free", flush=True)
+    records = run([QUESTIONS[name] for name in options.only or QUESTIONS], options, driver.name)
+    if options.json:
+        print(json.dumps([asdict(record) for record in records]))
+    answers = {record.answer for record in records}
+    return 1 if answers & {NO, FAILED} else 3 if LEFT in answers else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpu_check.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA device (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the questions and their limits, ask none")
+    parser.add_argument(
+        "--only", action="append", choices=QUESTIONS, metavar="NAME", help="ask this question; may be repeated"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=7200.0, metavar="S", help="end within this time (default: %(default).0f)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600.0, metavar="S", help="for one question at most (default: %(default).0f)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="append each answer to a dated file there")
+    parser.add_argument("--json", action="store_true", help="print the answers as one JSON list, at the end")
+    parser.add_argument("--small", action="store_true", help="move little: shows that it runs, measures nothing")
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,97 +1,61 @@
-"""A CUDA device as the kernels' questions want it: memory that is filled and read, and times without launch gaps.
-
-Owns the memory, until the process ends. Times are of CUDA graphs that hold a call many times: neither Python's
-nor the driver's launches are in them.
-"""
+"""A device as the questions about kernels want it; a test has a stand-in."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import time
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import Device
-from kvstore_proto.cuda_copies import Run
-from kvstore_proto.cuda_driver import call
-from kvstore_tiers.gpu.driver import Driver
-from support.gpu_kernels import Array, Card
+from kvstore_engine.kernels.cuda import Launcher
 
-REPEATS, ROUNDS = 20, 5
-COPIED_BYTES = 512 << 20
+Array = npt.NDArray[np.generic]
+Transferred = Callable[[], float]
 
 
-class CudaCard(Card):
-    """Device `index`. Raises NoDriver, DriverError, CudaError."""
+class Card(ABC):
+    """A device to ask. Memory that it hands out lives as long as it does."""
 
-    def __init__(self, index: int) -> None:
-        from cuda.bindings import driver
+    launcher: Launcher
+    stream = 0
 
-        self._cuda = driver
-        self._driver = Driver(index)
-        self._stream = self._driver.stream()
-        self.launcher = Device(index)
-        self.stream = int(self._stream)
-
+    @abstractmethod
     def place(self, array: Array) -> int:
-        return self.repeated(array, array.nbytes)
+        """Its address on the device, after a copy."""
 
+    @abstractmethod
+    def place_on_host(self, array: Array) -> int:
+        """The address of a copy in host memory that the device reads and writes at the same address."""
+
+    @abstractmethod
     def repeated(self, array: Array, nbytes: int) -> int:
-        address = self._memory(nbytes)
-        mapping, host = self._pinned(array.nbytes)
-        mapping[: array.nbytes] = array.tobytes()
-        starts = range(0, nbytes, array.nbytes)
-        runs = [Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts]
-        self._driver.copy(runs, to_device=True, stream=self._stream)
-        self._driver.synchronize(self._stream)
-        self._driver.unregister(host)
-        return address
+        """The address of `nbytes` that hold `array` again and again."""
 
+    @abstractmethod
     def read(self, address: int, like: Array) -> Array:
-        mapping, host = self._pinned(like.nbytes)
-        self._driver.copy([Run(host, address, like.nbytes)], to_device=False, stream=self._stream)
-        self._driver.synchronize(self._stream)
-        self._driver.unregister(host)
-        copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
-        return copied
+        """What is there now, in the shape and type of `like`, once everything queued has run."""
 
-    def seconds(self, queue: Callable[[], object]) -> float:
-        queue()  # compiles, and warms up
-        self._driver.synchronize(self._stream)
-        self._call("cuStreamBeginCapture", self._stream, self._cuda.CUstreamCaptureMode(0))
-        for _ in range(REPEATS):
-            queue()
-        graph = self._call("cuGraphInstantiate", self._call("cuStreamEndCapture", self._stream), 0)
-        took = []
-        for _ in range(ROUNDS):
-            began_s = time.perf_counter()
-            self._call("cuGraphLaunch", graph, self._stream)
-            self._driver.synchronize(self._stream)
-            took.append(time.perf_counter() - began_s)
-        self._call("cuGraphExecDestroy", graph)
-        return min(took) / REPEATS
+    @abstractmethod
+    def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
+        """How long what `queue` queues takes, when it is repeated without a gap: captured once, or, where that is not
+        wanted, queued faster than it runs."""
 
+    @abstractmethod
+    def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
+        """How long each of `count` steps takes, from its start on the host until its end is seen there: a step is what
+        `queue` queues, `launches` times."""
+
+    @abstractmethod
+    def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
+        """How long a batch of copies (to, from, bytes) takes, from before it is queued."""
+
+    @abstractmethod
     def copied_bytes_s(self) -> float:
-        source, target = self._memory(COPIED_BYTES), self._memory(COPIED_BYTES)
-        ends = self._cuda.CUdeviceptr(target), self._cuda.CUdeviceptr(source)
-        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, COPIED_BYTES, self._stream))
-        return 2 * COPIED_BYTES / took_s
+        """Bytes that a large copy within the device reads and writes in a second."""
 
-    def _memory(self, nbytes: int) -> int:
-        granularity = self._driver.granularity_bytes()
-        rounded = -(-max(nbytes, 1) // granularity) * granularity
-        return self._driver.map(self._driver.create(rounded), rounded)
-
-    def _pinned(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        rounded = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        mapping = mmap.mmap(-1, rounded)
-        host = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._driver.register(host, rounded)
-        return mapping, host
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return call(self._cuda, name, *arguments)
+    @abstractmethod
+    def saturated(self, *, by_process: bool) -> AbstractContextManager[Transferred]:
+        """While it lasts, copies from the host keep the bus busy, from a thread of this process or from a process of
+        its own. What it gives says how many bytes a second they reached so far."""

@@ -1,56 +1,27 @@
 """What only a GPU can answer of the engine's CUDA kernels: their speed against copies, their crossover, their errors.
 
-Each question gets a `Card`, which is the device, or a stand-in in a test. Speeds are bytes of K and V read, against the
+Speeds are bytes of K and V read, against the
 bytes that a large copy within the device reads and writes in the same time, in the same run.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, Launcher, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda import CacheShape, Crossover, NewTokens, PagedAttention, RopeCache, Rows
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.reference import paged_attention
+from support.gpu_answers import Answer
+from support.gpu_card import Array, Card
 
-Answer = tuple[bool, str]
-Array = npt.NDArray[np.generic]
 BF16, INT8 = CacheShape(32, 8, 128, 16), CacheShape(32, 8, 128, 16, cache="int8")
 BATCH_RATIO, LONG_RATIO, INT8_RATIO = 0.8, 0.6, 1.3  # the least that is promised
 # Of results, for K, V and queries that are normally distributed: the greatest error, and for int8 the root mean square.
 BF16_ERROR, INT8_ERROR, INT8_TYPICAL_ERROR = 1e-2, 1e-1, 1e-2
-
-
-class Card(ABC):
-    """A device to ask. Memory that it hands out lives as long as it does."""
-
-    launcher: Launcher
-    stream = 0
-
-    @abstractmethod
-    def place(self, array: Array) -> int:
-        """Its address on the device, after a copy."""
-
-    @abstractmethod
-    def repeated(self, array: Array, nbytes: int) -> int:
-        """The address of `nbytes` that hold `array` again and again."""
-
-    @abstractmethod
-    def read(self, address: int, like: Array) -> Array:
-        """What is there now, in the shape and type of `like`, once everything queued has run."""
-
-    @abstractmethod
-    def seconds(self, queue: Callable[[], object]) -> float:
-        """How long what `queue` queues takes, when it is repeated without a gap."""
-
-    @abstractmethod
-    def copied_bytes_s(self) -> float:
-        """Bytes that a large copy within the device reads and writes in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +66,12 @@ class Decode:
             batch or self.rows.count, self.rows.sequences, self.rows.contexts, self.rows.tables,
             self.rows.table_stride, self.rows.longest_context,
         )  # fmt: skip
-        return self.card.seconds(
-            lambda: self.attention.attend(
-                self.queries, self.output, self.planes, rows, scratch=self.scratch, version=version,
-                stream=self.card.stream,
-            )
+        return self.card.seconds(lambda: self.queue(rows, version))
+
+    def queue(self, rows: Rows | None = None, version: int = 0) -> None:
+        self.attention.attend(
+            self.queries, self.output, self.planes, rows or self.rows, scratch=self.scratch, version=version,
+            stream=self.card.stream,
         )  # fmt: skip
 
     @property
@@ -118,17 +90,16 @@ def decode_of_a_batch(card: Card, batch: int = 32, context: int = 4096) -> Answe
         f"decode of {batch} x {context}, bf16, V{wide.attention.version(batch, context)}: {ratio:.2f}x of a copy "
         f"(promised {BATCH_RATIO}); int8 {faster:.2f}x of bf16 (promised {INT8_RATIO})"
     )
-    return ratio >= BATCH_RATIO and faster >= INT8_RATIO, says
+    figures = {"bf16 of a copy": ratio, "int8 of bf16": faster}
+    return Answer(ratio >= BATCH_RATIO and faster >= INT8_RATIO, says, figures)
 
 
 def decode_of_one(card: Card, context: int = 32768) -> Answer:
     """A single long sequence, in partitions."""
     case = Decode.of(card, BF16, 1, context)
     ratio = case.read_bytes / case.seconds(version=2) / card.copied_bytes_s()
-    return (
-        ratio >= LONG_RATIO,
-        f"decode of 1 x {context}, bf16, V2: {ratio:.2f}x of a copy (promised {LONG_RATIO})",
-    )
+    says = f"decode of 1 x {context}, bf16, V2: {ratio:.2f}x of a copy (promised {LONG_RATIO})"
+    return Answer(ratio >= LONG_RATIO, says, {"bf16 of a copy": ratio})
 
 
 def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), context: int = 4096) -> Answer:
@@ -140,7 +111,7 @@ def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), c
     default = Crossover().blocks_per_multiprocessor
     curve = ", ".join(f"{batch}: {ratio:.2f}x" for batch, ratio in ratios.items())
     says = f"V1 against V2 by batch ({curve}): V1 from {measured:.1f} blocks a multiprocessor on (default {default})"
-    return 0.5 <= measured / default <= 2, says
+    return Answer(0.5 <= measured / default <= 2, says, {"blocks a multiprocessor": measured})
 
 
 def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Answer:
@@ -151,7 +122,9 @@ def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Ans
         f"error against float64: bf16 {wide.max():.1e} (promised {BF16_ERROR:.0e}); int8 {narrow.max():.1e}, "
         f"root mean square {typical:.1e} (promised {INT8_ERROR:.0e}, {INT8_TYPICAL_ERROR:.0e})"
     )
-    return wide.max() <= BF16_ERROR and narrow.max() <= INT8_ERROR and typical <= INT8_TYPICAL_ERROR, says
+    holds = wide.max() <= BF16_ERROR and narrow.max() <= INT8_ERROR and typical <= INT8_TYPICAL_ERROR
+    figures = {"bf16": float(wide.max()), "int8": float(narrow.max()), "int8 typical": typical}
+    return Answer(bool(holds), says, figures)
 
 
 def error_of(card: Card, shape: CacheShape, contexts: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -205,6 +178,3 @@ def _bf16(random: np.random.Generator, *extents: int) -> tuple[npt.NDArray[np.ui
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-KERNEL_QUESTIONS: tuple[Callable[[Card], Answer], ...] = (errors, decode_of_a_batch, decode_of_one, crossover)

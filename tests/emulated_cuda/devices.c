@@ -71,6 +71,8 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice devic
     case 40: *value = 2; return SUCCESS;   /* copy engines */
     case 75: *value = 9; return SUCCESS;   /* compute capability 9.0 */
     case 76: *value = 0; return SUCCESS;
+    case 108: *value = 4 << 20; return SUCCESS;  /* of the L2 cache: what may be set aside, */
+    case 109: *value = 16 << 20; return SUCCESS; /* and the largest window */
     case 97: *value = 227 << 10; return SUCCESS; /* shared memory of a block that asks for it */
     case 41: case 91: case 99: case 102: case 103: *value = 1; return SUCCESS;
     case 113: *value = (int)setting("EMULATED_CUDA_READ_ONLY_REGISTER", 1); return SUCCESS;

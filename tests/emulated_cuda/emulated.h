@@ -20,12 +20,13 @@ typedef struct stream *CUstream;
 typedef struct event *CUevent;
 typedef struct module *CUmodule;
 typedef struct function *CUfunction;
+typedef struct graph *CUgraph;
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
     INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, LAUNCH_TIMEOUT = 702, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800,
-    NOT_SUPPORTED = 801
+    NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900
 };
 
 enum { DEVICES = 2, GRANULARITY = 2 << 20, RIGHT_READ = 1, RIGHT_WRITE = 2, POISON = 0xA5, SPOIL = -1 };

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "emulated.h"
@@ -18,11 +19,14 @@ struct work {
     uint64_t number;
     struct work *next;
 };
+struct graph { struct work *first; };
 struct stream {
     int device;
     pthread_t thread;
     struct work *first, *last; /* `first` stays in place while it runs */
     struct stream *next;
+    struct work *captured, *captured_last;
+    bool is_capturing;
     unsigned seed, number; /* from 1, in the order in which streams were made */
 };
 
@@ -113,7 +117,16 @@ static void *serve(void *argument) {
 static CUresult add(CUstream stream, struct work work) {
     CUresult result = INVALID_HANDLE;
     pthread_mutex_lock(&emulated_lock);
-    if (is_known(stream)) {
+    if (is_known(stream) && stream->is_capturing) {
+        result = NOT_SUPPORTED;
+        if (work.kind == COPIES || work.kind == KERNEL) {
+            struct work *own = malloc(sizeof work);
+            *own = work;
+            *(stream->captured_last ? &stream->captured_last->next : &stream->captured) = own;
+            stream->captured_last = own;
+            result = SUCCESS;
+        }
+    } else if (is_known(stream)) {
         struct work *own = malloc(sizeof work);
         if (work.kind == RECORD)
             work.number = ++work.event->recorded;
@@ -180,6 +193,10 @@ EXPORTED CUresult cuStreamSynchronize(CUstream stream) {
     CUresult result = INVALID_HANDLE;
     if (is_known(stream)) {
         int device = stream->device;
+        if (stream->is_capturing) {
+            pthread_mutex_unlock(&emulated_lock);
+            return CAPTURE_UNSUPPORTED;
+        }
         while (is_known(stream) && stream->first)
             pthread_cond_wait(&changed, &emulated_lock);
         result = broken(device);
@@ -202,6 +219,57 @@ EXPORTED CUresult cuCtxSynchronize(void) {
     CUresult result = broken(device);
     pthread_mutex_unlock(&emulated_lock);
     return result;
+}
+
+/* Graphs: what a stream captured, copies and kernels alone, in their order. They are never freed. */
+EXPORTED CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
+    ENTER("cuStreamBeginCapture");
+    pthread_mutex_lock(&emulated_lock);
+    CUresult result = !is_known(stream) ? INVALID_HANDLE : stream->is_capturing || mode < 0 || mode > 2 ? INVALID_VALUE : 0;
+    if (!result)
+        stream->is_capturing = true;
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+    ENTER("cuStreamEndCapture");
+    pthread_mutex_lock(&emulated_lock);
+    CUresult result = is_known(stream) && stream->is_capturing ? SUCCESS : INVALID_VALUE;
+    if (!result) {
+        *graph = malloc(sizeof **graph);
+        (*graph)->first = stream->captured;
+        stream->captured = stream->captured_last = NULL;
+        stream->is_capturing = false;
+    }
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuGraphInstantiateWithFlags(CUgraph *executable, CUgraph graph, unsigned long long flags) {
+    ENTER("cuGraphInstantiate");
+    *executable = graph;
+    return flags ? NOT_SUPPORTED : SUCCESS;
+}
+
+EXPORTED CUresult cuGraphLaunch(CUgraph graph, CUstream stream) {
+    ENTER("cuGraphLaunch");
+    CUresult result = SUCCESS;
+    for (struct work *each = graph->first; each && !result; each = each->next) {
+        struct work own = *each;
+        own.next = NULL;
+        if (each->pieces)
+            own.pieces = memcpy(malloc(each->count * sizeof *own.pieces), each->pieces, each->count * sizeof *own.pieces);
+        if (each->launch)
+            own.launch = memcpy(malloc(sizeof *own.launch), each->launch, sizeof *own.launch);
+        result = add(stream, own);
+    }
+    return result;
+}
+
+EXPORTED CUresult cuGraphExecDestroy(CUgraph graph) {
+    ENTER("cuGraphExecDestroy");
+    return graph ? SUCCESS : INVALID_HANDLE;
 }
 
 EXPORTED CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {

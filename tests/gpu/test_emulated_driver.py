@@ -17,7 +17,7 @@ import pytest
 from tests.emulated_cuda.build import driver_directory
 
 CHUNK = 2 << 20
-INVALID, OUT_OF_MEMORY, NOT_READY, ILLEGAL = 1, 2, 600, 700
+INVALID, OUT_OF_MEMORY, NOT_READY, ILLEGAL, CAPTURE_UNSUPPORTED = 1, 2, 600, 700, 900
 READ, READ_WRITE = 1, 3
 _NODES = itertools.count()
 
@@ -145,6 +145,22 @@ def test_streams_overtake_each_other_and_wait_for_events(path: Path, monkeypatch
     assert driver.to_device(device, source) == 0 and driver.wait() == 0
     driver.must("cuStreamWaitEvent", driver.stream, event, 0)
     assert driver.call("cuStreamQuery", driver.stream) == NOT_READY
+
+
+def test_what_a_stream_captures_runs_when_its_graph_is_launched_and_each_time(path: Path) -> None:
+    driver = Driver(path)
+    device, source, target = driver.map(driver.create()[1]), Memory(b"1").register(driver), Memory().register(driver)
+    graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+    driver.must("cuStreamBeginCapture_v2", driver.stream, 1)
+    assert driver.to_device(device, source) == 0 and driver.to_host(target, device) == 0
+    assert driver.wait() == CAPTURE_UNSUPPORTED
+    driver.must("cuStreamEndCapture", driver.stream, ctypes.byref(graph))
+    assert driver.wait() == 0 and target.mapping[:1] != b"1", "nothing has run yet"
+    driver.must("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, u64(0))
+    for content in (b"1", b"2"):
+        source.mapping[:] = content * 4096
+        driver.must("cuGraphLaunch", executable, driver.stream)
+        assert driver.wait() == 0 and target.mapping[:] == content * 4096
 
 
 def test_a_copy_from_unregistered_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

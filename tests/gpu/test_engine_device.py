@@ -17,7 +17,8 @@ import ctypes, mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_tiers.gpu.driver import Driver, Run
+from kvstore_proto.cuda_copies import Run
+from kvstore_tiers.gpu.driver import Driver
 
 CHUNK, BLOCK = 2 << 20, 4096
 driver, device = Driver(0), Device(0)

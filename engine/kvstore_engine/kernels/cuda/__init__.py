@@ -6,6 +6,7 @@ yet run on hardware: docs/engine.md says what has been done.
 
 from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.blocks import BlockMover
+from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.device import Device
 from kvstore_engine.kernels.cuda.program import CacheShape, CudaError, Launcher, Program
 from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
@@ -13,6 +14,7 @@ from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
 __all__ = [
     "BlockMover",
     "CacheShape",
+    "CacheWindow",
     "Crossover",
     "CudaError",
     "Device",

@@ -10,6 +10,7 @@ import ctypes as ct
 from types import ModuleType
 from typing import Any
 
+from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
 from kvstore_proto.cuda_compiler import compile_program
 from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
@@ -17,6 +18,9 @@ from kvstore_proto.nvrtc import EXTRA, CompileError
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute
+_MOST_KEPT, _MOST_WINDOW = 108, 109  # of the L2 cache
+_KEPT_LIMIT, _WINDOW = 6, 1  # CUlimit, CUlaunchAttributeID
+_NORMAL, _PERSISTING = 0, 2  # CUaccessProperty
 _DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _OLDEST = (7, 5)  # that NVRTC 13 compiles for
 
@@ -38,6 +42,7 @@ class Device(Launcher):
         self._multiprocessors = self._attribute(_MULTIPROCESSORS)
         self._shared_bytes = self._attribute(_SHARED_OPT_IN)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._kept_bytes = 0
         self._modules: dict[Program, Any] = {}
         self._functions: dict[tuple[Program, str], Any] = {}
 
@@ -56,6 +61,37 @@ class Device(Launcher):
             "cuLaunchKernel", function, *grid, THREADS, 1, 1, shared_bytes, self._cuda.CUstream(stream),
             ct.addressof(parameters), 0,
         )  # fmt: skip
+
+    @property
+    def window_bytes(self) -> int:
+        """The most that a window may hold; 0 where the device keeps nothing on request."""
+        return self._attribute(_MOST_WINDOW) if self._attribute(_MOST_KEPT) else 0
+
+    def set_aside_cache(self, nbytes: int) -> int:
+        """Let windows have up to `nbytes` of the L2 cache, which other memory cannot use then; how many the device
+        gives. It counts for the whole context. 0 ends that, and what was kept is kept no longer."""
+        self._call("cuCtxSetCurrent", self._context)
+        limit = self._cuda.CUlimit(_KEPT_LIMIT)
+        if self.window_bytes:
+            self._call("cuCtxSetLimit", limit, min(nbytes, self._attribute(_MOST_KEPT)))
+            self._kept_bytes = int(self._call("cuCtxGetLimit", limit))
+            if not nbytes:
+                self._call("cuCtxResetPersistingL2Cache")
+        return self._kept_bytes
+
+    def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
+        """Launches on `stream` from here on find `window` in the L2 cache rather than other memory: of a larger one
+        than was set aside, a part. None: no window. `stream` is not the default one. Raises CudaError."""
+        cuda = self._cuda
+        policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
+        policy.hitProp, policy.missProp = map(cuda.CUaccessProperty, (_NORMAL, _NORMAL))
+        if window is not None:
+            policy.base_ptr, policy.num_bytes = window.address, window.nbytes
+            policy.hitRatio = min(1.0, self._kept_bytes / window.nbytes)
+            policy.hitProp = cuda.CUaccessProperty(_PERSISTING)
+        value.accessPolicyWindow = policy
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def synchronize(self) -> None:
         """Until everything that is queued has run. Raises CudaError when something failed."""

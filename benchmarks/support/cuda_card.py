@@ -1,0 +1,189 @@
+"""A CUDA device as the kernels' questions want it: memory that is filled and read, and times without launch gaps.
+
+Owns the memory, until the process ends. Times of kernels are of CUDA graphs that hold a call many times: neither
+Python's nor the driver's launches are in them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.kernels.cuda import Device
+from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_driver import call
+from kvstore_tiers.gpu.driver import Driver
+from support.gpu_answers import FULL, Sizes
+from support.gpu_card import Array, Card, Transferred
+from support.gpu_memory import on_device, pinned
+
+_REPEATS_A_ROUND = 4  # of the rounds: calls in a graph
+_THREAD_LOCAL = 1  # a capture that other threads' calls do not end
+
+
+class CudaCard(Card):
+    """Device `index`. `exact`: each array has memory of its own size, so that a tool sees what is beyond its end.
+    Raises NoDriver, DriverError, CudaError."""
+
+    launcher: Device
+
+    def __init__(self, index: int, sizes: Sizes = FULL, *, exact: bool = False) -> None:
+        from cuda.bindings import driver
+
+        self._cuda = driver
+        self._index, self._sizes, self._exact = index, sizes, exact
+        self._on_host: list[mmap.mmap] = []
+        self._driver = Driver(index)
+        self._stream = self._driver.stream()
+        self.launcher = Device(index)
+        self.stream = int(self._stream)
+
+    def place(self, array: Array) -> int:
+        return self.repeated(array, array.nbytes)
+
+    def repeated(self, array: Array, nbytes: int) -> int:
+        address = self._memory(nbytes)
+        mapping, host = self._pinned(array.nbytes)
+        mapping[: array.nbytes] = array.tobytes()
+        starts = range(0, nbytes, array.nbytes)
+        runs = [Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts]
+        self._driver.copy(runs, to_device=True, stream=self._stream)
+        self._driver.synchronize(self._stream)
+        self._driver.unregister(host)
+        return address
+
+    def read(self, address: int, like: Array) -> Array:
+        mapping, host = self._pinned(like.nbytes)
+        self._driver.copy([Run(host, address, like.nbytes)], to_device=False, stream=self._stream)
+        self._driver.synchronize(self._stream)
+        self._driver.unregister(host)
+        copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
+        return copied
+
+    def place_on_host(self, array: Array) -> int:
+        mapping, host = self._pinned(array.nbytes)
+        mapping[: array.nbytes] = array.tobytes()
+        self._on_host.append(mapping)
+        return host
+
+    def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
+        repeats = _REPEATS_A_ROUND * self._sizes.rounds
+        if not in_graph:
+            return min(self._queued_s(queue, repeats) for _ in range(1 + self._sizes.rounds)) / repeats
+        graph = self._graph(queue, repeats)
+        took = [self._replayed_s(graph) for _ in range(self._sizes.rounds)]
+        self._call("cuGraphExecDestroy", graph)
+        return min(took) / repeats
+
+    def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
+        graph = self._graph(queue, launches)
+        warm = self._sizes.rounds
+        took = [self._replayed_s(graph) for _ in range(warm + count)]
+        self._call("cuGraphExecDestroy", graph)
+        return took[warm:]
+
+    def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
+        copies, took = [Run(*run) for run in runs], []
+        for _ in range(self._sizes.rounds):
+            began_s = time.perf_counter()
+            self._driver.copy(copies, to_device=to_device, stream=self._stream)
+            self._driver.synchronize(self._stream)
+            took.append(time.perf_counter() - began_s)
+        return min(took)
+
+    def copied_bytes_s(self) -> float:
+        nbytes = self._sizes.copied_bytes
+        source, target = self._memory(nbytes), self._memory(nbytes)
+        ends = self._cuda.CUdeviceptr(target), self._cuda.CUdeviceptr(source)
+        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, nbytes, self._stream))
+        return 2 * nbytes / took_s
+
+    @contextmanager
+    def saturated(self, *, by_process: bool) -> Iterator[Transferred]:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        make = spawn.Process if by_process else threading.Thread
+        transfer = make(target=_transfer, args=(self._index, self._sizes.copied_bytes // 4, theirs))
+        transfer.start()
+        failure: OSError | None = ours.recv()  # once its first copy has ended
+        if failure is not None:
+            raise failure
+
+        def reached() -> float:
+            ours.send(False)
+            rate: float = ours.recv()
+            return rate
+
+        try:
+            yield reached
+        finally:
+            ours.send(True)
+            transfer.join()
+
+    def _graph(self, queue: Callable[[], object], launches: int) -> Any:
+        queue()  # compiles, and warms up
+        self._driver.synchronize(self._stream)
+        self._call("cuStreamBeginCapture", self._stream, self._cuda.CUstreamCaptureMode(_THREAD_LOCAL))
+        for _ in range(launches):
+            queue()
+        return self._call("cuGraphInstantiate", self._call("cuStreamEndCapture", self._stream), 0)
+
+    def _replayed_s(self, graph: Any) -> float:
+        began_s = time.perf_counter()
+        self._call("cuGraphLaunch", graph, self._stream)
+        self._driver.synchronize(self._stream)
+        return time.perf_counter() - began_s
+
+    def _queued_s(self, queue: Callable[[], object], repeats: int) -> float:
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            queue()
+        self._driver.synchronize(self._stream)
+        return time.perf_counter() - began_s
+
+    def _memory(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", max(nbytes, 1))) if self._exact else on_device(self._driver, max(nbytes, 1))
+
+    def _pinned(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        return pinned(self._driver, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return call(self._cuda, name, *arguments)
+
+
+def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
+    """Copies to the device, two under way at a time, until the other end says so; answers how fast they have been."""
+    try:
+        driver = Driver(index)
+        target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
+        streams = driver.stream(), driver.stream()
+        run = [Run(target, source, nbytes)]
+        driver.copy(run, to_device=True, stream=streams[0])
+        driver.synchronize(streams[0])
+    except OSError as error:
+        pipe.send(OSError(f"nothing can be transferred: {error}"))
+        return
+    pipe.send(None)
+    began_s, moved = time.perf_counter(), 0
+    for stream in streams:
+        driver.copy(run, to_device=True, stream=stream)
+    while True:
+        for stream in streams:
+            driver.synchronize(stream)
+            moved += nbytes
+            driver.copy(run, to_device=True, stream=stream)
+        if pipe.poll():
+            if pipe.recv():
+                break
+            pipe.send(moved / (time.perf_counter() - began_s))
+    for stream in streams:
+        driver.synchronize(stream)

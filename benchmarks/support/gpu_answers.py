@@ -1,0 +1,61 @@
+"""What a question to a GPU is, what it answers, and at which sizes it is asked.
+
+Owns nothing of a device. An answer holds, does not hold, or could not be found (None), and says why in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`figures`: the numbers of `says` by name, ratios where the unit is not in the name."""
+
+    holds: bool | None
+    says: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a question moves and how often. `tools_s`: the longest that a tool or a file of tests may take.
+    `rooms_bytes`: of device memory, for the tiers that a question opens."""
+
+    copied_bytes: int = 256 << 20
+    pieces_bytes: tuple[int, ...] = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
+    rounds: int = 5
+    layers: int = 32
+    blocks: int = 64  # storage blocks that are moved at once
+    gets: int = 200
+    kills: int = 100
+    rooms_bytes: int = 1 << 30
+    batch: int = 32
+    context: int = 4096
+    long_context: int = 32768
+    steps: int = 300
+    tools_s: float = 480.0
+
+
+FULL = Sizes()
+# What an emulated device, or one that others use, has room for: shows that a question can be asked, measures nothing.
+SMALL = Sizes(
+    copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, layers=2, blocks=4, gets=3, kills=2,
+    rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, tools_s=60.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`ask` gets the device and the sizes, in a process of its own, which has `limit_s` seconds."""
+
+    name: str
+    about: str
+    limit_s: float
+    ask: Callable[[int, Sizes], Answer]
+
+
+def listed(ratios: dict[int, float]) -> str:
+    """Ratios by piece size, for people."""
+    return ", ".join(f"{nbytes >> 10} KiB {ratio:.2f}x" for nbytes, ratio in ratios.items())

@@ -1,0 +1,100 @@
+"""Copies between host and device: pieces against one large copy, and an arena's blocks into an engine's paged pool.
+
+Speeds are ratios against one large copy of pinned memory in the same run.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from kvstore_proto.cuda_copies import Run
+from kvstore_tiers.gpu.copies import merged
+from kvstore_tiers.gpu.driver import Driver
+from support.gpu_answers import Answer, Question, Sizes, listed
+from support.gpu_memory import arena, copy_s, on_device, pinned, run_of
+
+POOL_RATIO = 0.9  # the least that is promised, for blocks that are consecutive in the pool
+ENGINE_TOKENS, STORED_TOKENS = 16, 64
+ROW_BYTES = 8 * 128 * 2  # of a token, K or V, in a layer: 8 heads of 128 channels in bf16
+PIECE_BYTES = ENGINE_TOKENS * ROW_BYTES
+_PER_PLANE = STORED_TOKENS // ENGINE_TOKENS
+
+
+def pieces(device: int, sizes: Sizes) -> Answer:
+    """Copies in pieces, none of which touches another, against one large copy."""
+    driver, nbytes = Driver(device), sizes.copied_bytes
+    at = on_device(driver, nbytes)
+    _, host = pinned(driver, nbytes)
+    said, figures = [], {}
+    for to_device in (True, False):
+        way = "to the device" if to_device else "to the host"
+        large_s = copy_s(
+            driver, [[run_of(at, host, nbytes, to_device=to_device)]], to_device=to_device, rounds=sizes.rounds
+        )
+        ratios = {}
+        for piece in sizes.pieces_bytes:
+            offsets = range(0, nbytes, 2 * piece)
+            runs = [run_of(at + offset, host + offset, piece, to_device=to_device) for offset in offsets]
+            ratios[piece] = large_s / 2 / copy_s(driver, [runs], to_device=to_device, rounds=sizes.rounds)
+            figures[f"{way}, {piece >> 10} KiB"] = ratios[piece]
+        figures[f"{way}, GB/s"] = nbytes / large_s / 1e9
+        said.append(f"{way}: one copy {nbytes / large_s / 1e9:.1f} GB/s, batches of {listed(ratios)}")
+    return Answer(True, "; ".join(said), figures)
+
+
+def arena_and_pool(device: int, sizes: Sizes) -> Answer:
+    """Storage blocks of a model of 8 billion parameters from an arena into a paged pool, layer by layer, and from the
+    pool into staging: where the pool's blocks are consecutive, and where none are neighbours."""
+    driver = Driver(device)
+    planes, blocks = 2 * sizes.layers, sizes.blocks
+    plane_bytes = blocks * STORED_TOKENS * ROW_BYTES
+    nbytes = planes * plane_bytes
+    pool = on_device(driver, 2 * nbytes)  # twice as many blocks: none need be neighbours
+    filled, source, why = arena(driver, nbytes)
+    stored, staging = pinned(driver, nbytes)
+    said, figures, holds = [], {}, True
+    scattered = random.Random(0).sample(range(0, 2 * blocks * _PER_PLANE, 2), blocks * _PER_PLANE)
+    for to_device, host in ((True, source), (False, staging)):
+        way = "arena to pool" if to_device else "pool to staging"
+        whole = [[run_of(pool, host, nbytes, to_device=to_device)]]
+        large_s = copy_s(driver, whole, to_device=to_device, rounds=sizes.rounds)
+        ratios = {}
+        for kind, places in (("consecutive", range(blocks * _PER_PLANE)), ("scattered", scattered)):
+            batches = [
+                merged(_plane_runs(pool + plane * 2 * plane_bytes, host, plane, planes, places, to_device=to_device))
+                for plane in range(planes)
+            ]
+            ratios[kind] = large_s / copy_s(driver, batches, to_device=to_device, rounds=sizes.rounds)
+            figures[f"{way}, {kind}"] = ratios[kind]
+        figures[f"{way}, one copy GB/s"] = nbytes / large_s / 1e9
+        holds = holds and ratios["consecutive"] >= POOL_RATIO
+        said.append(
+            f"{way} {ratios['consecutive']:.2f}x of one copy (promised {POOL_RATIO}), "
+            f"scattered {PIECE_BYTES >> 10} KiB {ratios['scattered']:.2f}x"
+        )
+    if not np.array_equal(np.frombuffer(stored, np.uint8), np.frombuffer(filled, np.uint8)):
+        holds = False
+        said.append("the bytes that came back are WRONG")
+    note = f"; the arena is registered writable, since {why}" if why else ""
+    block_kib = planes * STORED_TOKENS * ROW_BYTES >> 10
+    return Answer(holds, f"{blocks} blocks of {block_kib} KiB: {'; '.join(said)}{note}", figures)
+
+
+def _plane_runs(
+    pool: int, host: int, plane: int, planes: int, places: range | list[int], *, to_device: bool
+) -> list[Run]:
+    """The pieces of one plane: a storage block is layer-major, so each has `_PER_PLANE` neighbours in the arena."""
+    block_bytes, runs = planes * STORED_TOKENS * ROW_BYTES, []
+    for number, place in enumerate(places):
+        block, part = divmod(number, _PER_PLANE)
+        offset = block * block_bytes + (plane * _PER_PLANE + part) * PIECE_BYTES
+        runs.append(run_of(pool + place * PIECE_BYTES, host + offset, PIECE_BYTES, to_device=to_device))
+    return runs
+
+
+COPIES = (
+    Question("copies", "copies in pieces against one large copy", 90, pieces),
+    Question("arena-pool", "host arena <-> paged pool, both directions, against one copy", 120, arena_and_pool),
+)

@@ -1,0 +1,76 @@
+"""Memory of a device and of the host that a question copies between, by the GPU tier's own driver calls.
+
+Owns nothing. Device memory lives until the process of the question ends, host memory as long as its mapping, which
+the caller keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver
+
+
+def pinned(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Registered memory of this process, and its address."""
+    mapping = mmap.mmap(-1, nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    driver.register(address, nbytes)
+    return mapping, address
+
+
+def arena(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int, str]:
+    """A memfd with bytes in it, mapped as a client maps an arena: read-only, and registered so. The mapping, its
+    address, and why it had to be mapped writable where the device cannot register memory read-only."""
+    descriptor = os.memfd_create("arena")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        with mmap.mmap(descriptor, nbytes) as filled:
+            np.frombuffer(filled, np.uint64)[:] = np.arange(nbytes // 8, dtype=np.uint64)
+        why = ""
+        mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        try:
+            driver.register(address, nbytes, read_only=True)
+        except DriverError as error:
+            if error.is_final:
+                raise
+            why = str(error)
+            mapping = mmap.mmap(descriptor, nbytes)
+            address = np.frombuffer(mapping, np.uint8).ctypes.data
+            driver.register(address, nbytes)
+    finally:
+        os.close(descriptor)
+    return mapping, address, why
+
+
+def on_device(driver: Driver, nbytes: int) -> int:
+    """The address of new device memory."""
+    granularity = driver.granularity_bytes()
+    rounded = -(-nbytes // granularity) * granularity
+    return driver.map(driver.create(rounded), rounded)
+
+
+def copy_s(driver: Driver, batches: Sequence[Sequence[Run]], *, to_device: bool, rounds: int = 1) -> float:
+    """Seconds until all has ended, from before the first batch is queued: the least of `rounds`."""
+    stream = driver.stream()
+    took_s = []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        for runs in batches:
+            driver.copy(runs, to_device=to_device, stream=stream)
+        driver.synchronize(stream)
+        took_s.append(time.perf_counter() - began_s)
+    return min(took_s)
+
+
+def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> Run:
+    return Run(device, host, nbytes) if to_device else Run(host, device, nbytes)

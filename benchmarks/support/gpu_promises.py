@@ -1,0 +1,106 @@
+"""What the GPU tier's design takes for granted of the driver: rights, registration, and whose death ends memory.
+
+Each question may break its context: it is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+
+from kvstore_console.units import human_bytes
+from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver
+from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_memory import arena, copy_s, on_device, pinned
+
+_CUFILE_NAMES = ("libcufile.so.0", "libcufile.so")
+_FS_STATISTICS = Path("/proc/driver/nvidia-fs/stats")
+
+
+def registers_read_only(device: int, sizes: Sizes) -> Answer:
+    """Whether an arena that a client maps read-only can be registered, and copied from."""
+    driver, nbytes = Driver(device), sizes.copied_bytes
+    mapping, address, why = arena(driver, nbytes)
+    if why:
+        return Answer(False, f"a memfd that is mapped read-only CANNOT be registered: {why}")
+    at = on_device(driver, nbytes)
+    copy_s(driver, [[Run(at, address, nbytes)]], to_device=True)
+    back, to = pinned(driver, nbytes)
+    copy_s(driver, [[Run(to, at, nbytes)]], to_device=False)
+    return Answer(back[:] == mapping[:], "a memfd that is mapped read-only is registered, and copied from")
+
+
+def read_only_access_holds(device: int, sizes: Sizes) -> Answer:
+    """Whether an importer that maps device memory read-only cannot write to it."""
+    driver, nbytes = Driver(device), sizes.copied_bytes
+    at = driver.map(driver.create(nbytes), nbytes, read_only=True)
+    _, source = pinned(driver, nbytes)
+    try:
+        copy_s(driver, [[Run(at, source, nbytes)]], to_device=True)
+    except DriverError as error:
+        return Answer(True, f"a write to device memory that is mapped read-only fails: {error}")
+    return Answer(False, "a write to device memory that is mapped read-only WENT THROUGH")
+
+
+def _make_and_wait(device: int, nbytes: int, pipe: Connection) -> None:
+    driver = Driver(device)
+    handle = driver.create(nbytes)
+    at = driver.map(handle, nbytes)
+    mapping, source = pinned(driver, nbytes)
+    mapping[:] = b"survives" * (nbytes // 8)
+    copy_s(driver, [[Run(at, source, nbytes)]], to_device=True)
+    pipe.send(DupFd(driver.export_descriptor(handle)))
+    signal.pause()
+
+
+def memory_outlives_its_maker(device: int, sizes: Sizes) -> Answer:
+    """Whether memory lives while a process without a context holds its descriptor, over the kill -9 of its maker."""
+    nbytes = sizes.copied_bytes
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    maker = spawn.Process(target=_make_and_wait, args=(device, nbytes, theirs))
+    maker.start()
+    descriptor = ours.recv().detach()
+    maker.kill()
+    maker.join()
+    driver = Driver(device)
+    held, _ = driver.memory_bytes()
+    at = driver.map(driver.import_descriptor(descriptor), nbytes, read_only=True)
+    back, to = pinned(driver, nbytes)
+    copy_s(driver, [[Run(to, at, nbytes)]], to_device=False)
+    is_there = back[:] == b"survives" * (nbytes // 8)
+    return Answer(is_there, f"device memory outlives the kill -9 of its maker ({human_bytes(held)} free meanwhile)")
+
+
+class _CufileError(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_int), ("driver_code", ctypes.c_int))
+
+
+def has_direct_storage(device: int, sizes: Sizes) -> Answer:
+    """Whether NVMe and the device can exchange bytes without host memory. It only informs."""
+    Driver(device)
+    module = "nvidia-fs is loaded" if _FS_STATISTICS.exists() else "nvidia-fs is not loaded"
+    for name in _CUFILE_NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.cuFileDriverOpen.restype = _CufileError
+        code = library.cuFileDriverOpen().code
+        opened = "opens" if code == 0 else f"does not open (error {code})"
+        return Answer(True, f"GPUDirect Storage: {name} {opened}; {module}", {"there": float(code == 0)})
+    return Answer(True, f"GPUDirect Storage: no {_CUFILE_NAMES[0]}; {module}", {"there": 0.0})
+
+
+PROMISES = (
+    Question("read-only-register", "a memfd mapped read-only can be registered", 60, registers_read_only),
+    Question("read-only-access", "read-only device memory cannot be written", 60, read_only_access_holds),
+    Question("outlives-maker", "memory outlives the kill -9 of its maker", 60, memory_outlives_its_maker),
+    Question("direct-storage", "is GPUDirect Storage there (informs)", 30, has_direct_storage),
+)

@@ -1,0 +1,120 @@
+"""Paged decode of others beside ours, on the same device in the same run, each where it is installed.
+
+Owns the tensors of a comparison. What is compared is a batch of equal contexts, bf16, blocks of 16 tokens; every side
+is repeated in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from support.gpu_answers import Answer
+from support.gpu_card import Card
+from support.gpu_kernels import BF16, Decode
+
+REPEATS, ROUNDS = 20, 5
+WORKSPACE_BYTES = 128 << 20
+RATIO = 1.0  # the least that is promised, against whichever paged kernel is there
+Queue = Callable[[], object]
+
+
+def decode_of_rivals(card: Card, batch: int = 32, context: int = 4096, torch_device: str = "cuda") -> Answer:
+    """Our kernel in units of each other one's speed. Scaled dot product attention of torch, over K and V that lie
+    together, is no paged kernel: its figure only informs."""
+    try:
+        import torch
+    except ImportError:
+        return Answer(None, "no rival is here: torch is not installed")
+    ours_s = Decode.of(card, BF16, batch, context).seconds()
+    state = {"dtype": torch.bfloat16, "device": torch_device}
+    pages = batch * context // BF16.block_tokens
+    queries = torch.randn(batch, BF16.query_heads, BF16.head_dim, **state)
+    planes = [torch.randn(pages, BF16.block_tokens, BF16.kv_heads, BF16.head_dim, **state) for _ in range(2)]
+    said, figures, holds = [], {}, []
+    for name, prepare in RIVALS.items():
+        try:
+            queue = prepare(queries, planes, batch, context)
+        except ImportError as error:
+            said.append(f"{name}: not installed ({error.name or error})")
+            continue
+        ratio = figures[name] = seconds(torch, queue, torch_device) / ours_s
+        if name != TOGETHER:
+            holds.append(ratio >= RATIO)
+        said.append(f"{name}: {ratio:.2f}x")
+    verdict = all(holds) if holds else None
+    return Answer(
+        verdict, f"decode of {batch} x {context}, ours by theirs (promised {RATIO}): {'; '.join(said)}", figures
+    )
+
+
+def seconds(torch: Any, queue: Queue, device: str) -> float:
+    """Of one call, in a graph of many; without one where the device is the host."""
+    queue()  # compiles, and warms up
+    if device == "cpu":
+        began_s = time.perf_counter()
+        queue()
+        return time.perf_counter() - began_s
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            queue()
+    took = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - began_s)
+    return min(took) / REPEATS
+
+
+def _table(queries: Any, batch: int, context: int) -> Any:
+    import torch
+
+    width = context // BF16.block_tokens
+    shuffled = torch.randperm(batch * width, device=queries.device, dtype=torch.int64)
+    return shuffled.to(torch.int32).reshape(batch, width)
+
+
+def _flashinfer(queries: Any, planes: list[Any], batch: int, context: int) -> Queue:
+    import flashinfer
+    import torch
+
+    integers = {"dtype": torch.int32, "device": queries.device}
+    width = context // BF16.block_tokens
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=queries.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper.plan(
+        torch.arange(0, (batch + 1) * width, width, **integers), _table(queries, batch, context).reshape(-1),
+        torch.full((batch,), BF16.block_tokens, **integers), BF16.query_heads, BF16.kv_heads, BF16.head_dim,
+        BF16.block_tokens, q_data_type=queries.dtype, kv_data_type=queries.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(queries, (planes[0], planes[1]))
+
+
+def _vllm(queries: Any, planes: list[Any], batch: int, context: int) -> Queue:
+    import torch
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    integers = {"dtype": torch.int32, "device": queries.device}
+    starts, lengths = torch.arange(batch + 1, **integers), torch.full((batch,), context, **integers)
+    table = _table(queries, batch, context)
+    return lambda: flash_attn_varlen_func(
+        q=queries, k=planes[0], v=planes[1], max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=context,
+        seqused_k=lengths, block_table=table, causal=True,
+    )  # fmt: skip
+
+
+def _together(queries: Any, planes: list[Any], batch: int, context: int) -> Queue:
+    import torch
+
+    rows = queries.unsqueeze(2)
+    keys, values = (plane.view(batch, context, BF16.kv_heads, BF16.head_dim).transpose(1, 2) for plane in planes)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(rows, keys, values, enable_gqa=True)
+
+
+TOGETHER = "torch's attention"
+RIVALS = {"FlashInfer": _flashinfer, "vLLM's FlashAttention": _vllm, TOGETHER: _together}

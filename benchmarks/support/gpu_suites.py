@@ -1,0 +1,102 @@
+"""The tests and tools that a device is for: the GPU tier's tests on it, and compute-sanitizer over every kernel.
+
+Owns the processes that it starts, and ends them with all that they started when their time is up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from support.gpu_answers import Answer, Question, Sizes
+
+ROOT = Path(__file__).parents[2]
+SUITE = ROOT / "tests" / "gpu"
+NOT_OF_A_DEVICE = (
+    "test_emulated_driver.py",
+    "test_emulated_kernels.py",
+    "test_gpu_check.py",
+)  # ask the emulated driver
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
+_FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with
+_SUMMARY = re.compile(r"^=+ \w+ SUMMARY: .*$", re.MULTILINE)
+_COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error|errors)")
+
+
+def suite(path: Path, device: int, sizes: Sizes) -> Answer:
+    """A file of tests, on this machine's driver."""
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        return Answer(None, f"{path.name}: not run, pytest or hypothesis is not installed")
+    variables = {"KVSTORED_TEST_GPU": "hardware"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", str(path)]
+    status, text = bounded(command, sizes.tools_s, variables)
+    lines = text.strip().splitlines() or ["nothing was printed"]
+    counts = {word.removesuffix("s"): float(number) for number, word in _COUNTS.findall(lines[-1])}
+    if status is None:
+        return Answer(False, f"{path.name}: not done within {sizes.tools_s:.0f} s", counts)
+    reasons = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return Answer(status == 0, f"{path.name}: {'; '.join([lines[-1].strip('= '), *reasons[:2]])}", counts)
+
+
+def sanitized(tool: str, device: int, sizes: Sizes) -> Answer:
+    """Every kernel once, under a tool of compute-sanitizer."""
+    program = sanitizer()
+    if program is None:
+        return Answer(None, GET_SANITIZER)
+    script = ["-m", "support.gpu_launches", "--device", str(device)]
+    options = ["--tool", tool, "--error-exitcode", str(_FOUND_ERRORS), "--target-processes", "application-only"]
+    status, text = bounded([program, *options, sys.executable, *script], sizes.tools_s, _path_of_scripts())
+    summaries = [line.strip("= ") for line in _SUMMARY.findall(text)]
+    if status is None:
+        return Answer(False, f"{tool}: not done within {sizes.tools_s:.0f} s")
+    lines = [line.strip("= ") for line in text.strip().splitlines()] or ["nothing was printed"]
+    reason = next((line for line in lines if "Error" in line), lines[-1])
+    last = summaries[-1] if summaries else f"no summary, status {status}: {reason}"
+    return Answer(status == 0 and bool(summaries), f"{tool} over every kernel: {last}")
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on the path, in a toolkit, or in its wheel."""
+    found = importlib.util.find_spec("nvidia")
+    wheels = [Path(place) / "cu13" / "bin" for place in (found.submodule_search_locations or ())] if found else []
+    places = [os.environ.get("PATH", ""), "/usr/local/cuda/bin", *map(str, wheels)]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def bounded(command: Sequence[str], limit_s: float, variables: Mapping[str, str]) -> tuple[int | None, str]:
+    """Exit status and output; None for a program that had to be killed, with all that it started."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+        return process.returncode, text
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+
+
+def _path_of_scripts() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, sys.path)])}
+
+
+def suites() -> tuple[Question, ...]:
+    """One for each file of tests and each tool."""
+    files = [path for path in sorted(SUITE.glob("test_*.py")) if path.name not in NOT_OF_A_DEVICE]
+    tests = [
+        Question(path.stem.replace("_", "-"), f"tests/gpu/{path.name} on this device", 500, partial(suite, path))
+        for path in files
+    ]
+    tools = [Question(tool, f"compute-sanitizer's {tool} over every kernel", 500, partial(sanitized, tool))
+             for tool in TOOLS]  # fmt: skip
+    return (*tools, *tests)

@@ -1,0 +1,170 @@
+"""What `make gpu-check` asks of the driver and the tier, asked of the emulated driver at small sizes: each question can
+be answered, the promises that the emulated driver keeps are seen, and what was answered is not lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_engine.kernels.cuda import PagedAttention, Program
+from kvstore_proto.cuda_compiler import compile_program
+from kvstore_tiers.gpu.checksums import PROGRAM
+from tests.cuda_shim.build import shim_library
+from tests.cuda_shim.launcher import ShimLauncher
+from tests.gpu.emulated import emulated_node
+from tests.reference.benchmark_scripts import BENCHMARKS, importable
+from tests.reference.running_daemon import eventually
+from tests.tidy.tree import ROOT
+
+pytestmark = pytest.mark.slow
+PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "checksums", "worker-kills")
+SPEEDS = ("copies", "arena-pool", "resident-get")
+OF_ONE_PROGRAM = (
+    "decode-one",
+    "crossover",
+    "beside-transfer",
+    "gather-batch",
+    "hot-prefix",
+)  # others need two kernels of one name
+
+HANGS = """
+import pathlib, subprocess, sys
+def test_it():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    child.wait()
+"""
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from importable(monkeypatch)
+
+
+def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | emulated_node(must_emulate=True) | variables
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--small", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def only(*names: str) -> list[str]:
+    return [argument for name in names for argument in ("--only", name)]
+
+
+def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) -> None:
+    compile_program(PROGRAM, "sm_90")  # as below
+    ended = check(*only(*PROMISES, *SPEEDS), "--json", "--out", str(tmp_path / "out"))
+    records = json.loads(ended.stdout)
+    answers = {record["question"]: record["answer"] for record in records}
+    assert list(answers) == [*PROMISES, *SPEEDS]
+    assert {answers[name] for name in PROMISES} == {"yes"}, records
+    assert {answers[name] for name in SPEEDS} <= {"yes", "NO"}, records
+    assert not any("WRONG" in record["says"] for record in records)
+    assert all(record["figures"] for record in records if record["question"] in SPEEDS)
+    (kept,) = (tmp_path / "out").iterdir()
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == records
+
+
+def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device(scripts: None) -> None:
+    from support.gpu_kernels import BF16
+
+    programs = PagedAttention(ShimLauncher(), BF16).program, Program.of("blocks.cu")
+    for program in programs:
+        compile_program(program, "sm_90")  # here, and kept: NVRTC crashes where it finds the emulated driver
+    libraries = ":".join(str(shim_library(program)) for program in programs)
+    ended = check(*only(*OF_ONE_PROGRAM), "--json", EMULATED_CUDA_KERNELS=libraries)
+    records = json.loads(ended.stdout)
+    assert [record["question"] for record in records] == list(OF_ONE_PROGRAM)
+    assert {record["answer"] for record in records} <= {"yes", "NO"}, records
+    assert all(record["figures"] for record in records)
+
+
+def test_a_promise_that_does_not_hold_is_seen() -> None:
+    ended = check(*only("read-only-register"), EMULATED_CUDA_READ_ONLY_REGISTER="0")
+    assert (
+        ended.returncode == 1 and "NO      read-only-register: a memfd that is mapped read-only CANNOT" in ended.stdout
+    )
+
+
+def test_a_question_that_breaks_or_hangs_ends_neither_the_run_nor_what_was_answered(tmp_path: Path) -> None:
+    faults = {"EMULATED_CUDA_FAULTS": "cuMemSetAccess:1=hang"}
+    ended = check(*only("copies", "direct-storage"), "--out", str(tmp_path), "--limit", "10", **faults)
+    assert ended.returncode == 1
+    lines = ended.stdout.splitlines()
+    assert lines[1].startswith("FAILED  copies: no answer within") and lines[2].startswith("yes     direct-storage:")
+    faults = {"EMULATED_CUDA_FAULTS": "cuMemHostRegister:1=kill"}
+    ended = check(*only("copies"), "--out", str(tmp_path), **faults)
+    assert "FAILED  copies: its process died" in ended.stdout
+    (kept,) = tmp_path.iterdir()
+    assert [json.loads(line)["answer"] for line in kept.read_text().splitlines()] == ["FAILED", "yes", "FAILED"]
+
+
+def test_what_no_time_is_left_for_is_said() -> None:
+    ended = check(*only("direct-storage"), "--seconds", "1")
+    assert ended.returncode == 3 and "left    direct-storage: no time was left" in ended.stdout
+
+
+def test_every_question_is_listed_and_fits_a_command_of_ten_minutes(scripts: None) -> None:
+    import gpu_check
+
+    assert all(question.limit_s < 600 for question in gpu_check.QUESTIONS.values())
+    listed = check("--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(gpu_check.QUESTIONS)
+    documented = (ROOT / "docs" / "gpu.md").read_text()
+    assert [name for name in gpu_check.QUESTIONS if f"`{name}`" not in documented] == []
+    files = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
+    of_hardware = {word for line in listed for word in line.split() if word in files}
+    assert files - of_hardware == {
+        "tests/gpu/test_emulated_driver.py",
+        "tests/gpu/test_emulated_kernels.py",
+        "tests/gpu/test_gpu_check.py",
+    }
+
+
+def test_a_file_of_tests_is_judged_and_bounded(scripts: None, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from support.gpu_answers import SMALL
+    from support.gpu_suites import suite
+
+    path = tmp_path / "test_it.py"
+    path.write_text("import os\ndef test_it():\n    assert os.environ['KVSTORED_TEST_GPU'] == 'hardware'\n")
+    answer = suite(path, 0, SMALL)
+    assert answer.holds and answer.figures == {"passed": 1.0}, answer
+    path.write_text("def test_it():\n    assert False\n")
+    answer = suite(path, 0, SMALL)
+    assert answer.holds is False and answer.figures == {"failed": 1.0} and "FAILED" in answer.says
+    path.write_text(HANGS)
+    answer = suite(path, 0, replace(SMALL, tools_s=10.0))
+    assert answer.holds is False and "not done within 10 s" in answer.says
+    child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/cmdline")
+    assert eventually(lambda: not child.exists() or not child.read_bytes()), "what it started goes on"
+
+
+def test_a_tool_is_judged_by_its_summary_and_named_where_it_is_missing(
+    scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support import gpu_suites
+    from support.gpu_answers import SMALL
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if gpu_suites.sanitizer() is None:
+        answer = gpu_suites.sanitized("memcheck", 0, SMALL)
+        assert answer.holds is None and "pip install 'nvidia-cuda-sanitizer-api>=13'" in answer.says
+    tool = tmp_path / "compute-sanitizer"
+    for status, errors in ((0, 0), (66, 3), (1, None)):
+        summary = "" if errors is None else f"echo '========= ERROR SUMMARY: {errors} errors'"
+        tool.write_text(f'#!/bin/sh\necho "$@"\n{summary}\nexit {status}\n')
+        tool.chmod(0o755)
+        answer = gpu_suites.sanitized("racecheck", 0, SMALL)
+        assert answer.holds is (status == 0)
+        said = "no summary, status 1: --tool racecheck" if errors is None else f"ERROR SUMMARY: {errors} errors"
+        assert answer.says.startswith(f"racecheck over every kernel: {said}")
+        assert errors is not None or "-m support.gpu_launches --device 0" in answer.says
