@@ -21,7 +21,7 @@ from kvstore_engine.batching import (
     StepRecord,
 )
 from kvstore_engine.errors import OperationError, UsageError
-from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepExecutor
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.pool import BlockPool
@@ -49,7 +49,7 @@ class Generator:
         *,
         tokenizer: Tokenizer,
         pool: BlockPool,
-        executor: Executor,
+        executor: StepExecutor,
         context: int,
         session: KvSession | None = None,
         costs: LearnedCosts | None = None,

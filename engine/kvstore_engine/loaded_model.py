@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.errors import UsageError
+from kvstore_engine.executors.devices import CPU
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models.cache import cache_root
@@ -19,7 +20,8 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvstore_engine.model import Model, ModelConfig
+    from kvstore_engine.executors import DeviceName
+    from kvstore_engine.model import ModelConfig
     from kvstore_engine.pool import BlockPool
     from kvstore_proto.fingerprint import Fingerprint
 
@@ -30,13 +32,14 @@ DEFAULT_CONTEXT_TOKENS = 4096
 class LoadOptions:
     """`context` None: 4096 tokens or the model's limit if smaller. `threads` None: `threads.default_threads`.
 
-    `kvstore`: the folder of the daemon's sockets, None to run without it.
+    `kvstore`: the folder of the daemon's sockets, None to run without it. `device`: as `DeviceName.parse` takes it.
     """
 
     context: int | None = None
     threads: int | None = None
     kvstore: Path | None = None
     warm_up: bool = True
+    device: str = CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +68,32 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     GGUFError, UnsupportedModel, TokenizerError, GGMLError and UsageError each say in one line what is wrong.
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
-    from kvstore_engine.executor import Executor
-    from kvstore_engine.model import ModelConfig, load_model
-    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
+    from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes, open_executor
+    from kvstore_engine.model import ModelConfig
+    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS
 
+    device = DeviceName.parse(options.device)
     threads = default_threads() if options.threads is None else options.threads
     if threads < 1:
         raise UsageError(f"threads must be at least 1, got {threads}")
     with contextlib.ExitStack() as stack:
         file = GGUFFile.open(path)
         tokenizer = Tokenizer.from_metadata(file.metadata)
-        # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
-        context = context_tokens(options.context, ModelConfig.from_gguf(file).context_length)
-        model = stack.enter_context(load_model(file, context=context))
-        config = model.config
+        config = ModelConfig.from_gguf(file)
+        context = context_tokens(options.context, config.context_length)
         check_vocabulary(tokenizer, config.vocabulary)
         blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
-        pool = BlockPool(config, blocks)
-        executor = stack.enter_context(
-            Executor(
-                model,
-                pool,
-                threads=threads,
-                max_tokens_per_step=PREFILL_STEP_TOKENS,
-                max_sequences=1,
-                max_context=context,
-            )
-        )
+        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16")
+        sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
+        executor = stack.enter_context(open_executor(file, device, setup, sizes))
+        config, pool = executor.model.config, executor.pool
         session, costs = None, LearnedCosts()
         if options.kvstore is not None:
             # The digest reads all the weights, so it is computed only where it is needed.
             digest = file.weights_digest()
-            session = _connect(options.kvstore, model, tokenizer, pool, digest)
+            session = _connect(options.kvstore, fingerprint_of(file, config, tokenizer, pool, digest, device))
             stack.callback(session.close)
-            profile = profile_path(cache_root(), digest, threads)
+            profile = profile_path(cache_root(), digest, threads, device.name)
             costs = LearnedCosts.load(profile)
             stack.callback(costs.save, profile)
         generator = Generator(
@@ -110,20 +105,26 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         yield LoadedModel(config.name, generator, file)
 
 
-def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
+def _connect(folder: Path, fingerprint: "Fingerprint") -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
     import kvstore_client
 
-    fingerprint = fingerprint_of(model.file, model.config, tokenizer, pool, digest)
     session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
     return session
 
 
 def fingerprint_of(
-    file: GGUFFile, config: "ModelConfig", tokenizer: Tokenizer, pool: "BlockPool", digest: str
+    file: GGUFFile,
+    config: "ModelConfig",
+    tokenizer: Tokenizer,
+    pool: "BlockPool",
+    digest: str,
+    device: "DeviceName | None" = None,
 ) -> "Fingerprint":
-    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest."""
-    from kvstore_engine.model import order_of_sums
+    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest.
+
+    What computes them is part of it: torch's bf16 products differ from ggml's in more than the last bit. None: ggml.
+    """
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
     return model_fingerprint(
@@ -134,8 +135,18 @@ def fingerprint_of(
         kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
-        order_of_sums=order_of_sums(file),
+        order_of_sums=_order_of_sums(file, device),
     )
+
+
+def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
+    if device is not None and device.is_torch:
+        from kvstore_engine.torch_executor import numerics
+
+        return numerics(device)
+    from kvstore_engine.model import order_of_sums
+
+    return order_of_sums(file)
 
 
 def context_tokens(asked: int | None, most: int) -> int:

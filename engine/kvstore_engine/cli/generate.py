@@ -31,7 +31,13 @@ def run(options: argparse.Namespace) -> int:
         ignore_end=options.ignore_eos,
     )
     path = locate(options.model)
-    load = LoadOptions(options.context, options.threads, options.kvstore, warm_up=not options.no_warm_up)
+    load = LoadOptions(
+        options.context,
+        options.threads,
+        options.kvstore,
+        warm_up=not options.no_warm_up,
+        device=options.device,
+    )
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)
         load_s = time.perf_counter() - begin
