@@ -1,4 +1,4 @@
-"""Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. Implements `batching.Compute`.
+"""Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. ggml's `StepExecutor`.
 With a range of the layers it is a stage of a pipeline (`stages/`).
 
 Owns the compute buffer, the cached graphs and the step's memory. It never samples or schedules; callers own sequences,
@@ -14,16 +14,15 @@ import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.executors.base import FloatArray, StepExecutor
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
-from kvstore_engine.graph import GraphBuilder, SequenceSlice, StepGraph, StepInputs, chunk_plan, plan_step
+from kvstore_engine.graph import GraphBuilder, SequenceSlice, StepGraph, StepInputs, plan_step
 from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors
-from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
@@ -31,7 +30,6 @@ from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Produc
 from kvstore_engine.model import Model, ModelConfig
 from kvstore_engine.pool import BlockPool
 
-FloatArray = npt.NDArray[np.float32]
 _MAX_GRAPHS = 32
 
 
@@ -48,8 +46,8 @@ class _ReadyGraph:
     result: FloatArray
 
 
-class Executor:
-    """Computes forward steps of one model over one block pool; `layers` None: through all of its layers."""
+class Executor(StepExecutor):
+    """Computes forward steps of one model over one block pool with ggml; `layers` None: through all of its layers."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class Executor:
                 f"the model was loaded for contexts up to {config.longest_context} tokens, not {max_context}: "
                 "load it with `context`"
             )
-        self.model, self.pool = model, pool
+        self._model, self.pool = model, pool
         self.limits = StepLimits(
             config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
         )
@@ -113,8 +111,11 @@ class Executor:
         self._reserve(max_tokens_per_step, min(max_tokens_per_step, max_sequences))
 
     @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
     def threads(self) -> int:
-        """Compute threads; may change between steps."""
         return self._threads
 
     @threads.setter
@@ -125,13 +126,8 @@ class Executor:
     def forward(
         self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
     ) -> FloatArray:
-        """Compute one step; its K and V are in the pool afterwards.
-
-        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy, in the leading rows of `out` if that is given. Layers behind the first start from `hidden`, float32
-        [tokens, width], which those before them returned; layers that end before the last return such states.
-        Raises ValueError for a request that breaks a limit, RuntimeError if ggml fails.
-        """
+        """As `StepExecutor`. Layers behind the first start from `hidden`, float32 [tokens, width], which those before
+        them returned; layers that end before the last return such states."""
         if not self._backend:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
@@ -148,30 +144,6 @@ class Executor:
         np.copyto(rows, ready.result)
         return rows
 
-    def prefill(
-        self,
-        tokens: npt.NDArray[np.int32],
-        start: int,
-        block_table: npt.NDArray[np.int32],
-        *,
-        block: int = BLOCK_TOKENS,
-        chunk: int = CHUNK_TOKENS,
-    ) -> FloatArray:
-        """Compute `tokens`, the positions from `start` on, in the steps of `chunk_plan`.
-
-        Returns the last token's logits, float32 [vocabulary].
-        """
-        end = start + len(tokens)
-        if not len(tokens):
-            raise ValueError("a prefill needs at least one token: the last one's logits are the result")
-        largest = max(block, self.limits.max_tokens // block * block)
-        steps = chunk_plan(start, end, block=block, chunk=min(chunk, largest))
-        for first, last in steps[:-1]:
-            self.forward([SequenceSlice(tokens[first - start : last - start], first, block_table, "none")])
-        tail, _ = steps[-1]
-        logits: FloatArray = self.forward([SequenceSlice(tokens[tail - start :], tail, block_table)])[0]
-        return logits
-
     def close(self) -> None:
         """Free graphs and compute memory; model and pool stay open."""
         if self._backend:
@@ -181,14 +153,8 @@ class Executor:
             self._cache.close()
             self._backend = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _build(self, tokens: int, outputs: int) -> StepGraph:
-        parts = self.model, self._cache.tensors, self._attention, self._products
+        parts = self._model, self._cache.tensors, self._attention, self._products
         return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:

@@ -1,13 +1,13 @@
 """Opens a model file with pool, executor and kvstored session, as a `Generator`. Owns their lifetime and defaults."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore_client.restore.learned import LearnedCosts
+from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
 from kvstore_engine.gguf import GGUFFile
@@ -20,9 +20,10 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvstore_engine.batching.compute import Compute
-    from kvstore_engine.model import Model, ModelConfig
+    from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
+    from kvstore_engine.model import ModelConfig
     from kvstore_engine.pool import BlockPool
+    from kvstore_engine.stages import Pipeline
     from kvstore_proto.fingerprint import Fingerprint
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -32,14 +33,16 @@ DEFAULT_CONTEXT_TOKENS = 4096
 class LoadOptions:
     """`context` None: 4096 tokens or the model's limit if smaller. `threads` None: `threads.default_threads`.
 
-    `kvstore`: the folder of the daemon's sockets, None to run without it. `stages`: with more than one the layers are
-    computed by a pipeline, whose stages have `threads` threads each, one by default.
+    `kvstore`: the folder of the daemon's sockets, None to run without it. `device`: as `DeviceName.parse` takes it.
+    `stages`: with more than one the layers are computed by a pipeline, whose stages have `threads` threads each, one by
+    default.
     """
 
     context: int | None = None
     threads: int | None = None
     kvstore: Path | None = None
     warm_up: bool = True
+    device: str = CPU
     stages: int = 1
 
 
@@ -69,28 +72,30 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     GGUFError, UnsupportedModel, TokenizerError, GGMLError and UsageError each say in one line what is wrong.
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
-    from kvstore_engine.model import ModelConfig, load_model
-    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
+    from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
+    from kvstore_engine.model import ModelConfig
+    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS
 
+    device = DeviceName.parse(options.device)
     threads = _threads(options)
     with contextlib.ExitStack() as stack:
         file = GGUFFile.open(path)
         tokenizer = Tokenizer.from_metadata(file.metadata)
-        # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
-        context = context_tokens(options.context, ModelConfig.from_gguf(file).context_length)
-        model = stack.enter_context(load_model(file, context=context))
-        config = model.config
+        config = ModelConfig.from_gguf(file)
+        context = context_tokens(options.context, config.context_length)
         check_vocabulary(tokenizer, config.vocabulary)
         blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
-        pool = BlockPool(config, blocks)
-        executor = _compute(stack, model, pool, options.stages, threads, context)
+        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16")
+        sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
+        executor = stack.enter_context(_open_executor(file, device, options.stages, setup, sizes))
+        config, pool = executor.model.config, executor.pool
         session, costs = None, LearnedCosts()
         if options.kvstore is not None:
             # The digest reads all the weights, so it is computed only where it is needed.
             digest = file.weights_digest()
-            session = _connect(options.kvstore, model, tokenizer, pool, digest)
+            session = _connect(options.kvstore, fingerprint_of(file, config, tokenizer, pool, digest, device))
             stack.callback(session.close)
-            profile = profile_path(cache_root(), digest, threads * options.stages)
+            profile = profile_path(cache_root(), digest, threads * options.stages, device.name)
             costs = LearnedCosts.load(profile)
             stack.callback(costs.save, profile)
         generator = Generator(
@@ -113,43 +118,39 @@ def _threads(options: LoadOptions) -> int:
     return options.threads
 
 
-def _compute(
-    stack: contextlib.ExitStack, model: "Model", pool: "BlockPool", stages: int, threads: int, context: int
-) -> "Compute":
-    """What computes the steps; `stack` closes it."""
-    from kvstore_engine.executor import Executor
-    from kvstore_engine.stages import open_pipeline
+def _open_executor(
+    file: GGUFFile, device: "DeviceName", stages: int, setup: "PoolSetup", sizes: "StepSizes"
+) -> "contextlib.AbstractContextManager[StepExecutor | Pipeline]":
+    """What computes the steps, until the block ends."""
+    from kvstore_engine.opening import open_executor, open_stages
 
-    if stages > model.config.layers:
-        raise UsageError(f"{stages} stages are more than the {model.config.layers} layers of this model")
-    make: Callable[..., contextlib.AbstractContextManager[Compute]] = Executor
-    if stages > 1:
-        make = partial(open_pipeline, stages=stages)
-    made = make(
-        model,
-        pool,
-        threads=threads,
-        max_tokens_per_step=PREFILL_STEP_TOKENS,
-        max_sequences=1,
-        max_context=context,
-    )
-    return stack.enter_context(made)
+    if stages == 1:
+        return open_executor(file, device, setup, sizes)
+    if device.name != CPU:
+        raise UsageError(f"stages are computed on {CPU} alone, not on {device.name}")
+    return open_stages(file, stages, setup, sizes)
 
 
-def _connect(folder: Path, model: "Model", tokenizer: Tokenizer, pool: "BlockPool", digest: str) -> KvSession:
+def _connect(folder: Path, fingerprint: "Fingerprint") -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
     import kvstore_client
 
-    fingerprint = fingerprint_of(model.file, model.config, tokenizer, pool, digest)
     session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
     return session
 
 
 def fingerprint_of(
-    file: GGUFFile, config: "ModelConfig", tokenizer: Tokenizer, pool: "BlockPool", digest: str
+    file: GGUFFile,
+    config: "ModelConfig",
+    tokenizer: Tokenizer,
+    pool: "BlockPool",
+    digest: str,
+    device: "DeviceName | None" = None,
 ) -> "Fingerprint":
-    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest."""
-    from kvstore_engine.model import order_of_sums
+    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest.
+
+    What computes them is part of it: torch's bf16 products differ from ggml's in more than the last bit. None: ggml.
+    """
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
     return model_fingerprint(
@@ -160,8 +161,18 @@ def fingerprint_of(
         kv_row_bytes=pool.row_bytes,
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
-        order_of_sums=order_of_sums(file),
+        order_of_sums=_order_of_sums(file, device),
     )
+
+
+def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
+    if device is not None and device.is_torch:
+        from kvstore_engine.torch_executor import numerics
+
+        return numerics(device)
+    from kvstore_engine.model import order_of_sums
+
+    return order_of_sums(file)
 
 
 def context_tokens(asked: int | None, most: int) -> int:

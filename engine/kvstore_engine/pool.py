@@ -4,8 +4,7 @@ Owns the planes (K and V of each layer) and the list of free engine blocks. It d
 eviction: callers own block tables. Invariants: a block is free or allocated, never both; freeing a free block is a
 broken invariant and raises.
 
-Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is anonymous
-unless the caller provides it, such as a map shared with another process.
+Where the planes are is `planes.PoolPlanes`' business: in host memory, unless the caller places them elsewhere.
 A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in token order.
 That is this pool's own layout, so that copies are memcpy.
 """
@@ -13,7 +12,7 @@ That is this pool's own layout, so that copies are memcpy.
 import copy
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.planes import HostPlanes, PoolPlanes
 
 __all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]
 
@@ -47,12 +47,15 @@ class BlockPool:
         kv_dtype: str = "f16",
         kernels: Kernels | None = None,
         memory: Callable[[int], mmap.mmap] | None = None,
+        place: Callable[[int, int, int], PoolPlanes] | None = None,
     ) -> None:
-        """Map and touch the memory. ValueError for a type that does not fit or a block size outside 8..256 tokens."""
+        """Get the memory: in the host's, copied by `kernels`, unless `place(planes, blocks, block_bytes)` provides it.
+
+        ValueError for a type that does not fit or a block size outside 8..256 tokens.
+        """
         row_bytes = kv_row_bytes(config, kv_dtype)
         if blocks < 1 or not 8 <= block_tokens <= 256:
             raise ValueError(f"{blocks} blocks of {block_tokens} tokens: need at least 1 of 8..256 tokens")
-        self.kernels = kernels or select_kernels()
         self.layers = config.layers
         self.blocks = blocks
         self.block_tokens = block_tokens
@@ -61,17 +64,34 @@ class BlockPool:
         self.row_elements = config.kv_width
         self.row_bytes = row_bytes
         self.block_bytes = block_tokens * self.row_bytes
-        self.planes = _planes(memory or _touched_memory, 2 * config.layers, blocks, self.block_bytes)
+        shape = 2 * config.layers, blocks, self.block_bytes
+        self._store = place(*shape) if place else HostPlanes(*shape, kernels or select_kernels(), memory)
         self._free = FreeList(blocks)
 
     def of_layers(self, layers: range) -> Self:
-        """The pool of some consecutive layers, as a stage has: their planes of this pool, and the same free list."""
+        """The pool of some consecutive layers, as a stage has: their planes of this pool, and the same free list.
+        ValueError for layers that it does not have, and for a pool that is not in host memory."""
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.layers:
             raise ValueError(f"layers {layers} are not a range of the pool's {self.layers}")
         part = copy.copy(self)
         part.layers = len(layers)
-        part.planes = self.planes[2 * layers.start : 2 * layers.stop]
+        part._store = self._host_planes().part(2 * layers.start, 2 * layers.stop)
         return part
+
+    @property
+    def planes(self) -> Any:
+        """K and V of each layer, uint8 [planes, blocks, block_bytes]: an ndarray, or a tensor of a device."""
+        return self._store.array
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that copy in host memory. ValueError for a pool that is elsewhere."""
+        return self._host_planes().kernels
+
+    def _host_planes(self) -> HostPlanes:
+        if not isinstance(self._store, HostPlanes):
+            raise ValueError("the block pool is not in host memory: make it without `place`")
+        return self._store
 
     @property
     def free_blocks(self) -> int:
@@ -89,8 +109,7 @@ class BlockPool:
 
     def plane_addresses(self, layer: int) -> tuple[int, int]:
         """Addresses of the K and the V plane of `layer`."""
-        base, stride = self.planes.ctypes.data, self.planes.strides[0]
-        return base + 2 * layer * stride, base + (2 * layer + 1) * stride
+        return self._store.address(2 * layer), self._store.address(2 * layer + 1)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` block ids, those behind `after` if they are free. Raises PoolExhausted as `FreeList.allocate`."""
@@ -124,15 +143,15 @@ class BlockPool:
         if skip == 0 and len(block_ids) == count:
             self.scatter_block(source, block_ids)
             return
-        parts = source.reshape(len(self.planes), count, self.block_bytes)
-        self.planes[:, np.asarray(block_ids, np.int64)] = parts[:, skip : skip + len(block_ids)]
+        parts = source.reshape(2 * self.layers, count, self.block_bytes)
+        self._store.write_part(parts[:, skip : skip + len(block_ids)], np.asarray(block_ids, np.int32))
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy block sources[i] over block targets[i], within the pool; the two lists share no block."""
         ids = np.array([sources, targets], np.int64)  # ValueError if they differ in length
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
             raise ValueError(f"blocks to copy must be in 0..{self.blocks - 1}, and no source a target")
-        self.kernels.move_blocks(self.planes, *ids.astype(np.int32))
+        self._store.move_blocks(*ids.astype(np.int32))
 
     def _copy(self, payloads: Sequence[Bytes], tables: Sequence[BlockIds], *, into_pool: bool, threads: int) -> None:
         """Check what the kernels do not check, then copy."""
@@ -150,7 +169,7 @@ class BlockPool:
             if not into_pool and not payload.flags.writeable:
                 raise ValueError("the destination of a gather is read-only")
         flat = [payload.reshape(-1) for payload in payloads]
-        self.kernels.copy_blocks(self.planes, flat, table, into_pool=into_pool, threads=threads)
+        self._store.copy_blocks(flat, table, into_pool=into_pool, threads=threads)
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
@@ -164,19 +183,3 @@ def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
             f"{config.kv_width} a token, which is no multiple: choose f16, bf16 or f32"
         )
     return kind.row_bytes(config.kv_width)
-
-
-def _touched_memory(size_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone."""
-    memory = mmap.mmap(-1, size_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8).fill(0)
-    return memory
-
-
-def _planes(memory: Callable[[int], mmap.mmap], count: int, blocks: int, block_bytes: int) -> Bytes:
-    """`memory` as uint8 [count, blocks, block_bytes]; each plane starts on a 64-byte boundary."""
-    stride = -(-blocks * block_bytes // 64) * 64
-    flat = np.frombuffer(memory(count * stride), np.uint8)
-    return flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)

@@ -31,8 +31,8 @@ def compiler() -> None:
 
 def open_tier(node: dict[str, str], *, checks: bool = True) -> GpuTier:
     return GpuTier(
-        CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, name="vram", variables=node,
-        settings=WorkerSettings(checks=checks),
+        CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, name="vram",
+        settings=WorkerSettings(variables=node, checks=checks),
     )  # fmt: skip
 
 

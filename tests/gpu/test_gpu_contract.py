@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_tiers.base import Tier
-from kvstore_tiers.gpu import GpuTier
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.testing import TierContract, tier_state_machine
 from tests.gpu.emulated import emulated_node
 from tests.reference.examples import examples
@@ -21,11 +21,21 @@ class TestGpuTier(TierContract):
         return tier.verifies
 
     def make_tier(self, capacity_bytes: int) -> Tier:
-        return GpuTier(capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=emulated_node())
+        return GpuTier(
+            capacity_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            bounce_bytes=CHUNK_BYTES,
+            settings=WorkerSettings(variables=emulated_node()),
+        )
 
 
 def make_tier() -> Tier:
-    return GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=emulated_node())
+    return GpuTier(
+        2 * CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        bounce_bytes=CHUNK_BYTES,
+        settings=WorkerSettings(variables=emulated_node()),
+    )
 
 
 TestGpuTierState = tier_state_machine(make_tier).TestCase

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES, payload_checksum
 from kvstore_tiers.base import OutcomeKind
-from kvstore_tiers.gpu import GpuTier
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.testing.transfers import block, get, put
 from tests.gpu.emulated import emulated_node
 
@@ -78,7 +78,9 @@ def contents(tier: GpuTier, node: dict[str, str], container: int, scratch: Path)
 @pytest.mark.parametrize("what", ["payload", "header and payload"])
 def test_a_block_that_an_importer_forged_is_corrupt(tmp_path: Path, what: str) -> None:
     node = emulated_node()
-    tier = GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=node)
+    tier = GpuTier(
+        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node)
+    )
     with closing(tier):
         header, payload = block(1, PAYLOAD_BYTES)
         slot = put(tier, header, payload)
@@ -97,7 +99,9 @@ def test_a_block_that_an_importer_forged_is_corrupt(tmp_path: Path, what: str) -
 def test_an_importer_finds_nothing_in_new_memory_that_was_there_before(tmp_path: Path) -> None:
     """A driver need not clear the memory that it gives out: the emulated one fills it."""
     node = emulated_node()
-    tier = GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=node)
+    tier = GpuTier(
+        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node)
+    )
     with closing(tier):
         header, payload = block(1, PAYLOAD_BYTES)
         slot = put(tier, header, payload)
@@ -108,7 +112,9 @@ def test_an_importer_finds_nothing_in_new_memory_that_was_there_before(tmp_path:
 
 
 def test_a_chunk_has_one_owner_and_a_number_that_no_other_memory_has() -> None:
-    with closing(GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, variables=emulated_node())) as tier:
+    with closing(
+        GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=emulated_node()))
+    ) as tier:
         first, second = tier.allocate(8192, "one"), tier.allocate(8192, "other")
         assert first is not None and second is not None and first.container != second.container
         assert (tier.owner(first.container), tier.owner(second.container)) == ("one", "other")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvstore_tiers.gpu import GpuTier
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstored.store.operations.offer import DurabilityMode
 from tests.gpu.emulated import emulated_node
 from tests.reference.device_first import SMALL, must_hold, run_steps, settle, steps_of_stores
@@ -24,7 +24,11 @@ CHUNK_BYTES = 2 << 20
 
 def open_tier() -> GpuTier:
     return GpuTier(
-        CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, name="vram", variables=emulated_node()
+        CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        bounce_bytes=CHUNK_BYTES,
+        name="vram",
+        settings=WorkerSettings(variables=emulated_node()),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +32,10 @@ def compiler() -> None:
     need_nvrtc()
 
 
-def open_tier(variables: dict[str, str], **settings: object) -> GpuTier:
+def open_tier(variables: dict[str, str], **settings: Any) -> GpuTier:
     return GpuTier(
-        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=variables,
-        settings=WorkerSettings(**settings) if settings else None,
+        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
+        settings=WorkerSettings(variables=variables, **settings),
     )  # fmt: skip
 
 

@@ -45,10 +45,10 @@ def order(control: Path, rules: str) -> None:
     os.replace(scratch, control)
 
 
-def open_tier(control: Path | None = None, *, capacity_bytes: int = 4 * CHUNK_BYTES, **options: Any) -> GpuTier:
+def open_tier(control: Path | None = None, *, capacity_bytes: int = 4 * CHUNK_BYTES, **settings: Any) -> GpuTier:
     return GpuTier(
-        capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=emulated_node(control=control),
-        **options,
+        capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
+        settings=WorkerSettings(variables=emulated_node(control=control), **settings),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_a_transfer_under_way_fails_when_the_worker_dies(control: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_replaced(control: Path) -> None:
-    with closing(open_tier(control, settings=WorkerSettings(patience_s=0.5))) as tier:
+    with closing(open_tier(control, patience_s=0.5)) as tier:
         header, payload = block(1, PAYLOAD_BYTES)
         slot = put(tier, header, payload)
         assert slot is not None
@@ -185,13 +185,18 @@ def get_of_host(host: HostTier, slot: Slot, key: bytes) -> tuple[bool, np.ndarra
 
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(OSError, match="there is no CUDA device 7: this machine has 2"):
-        GpuTier(CHUNK_BYTES, device=7, chunk_bytes=CHUNK_BYTES, variables=emulated_node(must_emulate=True))
+        GpuTier(
+            CHUNK_BYTES,
+            device=7,
+            chunk_bytes=CHUNK_BYTES,
+            settings=WorkerSettings(variables=emulated_node(must_emulate=True)),
+        )
 
 
 def test_a_machine_without_a_driver_is_named() -> None:
     variables = emulated_node(must_emulate=True) | {"LD_LIBRARY_PATH": ""}
     with pytest.raises(OSError, match=r"libcuda\.so\.1 cannot be loaded"):
-        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, variables=variables)
+        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=variables))
 
 
 def test_no_block_and_no_byte_is_lost_over_many_deaths(control: Path) -> None:
@@ -220,7 +225,9 @@ def start_read(tier: GpuTier, slot: Slot, number: int, done: Completion) -> None
 def test_no_device_memory_is_lost_when_workers_die() -> None:
     variables = emulated_node()
     before_bytes = free_bytes(variables)
-    tier = GpuTier(4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, variables=variables)
+    tier = GpuTier(
+        4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=variables)
+    )
     slots: dict[int, Slot] = {}
     with closing(tier):
         for starts in range(2, 7):

@@ -29,7 +29,7 @@ import threading
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Segment, Slot
@@ -104,6 +104,13 @@ class ForeignMemory(ValueError):
     """A descriptor is not the arena it is said to be; the message says why."""
 
 
+class ArenaHome(NamedTuple):
+    """`numa_node`: the memory is bound to it, -1: to none. `device`: what has the blocks, 0 for DRAM."""
+
+    numa_node: int = -1
+    device: int = 0
+
+
 class Arena:
     """`nbytes` of shared memory for `owner`. `slot_bytes` is 0 until the first slot is asked for.
 
@@ -122,11 +129,11 @@ class Arena:
         donor: Arena | None = None,
         witness: ArenaWitness | None = None,
         descriptor: int = -1,
-        numa_node: int = -1,
-        device: int = 0,
+        home: ArenaHome | None = None,
     ) -> None:
         self.number = number
-        self.device = device
+        home = home or ArenaHome()
+        self.device = home.device
         self.nbytes = nbytes
         self.owner = owner
         self.mode: ArenaMode = mode
@@ -148,8 +155,8 @@ class Arena:
         try:
             self._mapping = mmap.mmap(self.fd, nbytes)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-            if numa_node >= 0:
-                bind_to_node(self.address, nbytes, numa_node)
+            if home.numa_node >= 0:
+                bind_to_node(self.address, nbytes, home.numa_node)
             if is_new:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
         except OSError:
@@ -165,7 +172,12 @@ class Arena:
         """
         require_arena(descriptor, record)
         arena = cls(
-            record.number, record.nbytes, record.owner, witness=witness, descriptor=descriptor, device=record.device
+            record.number,
+            record.nbytes,
+            record.owner,
+            witness=witness,
+            descriptor=descriptor,
+            home=ArenaHome(device=record.device),
         )
         arena.slot_bytes = record.slot_bytes
         arena.high_generation = record.high_generation

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaMode, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaMode, ArenaRecord, ArenaWitness
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -363,7 +363,7 @@ class HostTier(Tier):
         try:
             arena = Arena(
                 self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness,
-                numa_node=self._numa_node,
+                home=ArenaHome(numa_node=self._numa_node),
             )  # fmt: skip
         except OSError as error:
             self._refused = f"the system gives no memory for another arena: {error}"

@@ -10,17 +10,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
+from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
+from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.opening import open_executor
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +34,28 @@ class BenchEngine:
     kv_dtype: str = "f16"
     pool_tokens: int | None = None
     settings: EngineSettings = field(default_factory=EngineSettings)
+    device: str = CPU
 
 
 @contextlib.contextmanager
 def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[BatchEngine]:
     """The engine until the block ends. UsageError and OperationError as loading a model raises them."""
-    from kvstore_engine.executor import Executor
-    from kvstore_engine.model import load_model
-    from kvstore_engine.pool import BlockPool
+    from kvstore_engine.model import ModelConfig
 
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(GGUFFile.open(wanted.model))
         tokenizer = Tokenizer.from_metadata(file.metadata)
-        model = stack.enter_context(load_model(file))
-        if wanted.context > model.config.context_length:
+        most = ModelConfig.from_gguf(file).context_length
+        if wanted.context > most:
             raise UsageError(
                 f"this load needs a context of {wanted.context} tokens, the model was trained for "
-                f"{model.config.context_length}: ask for shorter prompts or answers"
+                f"{most}: ask for shorter prompts or answers"
             )
-        pool = BlockPool(model.config, _blocks(wanted), block_tokens=wanted.block_tokens, kv_dtype=wanted.kv_dtype)
-        executor = stack.enter_context(
-            Executor(
-                model,
-                pool,
-                threads=wanted.threads or default_threads(),
-                max_tokens_per_step=512 + wanted.sequences,
-                max_sequences=wanted.sequences,
-                max_context=wanted.context,
-            )
-        )
-        engine = BatchEngine(executor, pool, tokenizer, settings=wanted.settings, observer=observer)
+        pool = PoolSetup(_blocks(wanted), wanted.block_tokens, wanted.kv_dtype)
+        threads = wanted.threads or default_threads()
+        sizes = StepSizes(threads, 512 + wanted.sequences, wanted.sequences, wanted.context)
+        executor = stack.enter_context(open_executor(file, DeviceName.parse(wanted.device), pool, sizes))
+        engine = BatchEngine(executor, executor.pool, tokenizer, settings=wanted.settings, observer=observer)
         stack.callback(engine.close)
         yield engine
 

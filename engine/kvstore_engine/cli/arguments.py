@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore_console.command_line import Commands, Parser, seconds
 from kvstore_engine.cli.bench_arguments import add_bench
 from kvstore_engine.cli.serve_arguments import add_serve
+from kvstore_engine.devices import CPU, DEVICE_HELP
 from kvstore_proto.version import VERSION
 
 _EXAMPLES = """examples:
@@ -35,7 +36,7 @@ def parser() -> Parser:
     """The parser; `namespace.command` names the command."""
     top = Parser(
         prog="kvengine",
-        description="Run GGUF models on the CPU, with their KV cache kept in kvstored.",
+        description="Run GGUF models with their KV cache kept in kvstored, on the CPU or (not `serve`) with torch.",
         epilog=f"{_EXAMPLES}\n{_MODELS}\n{_EXIT_CODES}",
     )
     top.add_argument("--version", action="version", version=f"kvengine {VERSION}")
@@ -135,6 +136,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _add_running(command: argparse.ArgumentParser) -> None:
     running = command.add_argument_group("running")
+    running.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     running.add_argument(
         "--context",
         type=int,
@@ -206,4 +208,5 @@ def _add_info(commands: Commands) -> None:
 {_EXIT_CODES}""",
     )
     command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
+    command.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -98,6 +98,7 @@ def _engine(options: argparse.Namespace) -> Iterator[Case]:
         kv_dtype=options.kv_dtype,
         pool_tokens=options.pool_tokens,
         settings=EngineSettings(policy=options.policy, max_running=most, max_queued=max(1024, settings.requests)),
+        device=options.device,
     )
     with contextlib.ExitStack() as stack:
         tracing = TracingObserver(options.trace) if options.trace else None
@@ -118,7 +119,12 @@ def _about(options: argparse.Namespace) -> dict[str, object]:
         from kvstore_engine.ggml import load_library
         from kvstore_engine.kernels import select_kernels
 
-        about |= {"policy": options.policy, "kv_dtype": options.kv_dtype, "kernels": select_kernels().name}
+        about |= {
+            "device": options.device,
+            "policy": options.policy,
+            "kv_dtype": options.kv_dtype,
+            "kernels": select_kernels().name,
+        }
         about |= {"threads": options.threads or default_threads(), "ggml": load_library().describe()["version"]}
     return {**about, "machine": platform.machine(), "python": platform.python_version()}
 

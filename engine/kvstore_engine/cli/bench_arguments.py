@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from kvstore_console.command_line import Commands, ListAction
+from kvstore_engine.devices import CPU, DEVICE_HELP
 
 _LOADS = """loads (--load, one or several):
   decode      prompts of 16 tokens: decoding alone
@@ -90,6 +91,7 @@ def _add_load(command: argparse.ArgumentParser) -> None:
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine in this process")
+    engine.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as `kvengine generate`)")
     engine.add_argument("--block-sizes", action=ListAction, of=int, metavar="N", help="tokens in a block (default 16)")
     engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="of K and V (default f16)")

@@ -32,7 +32,12 @@ def run(options: argparse.Namespace) -> int:
     )
     path = locate(options.model)
     load = LoadOptions(
-        options.context, options.threads, options.kvstore, warm_up=not options.no_warm_up, stages=options.stages
+        options.context,
+        options.threads,
+        options.kvstore,
+        warm_up=not options.no_warm_up,
+        device=options.device,
+        stages=options.stages,
     )
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from kvstore_console.table import render_facts
+from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
@@ -23,9 +24,10 @@ _F16_BYTES = 2
 
 def run(options: argparse.Namespace) -> int:
     """Describe the model; 0 also where it is sound but unsupported, which is then said."""
+    device = DeviceName.parse(options.device)
     path = locate(options.model)
     with GGUFFile.open(path) as file:
-        description = describe(path, file)
+        description = describe(path, file, device)
     if options.json:
         print(json.dumps(description))
     else:
@@ -33,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe(path: Path, file: GGUFFile) -> dict[str, object]:
-    """The facts about `file`, in the order in which they are shown."""
+def describe(path: Path, file: GGUFFile, device: DeviceName) -> dict[str, object]:
+    """The facts about `file`, in the order in which they are shown; the last is whether `device` runs it."""
     types = Counter(info.type_name for info in file.tensors.values())
     size = path.stat().st_size
     facts: dict[str, object] = {
@@ -58,6 +60,8 @@ def describe(path: Path, file: GGUFFile) -> dict[str, object]:
         facts["soft_caps"] = _soft_caps(config)
         check_tensors(file, config)
         check_quantisation(file, load_library())
+        if device.is_torch:
+            problems += _torch_problems(file, config, device)
     except (UnsupportedModel, GGMLError) as error:
         problems.append(str(error))
     try:
@@ -72,6 +76,12 @@ def describe(path: Path, file: GGUFFile) -> dict[str, object]:
     facts["weights_digest"] = file.weights_digest()
     facts["runs"] = "no: " + "; ".join(problems) if problems else "yes"
     return facts
+
+
+def _torch_problems(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
+    from kvstore_engine.torch_executor import refusals
+
+    return refusals(file, config, device)
 
 
 def _rope(config: ModelConfig) -> str:

@@ -39,6 +39,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ggml_type_name": (_S, (_I,)),
     "ggml_type_size": (_Z, (_I,)),
     "ggml_blck_size": (_L, (_I,)),
+    "ggml_get_type_traits": (_P, (_I,)),
     "ggml_get_type_traits_cpu": (_P, (_I,)),
     # operations
     "ggml_add": (_P, (_P, _P, _P)),

@@ -5,11 +5,15 @@ import hashlib
 import platform
 from pathlib import Path
 
+from kvstore_engine.devices import CPU
 
-def profile_path(folder: Path, weights_digest: str, threads: int) -> Path:
-    """The file of `weights_digest`, run by `threads` threads on this machine, in the cache folder `folder`."""
+
+def profile_path(folder: Path, weights_digest: str, threads: int, device: str = CPU) -> Path:
+    """The file of `weights_digest`, run by `threads` threads and `device` on this machine, in the cache folder
+    `folder`."""
     machine = hashlib.blake2b(_processor().encode(), digest_size=4).hexdigest()
-    return folder / "profiles" / f"{weights_digest[:16]}-{threads}t-{machine}.json"
+    beside = "" if device == CPU else f"-{device.replace(':', '')}"
+    return folder / "profiles" / f"{weights_digest[:16]}-{threads}t-{machine}{beside}.json"
 
 
 def _processor() -> str:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors.base import HasConfig
 from kvstore_engine.graph import SequenceSlice, plan_step
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model import Model
@@ -67,6 +68,10 @@ class Pipeline:
             raise ValueError(f"the layers of the stages do not follow one another: {bounds}")
         self.pool = pool
         self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
+
+    @property
+    def model(self) -> HasConfig:
+        return self.stages[0].executor.model
 
     @property
     def limits(self) -> StepLimits:

@@ -19,11 +19,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+from kvstore_engine.devices import CPU
 from kvstore_engine.errors import OperationError, UsageError
-from kvstore_engine.executor import Executor
+from kvstore_engine.executors import DeviceName, StepExecutor
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
-from kvstore_engine.pool import BlockPool
+from kvstore_engine.opening import open_executor
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
@@ -41,40 +41,23 @@ def serve(connection: socket.socket, pool_descriptor: int, mailbox_descriptor: i
         _OOM_SCORE.write_text(_FIRST_VICTIM)
     threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
     setup = WorkerSetup.decode(connection.recv(MAX_PACKET_BYTES))
-    try:
-        executor = _executor(setup, pool_descriptor)
-    except UsageError as error:
-        connection.send(Reply(0, Status.USAGE, message=str(error)).encode())
-        return
-    except (OperationError, OSError, MemoryError) as error:
-        connection.send(Reply(0, Status.OPERATION, message=str(error) or type(error).__name__).encode())
-        return
-    mailbox = Mailbox.of(executor.limits, partial(attach, mailbox_descriptor))
-    connection.send(Reply(0, Status.DONE).encode())
-    while packet := connection.recv(MAX_PACKET_BYTES):
-        connection.send(_compute(executor, mailbox, Order.decode(packet)).encode())
+    with contextlib.ExitStack() as stack:
+        try:
+            file, memory = GGUFFile.open(setup.model), partial(attach, pool_descriptor)
+            executor = stack.enter_context(open_executor(file, DeviceName(CPU), setup.pool, setup.sizes, memory))
+        except UsageError as error:
+            connection.send(Reply(0, Status.USAGE, message=str(error)).encode())
+            return
+        except (OperationError, OSError, MemoryError) as error:
+            connection.send(Reply(0, Status.OPERATION, message=str(error) or type(error).__name__).encode())
+            return
+        mailbox = Mailbox.of(executor.limits, partial(attach, mailbox_descriptor))
+        connection.send(Reply(0, Status.DONE).encode())
+        while packet := connection.recv(MAX_PACKET_BYTES):
+            connection.send(_compute(executor, mailbox, Order.decode(packet)).encode())
 
 
-def _executor(setup: WorkerSetup, pool_descriptor: int) -> Executor:
-    model = load_model(GGUFFile.open(setup.model), context=setup.sizes.max_context)
-    pool = BlockPool(
-        model.config,
-        setup.pool.blocks,
-        block_tokens=setup.pool.block_tokens,
-        kv_dtype=setup.pool.kv_dtype,
-        memory=partial(attach, pool_descriptor),
-    )
-    return Executor(
-        model,
-        pool,
-        threads=setup.sizes.threads,
-        max_tokens_per_step=setup.sizes.max_tokens_per_step,
-        max_sequences=setup.sizes.max_sequences,
-        max_context=setup.sizes.max_context,
-    )
-
-
-def _compute(executor: Executor, mailbox: Mailbox, order: Order) -> Reply:
+def _compute(executor: StepExecutor, mailbox: Mailbox, order: Order) -> Reply:
     if order.threads != executor.threads:
         executor.threads = order.threads
     slices, logits = mailbox.read(order.slices), mailbox.logits(order.step)

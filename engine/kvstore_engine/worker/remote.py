@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
@@ -30,7 +31,7 @@ from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.packets import Order, Reply, Status
 from kvstore_engine.worker.patience import StepPatience
 from kvstore_engine.worker.process import WorkerDied, WorkerProcess
-from kvstore_engine.worker.setup import PoolSetup, StepSizes, WorkerSetup
+from kvstore_engine.worker.setup import WorkerSetup
 
 FloatArray = npt.NDArray[np.float32]
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time

@@ -9,29 +9,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-
-@dataclass(frozen=True, slots=True)
-class PoolSetup:
-    """The block pool whose memory the worker maps: the arguments of `BlockPool`."""
-
-    blocks: int
-    block_tokens: int
-    kv_dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """The most that a step may have, and the threads that compute it: the arguments of `Executor`."""
-
-    threads: int = 2
-    max_tokens_per_step: int = 512
-    max_sequences: int = 16
-    max_context: int = 8192
+from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """`model`: the file."""
+    """`model`: the file. `pool`: whose memory the worker maps."""
 
     model: str
     pool: PoolSetup

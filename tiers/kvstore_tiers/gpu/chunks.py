@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaRecord, ArenaWitness, ForeignMemory
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, ForeignMemory
 from kvstore_tiers.base import ContainerReport
 from kvstore_tiers.slot import Slot
 
@@ -181,7 +181,9 @@ class Chunks:
                 return None
             self._discard(empty[0])
         try:
-            chunk = Arena(self._next_number, self.chunk_bytes, owner, witness=self._witness, device=self._device)
+            chunk = Arena(
+                self._next_number, self.chunk_bytes, owner, witness=self._witness, home=ArenaHome(device=self._device)
+            )
         except OSError:  # no descriptor or mapping is left: as a full device
             return None
         self._next_number += 1

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from kvstore_tiers.child_variables import variables_of_children
@@ -52,10 +52,11 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed. `checks`: whether it is to
-    checksum device memory, where it can."""
+    checksum device memory, where it can. `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     checks: bool = True
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class WorkerLink:
@@ -69,7 +70,6 @@ class WorkerLink:
         refused: Callable[[int, str], None],
         *,
         made: Callable[[int, int], None],
-        variables: Mapping[str, str] | None = None,
         settings: WorkerSettings | None = None,
     ) -> None:
         self._device = device
@@ -77,7 +77,6 @@ class WorkerLink:
         self.can_check, self.cannot_check = False, ""
         self._refused = refused
         self._made = made
-        self._variables = dict(variables or {})
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
         self._chunks: dict[int, _Chunk] = {}
         self._pending: dict[int, _Transfer] = {}
@@ -224,7 +223,8 @@ class WorkerLink:
         with others:
             process = subprocess.Popen(
                 [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],
-                pass_fds=[others.fileno()], stdin=subprocess.DEVNULL, env=variables_of_children() | self._variables,
+                pass_fds=[others.fileno()], stdin=subprocess.DEVNULL,
+                env=variables_of_children() | dict(self._settings.variables),
             )  # fmt: skip
         self.starts += 1
         self._started_s, self._ready_s = time.monotonic(), 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -52,9 +52,8 @@ REGROW_S = 10.0  # after the device had no memory
 
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
-    for the worker; raises OSError where it does not start, with the reason. `variables`: of the worker's environment.
-    `settings`: how long it may take, and whether it verifies. Chunks are numbered from `first_number`. With a `witness`
-    what is on the device is left to it at `close`."""
+    for the worker; raises OSError where it does not start, with the reason. `settings` are the worker's. Chunks are
+    numbered from `first_number`. With a `witness` what is on the device is left to it at `close`."""
 
     def __init__(
         self,
@@ -64,7 +63,6 @@ class GpuTier(Tier):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
         name: str = "gpu",
-        variables: Mapping[str, str] | None = None,
         settings: WorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
         witness: ChunkWitness | None = None,
@@ -78,7 +76,7 @@ class GpuTier(Tier):
         self._closed = False
         self._link = WorkerLink(
             device, lambda chunk, why: self._refusals.put((chunk, why)),
-            made=_no_keeper if witness is None else witness.has_memory, variables=variables, settings=settings,
+            made=_no_keeper if witness is None else witness.has_memory, settings=settings,
         )  # fmt: skip
         self._chunks = Chunks(
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,

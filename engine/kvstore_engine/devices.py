@@ -1,0 +1,55 @@
+"""The names of devices that a model can run on, and which executor runs there.
+
+Pure: it loads neither ggml nor torch. `cpu` is ggml's; `cuda` and `cuda:N` are torch's with our CUDA kernels;
+`torch:cpu` runs torch's step on the processor, slowly, to compare the two.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvstore_engine.errors import UsageError
+
+CPU, TORCH_CPU = "cpu", "torch:cpu"
+DEVICE_HELP = (
+    "what computes: cpu (default), cuda or cuda:N (bf16, needs the extra `torch`; not yet run on hardware), or "
+    "torch:cpu, which is the GPU's step on the processor, slowly, for comparisons"
+)
+_CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
+_TORCH_KV_TYPES = ("f16", "bf16", "f32")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceName:
+    """`torch_name`: torch's name of the device; "": ggml computes, on the processor."""
+
+    name: str
+    torch_name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceName:
+        """UsageError for a name that is none."""
+        if text == CPU:
+            return cls(CPU)
+        if text == TORCH_CPU:
+            return cls(TORCH_CPU, "cpu")
+        if match := _CUDA.fullmatch(text):
+            name = f"cuda:{int(match[1] or 0)}"
+            return cls(name, name)
+        raise UsageError(f"device {text!r} is unknown: choose cpu, cuda, cuda:N or {TORCH_CPU}")
+
+    @property
+    def is_torch(self) -> bool:
+        return bool(self.torch_name)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_name.startswith("cuda")
+
+    def check_kv_dtype(self, kv_dtype: str) -> None:
+        """UsageError for a type of K and V that is not kept there."""
+        if self.is_torch and kv_dtype not in _TORCH_KV_TYPES:
+            raise UsageError(
+                f"K/V type {kv_dtype} is not kept on {self.name}: choose one of {', '.join(_TORCH_KV_TYPES)}"
+            )

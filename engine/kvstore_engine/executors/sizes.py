@@ -1,0 +1,24 @@
+"""What an executor and its pool are made for: plain values, which also travel to a worker's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """A block pool: the arguments of `BlockPool`."""
+
+    blocks: int
+    block_tokens: int
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most that a step may have, and the processor's threads that compute it: the arguments of an executor."""
+
+    threads: int = 2
+    max_tokens_per_step: int = 512
+    max_sequences: int = 16
+    max_context: int = 8192

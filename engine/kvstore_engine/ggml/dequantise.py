@@ -1,0 +1,39 @@
+"""Rows of any of ggml's tensor types as floats, by ggml's own functions.
+
+Owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each type.
+"""
+
+import ctypes as ct
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.ggml.library import GGMLError, Library
+from kvstore_engine.gguf.tensor_types import F32, TENSOR_TYPES
+
+_TO_FLOAT = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p, ct.c_int64)
+
+
+class _TypeTraits(ct.Structure):
+    _fields_ = (
+        ("type_name", ct.c_char_p),
+        ("block_elements", ct.c_int64),
+        ("interleaved_elements", ct.c_int64),
+        ("block_bytes", ct.c_size_t),
+        ("is_quantised", ct.c_bool),
+        ("to_float", ct.c_void_p),
+        ("from_float", ct.c_void_p),
+    )
+
+
+def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The values, float32 1-d, of whole blocks `raw`, contiguous uint8. GGMLError for a type that ggml cannot read."""
+    if ggml_type == F32:
+        return raw.view(np.float32)
+    kind = TENSOR_TYPES[ggml_type]
+    traits = _TypeTraits.from_address(library.get_type_traits(ggml_type))
+    if (traits.block_elements, traits.block_bytes) != (kind.block_elements, kind.block_bytes) or not traits.to_float:
+        raise GGMLError(f"ggml {library.version().decode()} cannot turn {kind.name} into floats")
+    values = np.empty(raw.size // kind.block_bytes * kind.block_elements, np.float32)
+    _TO_FLOAT(traits.to_float)(raw.ctypes.data, values.ctypes.data, values.size)
+    return values

@@ -1,0 +1,88 @@
+"""Opens the executor of a device: model, pool and executor, with their lifetime.
+
+Owns which implementation a device's name stands for. Both are imported when they are first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import UsageError
+from kvstore_engine.executors.base import StepExecutor
+from kvstore_engine.executors.sizes import PoolSetup, StepSizes
+from kvstore_engine.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from kvstore_engine.model import Model
+    from kvstore_engine.pool import BlockPool
+    from kvstore_engine.stages import Pipeline
+
+
+@contextlib.contextmanager
+def open_executor(
+    file: GGUFFile,
+    device: DeviceName,
+    pool: PoolSetup,
+    sizes: StepSizes,
+    memory: Callable[[int], mmap.mmap] | None = None,
+) -> Iterator[StepExecutor]:
+    """The executor of `file` on `device`, until the block ends; takes over `file`. `memory`: of a pool on `cpu`.
+
+    UnsupportedModel, UsageError and OperationError say in one line what cannot be run there, or what is missing.
+    """
+    device.check_kv_dtype(pool.kv_dtype)
+    if device.is_torch:
+        from kvstore_engine.torch_executor import open_torch_executor
+
+        with open_torch_executor(file, device, pool, sizes) as executor:
+            yield executor
+        return
+    from kvstore_engine.executor import Executor
+
+    with (
+        open_host_pool(file, pool, sizes, memory) as (model, blocks),
+        Executor(model, blocks, **_limits(sizes)) as made,
+    ):
+        yield made
+
+
+@contextlib.contextmanager
+def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
+    """The same on `cpu`, in stages of `sizes.threads` threads each. UsageError for more than the model has layers."""
+    from kvstore_engine.stages import open_pipeline
+
+    with open_host_pool(file, pool, sizes) as (model, blocks):
+        if stages > model.config.layers:
+            raise UsageError(f"{stages} stages are more than the {model.config.layers} layers of this model")
+        with open_pipeline(model, blocks, stages, **_limits(sizes)) as pipeline:
+            yield pipeline
+
+
+@contextlib.contextmanager
+def open_host_pool(
+    file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
+) -> Iterator[tuple[Model, BlockPool]]:
+    """ggml's model of `file`, and a pool for it in host memory."""
+    from kvstore_engine.model import load_model
+    from kvstore_engine.pool import BlockPool
+
+    # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
+    with load_model(file, context=sizes.max_context) as model:
+        made = BlockPool(
+            model.config, pool.blocks, block_tokens=pool.block_tokens, kv_dtype=pool.kv_dtype, memory=memory
+        )
+        yield model, made
+
+
+def _limits(sizes: StepSizes) -> dict[str, Any]:
+    """The arguments of an executor."""
+    return {
+        "threads": sizes.threads,
+        "max_tokens_per_step": sizes.max_tokens_per_step,
+        "max_sequences": sizes.max_sequences,
+        "max_context": sizes.max_context,
+    }

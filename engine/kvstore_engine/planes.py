@@ -1,0 +1,87 @@
+"""The contract of a pool's memory: planes of K and V, and the copies in and out of them.
+
+The caller guarantees that block ids are inside the pool, that payloads have the right size, and that no block is
+written while it is read. When a method returns, its copy has been made, and a step that begins later sees it.
+`HostPlanes` keeps them in this process's memory.
+"""
+
+import copy
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
+
+
+class PoolPlanes(ABC):
+    """`array`: uint8 [planes, blocks, block_bytes], an ndarray in host memory, a tensor on a device."""
+
+    array: Any
+
+    @abstractmethod
+    def address(self, plane: int) -> int:
+        """Where plane number `plane` begins, for what computes on it."""
+
+    @abstractmethod
+    def copy_blocks(self, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int) -> None:
+        """Copy storage blocks into the pool, or out of it; arguments as of `Kernels.copy_blocks`."""
+
+    @abstractmethod
+    def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
+        """Write uint8 [planes, n, block_bytes] to the blocks `block_ids`."""
+
+    @abstractmethod
+    def move_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copy block sources[i] of every plane over block targets[i]. No block is both a source and a target."""
+
+
+class HostPlanes(PoolPlanes):
+    """Planes in memory of this process, copied by the CPU's kernels.
+
+    Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is
+    anonymous unless the caller provides it, such as a map shared with another process. Each plane starts on a 64-byte
+    boundary.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        blocks: int,
+        block_bytes: int,
+        kernels: Kernels,
+        memory: Callable[[int], mmap.mmap] | None = None,
+    ) -> None:
+        stride = -(-blocks * block_bytes // 64) * 64
+        flat = np.frombuffer((memory or _touched_memory)(count * stride), np.uint8)
+        self.kernels = kernels
+        self.array: Bytes = flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)
+
+    def part(self, first: int, end: int) -> Self:
+        """The planes from `first` to before `end`, in the same memory."""
+        part = copy.copy(self)
+        part.array = self.array[first:end]
+        return part
+
+    def address(self, plane: int) -> int:
+        return int(self.array.ctypes.data) + plane * self.array.strides[0]
+
+    def copy_blocks(self, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int) -> None:
+        self.kernels.copy_blocks(self.array, payloads, tables, into_pool=into_pool, threads=threads)
+
+    def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
+        self.array[:, block_ids] = parts
+
+    def move_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
+        self.kernels.move_blocks(self.array, sources, targets)
+
+
+def _touched_memory(size_bytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone."""
+    memory = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    np.frombuffer(memory, np.uint8).fill(0)
+    return memory

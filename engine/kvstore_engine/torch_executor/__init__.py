@@ -1,0 +1,9 @@
+"""The executor that computes with torch: on GPUs with our CUDA kernels, on processors for comparisons.
+
+Importing this does not import torch; opening an executor does.
+"""
+
+from kvstore_engine.torch_executor.library import numerics
+from kvstore_engine.torch_executor.opening import open_torch_executor, refusals
+
+__all__ = ["numerics", "open_torch_executor", "refusals"]

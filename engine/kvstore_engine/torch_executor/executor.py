@@ -1,0 +1,101 @@
+"""Computes steps with torch: on a GPU with our kernels, or on the processor. torch's `StepExecutor`.
+
+Owns the step's memory and the recorded decode steps. It never samples or schedules. Decode steps are padded to a bucket
+(`buckets`), prompts are computed as they come. The last action of a step is to wait for it, so an error of the device
+is raised by the step that met it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_engine.executors.base import FloatArray, StepExecutor
+from kvstore_engine.executors.sizes import StepSizes
+from kvstore_engine.graph import SequenceSlice, plan_step
+from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.kernels.cuda.attention import PARTITION_KEYS
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.torch_executor.attention import AttentionBackend
+from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bound
+from kvstore_engine.torch_executor.decoder import Decoder
+from kvstore_engine.torch_executor.inputs import InputMemory
+from kvstore_engine.torch_executor.library import torch_library
+from kvstore_engine.torch_executor.recordings import DecodeSteps, Recorder
+from kvstore_engine.torch_executor.weights import TorchModel
+
+
+class TorchExecutor(StepExecutor):
+    """Computes forward steps of `model` over `pool`, whose planes `attention` reads and writes."""
+
+    def __init__(
+        self,
+        model: TorchModel,
+        pool: BlockPool,
+        attention: AttentionBackend,
+        sizes: StepSizes,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """ValueError if the pool was made for another model, or is too large for 32-bit slots."""
+        config = model.config
+        if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
+            raise ValueError("the block pool was made for another model")
+        if pool.blocks * pool.block_tokens >= 1 << 31:
+            raise ValueError("a pool has fewer than 2^31 tokens")
+        self._torch, self._model, self.pool = torch_library(), model, pool
+        self.limits = StepLimits(
+            config.vocabulary, pool.blocks, pool.block_tokens,
+            sizes.max_tokens_per_step, sizes.max_sequences, sizes.max_context,
+        )  # fmt: skip
+        self._decoder = Decoder(model, attention)
+        self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
+        self._decodes = DecodeSteps(self._decode, recorder)
+        self._is_closed = False
+        self.threads = sizes.threads
+
+    @property
+    def model(self) -> TorchModel:
+        return self._model
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self._threads = count
+        self._torch.set_num_threads(count)
+
+    def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
+        if self._is_closed:
+            raise RuntimeError("the executor is closed")
+        inputs = plan_step(slices, self.limits)
+        count, outputs, bucket = len(inputs.tokens), len(inputs.outputs), bucket_of(slices)
+        longest = int(inputs.sequences[:, 2].max())
+        with self._torch.inference_mode():
+            self._inputs.fill(inputs, slices, max(bucket, count))
+            if bucket:
+                logits = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS))[:count]
+            else:
+                rows = self._inputs.rows(count, longest)
+                chosen = self._inputs.outputs(outputs) if outputs < count else None
+                logits = self._decoder.step(self._inputs.tokens(count), rows, chosen, wants_logits=outputs > 0)
+            return self._received(logits, outputs, out)
+
+    def close(self) -> None:
+        self._decodes.drop()
+        self._is_closed = True
+
+    def _decode(self, rows: int, longest_context: int) -> Any:
+        return self._decoder.step(self._inputs.tokens(rows), self._inputs.rows(rows, longest_context))
+
+    def _received(self, logits: Any, outputs: int, out: FloatArray | None) -> FloatArray:
+        """The logits in host memory; the step has ended."""
+        result = np.empty((outputs, self.limits.vocabulary), np.float32) if out is None else out[:outputs]
+        if outputs:
+            self._torch.from_numpy(result).copy_(logits)
+        if self._model.device.is_cuda:
+            self._torch.cuda.current_stream(self._model.device.torch_name).synchronize()
+        return result

@@ -1,0 +1,67 @@
+"""Attention by our CUDA kernels, on torch's current stream.
+
+Owns no memory but what torch allocates in a step. `launcher` is the device; anything that runs the kernels over the
+tensors' addresses will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore_engine.kernels.cuda import CacheShape, Launcher, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.metadata import UnsupportedModel
+from kvstore_engine.torch_executor.attention import AttentionBackend, StepRows
+from kvstore_engine.torch_executor.cache import Cache
+from kvstore_engine.torch_executor.library import torch_library
+
+
+class KernelAttention(AttentionBackend):
+    """`stream()`: the address of the stream that the step's other work is queued on."""
+
+    def __init__(self, cache: Cache, launcher: Launcher, stream: Callable[[], int]) -> None:
+        """UnsupportedModel for heads that the kernels were not made for."""
+        self._cache, self._stream, self._torch = cache, stream, torch_library()
+        shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
+        self.attention = PagedAttention(launcher, shape)
+        self._ropes = {
+            rope: RopeCache(launcher, shape, rotary=rope.dimensions, interleaved=not rope.neox)
+            for rope in set(cache.ropes)
+        }
+
+    def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
+        rotated = self._torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        strides = {"query_stride": queries.stride(0), "key_stride": keys.stride(0), "value_stride": values.stride(0)}
+        tokens = NewTokens(rows.count, queries, keys, values, rows.positions, rows.slots, **strides)
+        rope = self._ropes[self._cache.ropes[layer]]
+        rope.write(tokens, rotated, self._planes(layer), self._cache.turns(layer), stream=self._stream())
+        return rotated
+
+    def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
+        torch, kind = self._torch, self._cache.kinds[layer]
+        output = torch.empty_like(queries)
+        version = self.attention.version(rows.count, rows.longest_context, kind)
+        scratch = None
+        if version == 2:
+            needed = self.attention.scratch_bytes(rows.count, rows.longest_context, kind)
+            scratch = torch.empty(needed, dtype=torch.uint8, device=queries.device)
+        described = Rows(
+            rows.count, rows.sequences, rows.contexts, rows.tables, rows.tables.stride(0), rows.longest_context
+        )
+        self.attention.attend(
+            queries, output, self._planes(layer), described,
+            kind=kind, scratch=scratch, version=version, stream=self._stream(),
+        )  # fmt: skip
+        return output
+
+    def _planes(self, layer: int) -> tuple[Any, Any]:
+        return self._cache.planes[2 * layer], self._cache.planes[2 * layer + 1]
+
+
+def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:
+    """The kernels' shape of a model's cache. UnsupportedModel for heads that they were not made for."""
+    try:
+        return CacheShape(config.heads, config.kv_heads, config.head_dim, block_tokens, cache=kv_dtype)
+    except ValueError as error:
+        raise UnsupportedModel(f"the CUDA kernels cannot run this model: {error}") from None

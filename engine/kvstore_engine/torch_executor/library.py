@@ -1,0 +1,57 @@
+"""torch, imported when it is first needed, and what this package asks of it about devices.
+
+The only file that imports torch at a call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import OperationError, UsageError
+
+_OLDEST = (2, 8)  # the first whose products of bf16 give float32
+
+
+def torch_library() -> ModuleType:
+    """OperationError, with what to install."""
+    try:
+        import torch
+    except ImportError:
+        raise OperationError("this device needs torch: pip install 'kvstored[engine,torch]'") from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        raise OperationError(f"torch {torch.__version__} is too old, 2.8 is needed: pip install 'kvstored[torch]'")
+    library: ModuleType = torch
+    return library
+
+
+def check_device(device: DeviceName) -> None:
+    """UsageError if this machine has no such device."""
+    torch = torch_library()
+    if not device.is_cuda:
+        return
+    if not torch.cuda.is_available():
+        raise UsageError(f"device {device.name}: torch {torch.__version__} finds no CUDA device here; use --device cpu")
+    count = torch.cuda.device_count()
+    if int(device.name.partition(":")[2]) >= count:
+        raise UsageError(f"device {device.name}: this machine has {count} CUDA devices, cuda:0 is the first")
+
+
+def free_bytes(device: DeviceName, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory of the device that can be had."""
+    if device.is_cuda:
+        return int(torch_library().cuda.mem_get_info(device.torch_name)[0])
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+
+
+def numerics(device: DeviceName) -> str:
+    """A name for how sums are made on the device: blocks are shared only under the same name.
+
+    Two generations of GPUs multiply with different kernels, so the name holds the architecture.
+    """
+    if not device.is_cuda:
+        return "torch-bf16-cpu"
+    major, minor = torch_library().cuda.get_device_capability(device.torch_name)
+    return f"torch-bf16-sm_{major}{minor}"

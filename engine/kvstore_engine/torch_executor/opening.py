@@ -1,0 +1,88 @@
+"""Puts model, pool, attention and executor together for a device of torch's.
+
+Owns their lifetime, and the choice of attention: our kernels on a GPU, plain torch on the processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.executors.sizes import PoolSetup, StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.metadata import UnsupportedModel
+from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
+from kvstore_engine.torch_executor.attention import AttentionBackend
+from kvstore_engine.torch_executor.cache import Cache
+from kvstore_engine.torch_executor.executor import TorchExecutor
+from kvstore_engine.torch_executor.kernel_attention import KernelAttention, kernel_shape
+from kvstore_engine.torch_executor.library import check_device, free_bytes, torch_library
+from kvstore_engine.torch_executor.planes import TorchPlanes
+from kvstore_engine.torch_executor.recordings import CudaRecorder
+from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
+from kvstore_engine.torch_executor.weights import TorchModel, weight_bytes
+
+
+@contextlib.contextmanager
+def open_torch_executor(
+    file: GGUFFile, device: DeviceName, setup: PoolSetup, sizes: StepSizes
+) -> Iterator[TorchExecutor]:
+    """As `opening.open_executor`."""
+    check_device(device)
+    with contextlib.ExitStack() as stack:
+        if device.is_cuda:
+            stack.enter_context(torch_library().cuda.device(device.torch_name))
+        model = TorchModel(file, device, sizes.max_context)
+        stack.callback(model.close)
+        pool, cache = new_pool(model, setup, sizes)
+        attention: AttentionBackend
+        if device.is_cuda:
+            attention, recorder = _on_gpu(cache, device, stack), CudaRecorder()
+        else:
+            attention, recorder = ReferenceAttention(cache), None
+        yield stack.enter_context(TorchExecutor(model, pool, attention, sizes, recorder))
+
+
+def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
+    """Why the model of `file` cannot run on `device`, beside what ggml's checks find."""
+    found = []
+    try:
+        check_device(device)
+        if (needed := weight_bytes(file, config, device)) > (free := free_bytes(device)):
+            found.append(f"the weights take {needed >> 20} MiB as bf16, and {device.name} has {free >> 20} MiB free")
+    except (UsageError, OperationError) as error:
+        found.append(str(error))
+    if device.is_cuda:
+        try:
+            kernel_shape(config, ENGINE_BLOCK_TOKENS, "f16")
+        except UnsupportedModel as error:
+            found.append(str(error))
+    return found
+
+
+def new_pool(model: TorchModel, setup: PoolSetup, sizes: StepSizes) -> tuple[BlockPool, Cache]:
+    """A pool on the model's device, and its planes as attention sees them."""
+    placed: list[TorchPlanes] = []
+
+    def place(count: int, blocks: int, block_bytes: int) -> TorchPlanes:
+        placed.append(TorchPlanes(count, blocks, block_bytes, device=model.device))
+        return placed[0]
+
+    pool = BlockPool(model.config, setup.blocks, block_tokens=setup.block_tokens, kv_dtype=setup.kv_dtype, place=place)
+    return pool, Cache(model.config, pool, placed[0].tensor, sizes.max_context, model.rope_factors)
+
+
+def _on_gpu(cache: Cache, device: DeviceName, stack: contextlib.ExitStack) -> KernelAttention:
+    from kvstore_engine.kernels.cuda import Device
+
+    launcher = Device(int(device.name.partition(":")[2]))
+    stack.callback(launcher.close)
+    return KernelAttention(cache, launcher, partial(_current_stream, device.torch_name))
+
+
+def _current_stream(torch_name: str) -> int:
+    return int(torch_library().cuda.current_stream(torch_name).cuda_stream)

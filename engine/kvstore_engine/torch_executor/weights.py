@@ -1,0 +1,157 @@
+"""A model's weights as bf16 tensors on a device, from the matrices of a GGUF file of any type that ggml reads.
+
+Owns the tensors. The configuration, the list of a layer's parts and the checks are `model`'s, the same as ggml's.
+Matrices that multiply the same rows are joined, as phi3's files have them: q, k and v; gate and up. Vectors stay
+float32, and so does the output matrix on a processor, where bf16 products cannot give float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_console.progress import Progress
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import UsageError
+from kvstore_engine.ggml import load_library
+from kvstore_engine.ggml.dequantise import dequantised
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.quantisation import check_quantisation
+from kvstore_engine.model.tensors import check_tensors
+from kvstore_engine.torch_executor.library import free_bytes, torch_library
+
+_QKV, _GATE_UP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
+_SLICE_BYTES = 64 << 20  # of floats at a time: a large matrix is not held in float32 as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix, [outputs, inputs], and what is added to its product, or None."""
+
+    weight: Any
+    bias: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayer:
+    """One transformer layer. Norms are float32 vectors; None: its architecture has none."""
+
+    attn_norm: Any
+    qkv: Linear
+    attn_q_norm: Any
+    attn_k_norm: Any
+    attn_output: Linear
+    post_attention_norm: Any
+    ffn_norm: Any
+    gate_up: Linear
+    ffn_down: Linear
+    post_ffw_norm: Any
+
+
+class TorchModel:
+    """Configuration and weights on `device`; takes over `file`, which stays open for its metadata."""
+
+    def __init__(self, file: GGUFFile, device: DeviceName, context: int) -> None:
+        """UnsupportedModel as for ggml; UsageError if the weights do not fit the device's memory."""
+        self.file = file
+        self.config = config = ModelConfig.from_gguf(file, context)
+        self.device = device
+        self._torch, self._ggml = torch_library(), load_library()
+        check_tensors(file, config)
+        check_quantisation(file, self._ggml)
+        self._check_memory()
+        self._loaded = 0
+        with Progress(f"loading {config.name}") as self._progress:
+            self.token_embedding = self._matrix("token_embd")
+            name = "token_embd" if config.tied_embeddings else "output"
+            if device.is_cuda:
+                weight = self.token_embedding if config.tied_embeddings else self._matrix(name)
+            else:
+                weight = self._matrix(name, self._torch.float32)
+            self.output = Linear(weight, self._vector("output.bias"))
+            self.output_norm = self._vector("output_norm.weight")
+            self.rope_factors = self._floats(config.rope.factors) if config.rope.factors else None
+            self.layers = tuple(self._layer(f"blk.{index}.") for index in range(config.layers))
+        file.release()
+
+    def close(self) -> None:
+        """Give back the weights' memory. No executor may use the model afterwards."""
+        self.layers, self.token_embedding, self.output = (), None, Linear(None)
+        self.file.close()
+
+    def _layer(self, prefix: str) -> TorchLayer:
+        def vector(name: str) -> Any:
+            return self._vector(f"{prefix}{name}.weight")
+
+        return TorchLayer(
+            attn_norm=vector("attn_norm"),
+            qkv=self._joined(prefix, "attn_qkv", _QKV),
+            attn_q_norm=vector("attn_q_norm"),
+            attn_k_norm=vector("attn_k_norm"),
+            attn_output=self._joined(prefix, "attn_output"),
+            post_attention_norm=vector("post_attention_norm"),
+            ffn_norm=vector("ffn_norm"),
+            gate_up=self._joined(prefix, "ffn_up", _GATE_UP if f"{prefix}ffn_gate.weight" in self.file.tensors else ()),
+            ffn_down=self._joined(prefix, "ffn_down"),
+            post_ffw_norm=vector("post_ffw_norm"),
+        )
+
+    def _joined(self, prefix: str, joint: str, parts: tuple[str, ...] = ()) -> Linear:
+        """`joint` alone where the file has it joined, or has no parts."""
+        if f"{prefix}{parts[0] if parts else joint}.weight" not in self.file.tensors:
+            parts = ()
+        names = [prefix + name for name in parts or (joint,)]
+        weight = self._torch.cat([self._matrix(name) for name in names]) if parts else self._matrix(names[0])
+        biases = [self._vector(f"{name}.bias") for name in names]
+        if all(bias is None for bias in biases):
+            return Linear(weight)
+        rows = [self.file.tensors[f"{name}.weight"].shape[1] for name in names]
+        filled = [
+            self._torch.zeros(count, device=weight.device) if bias is None else bias
+            for bias, count in zip(biases, rows, strict=True)
+        ]
+        return Linear(weight, self._torch.cat(filled).to(weight.dtype))
+
+    def _matrix(self, name: str, dtype: Any = None) -> Any:
+        info = self.file.tensors[f"{name}.weight"]
+        columns, rows = info.shape
+        raw = self.file.tensor_bytes(info.name).reshape(rows, -1)
+        torch = self._torch
+        matrix = torch.empty((rows, columns), dtype=dtype or torch.bfloat16, device=self.device.torch_name)
+        step = max(1, _SLICE_BYTES // (4 * columns))
+        for first in range(0, rows, step):
+            piece = np.ascontiguousarray(raw[first : first + step]).reshape(-1)
+            values = dequantised(self._ggml, info.ggml_type, piece)
+            matrix[first : first + step].copy_(torch.tensor(values).view(-1, columns))
+        self._loaded += 1
+        self._progress.advance("weights", self._loaded, 7 * self.config.layers + 2)
+        return matrix
+
+    def _floats(self, name: str) -> npt.NDArray[np.float32]:
+        return self.file.tensor_bytes(name).view(np.float32)
+
+    def _vector(self, name: str) -> Any:
+        """float32 on the device, None if the file has none."""
+        if name not in self.file.tensors:
+            return None
+        return self._torch.tensor(self._floats(name), device=self.device.torch_name)
+
+    def _check_memory(self) -> None:
+        needed, free = weight_bytes(self.file, self.config, self.device), free_bytes(self.device)
+        if needed > free:
+            raise UsageError(
+                f"the weights take {needed >> 20} MiB as bf16, and {self.device.name} has {free >> 20} MiB free"
+            )
+
+
+def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
+    """Memory of the weights on `device`."""
+    elements = sum(int(np.prod(info.shape)) for info in file.tensors.values())
+    output = config.width * config.vocabulary
+    if device.is_cuda:
+        return 2 * elements
+    return 2 * elements + (4 * output if config.tied_embeddings else 2 * output)

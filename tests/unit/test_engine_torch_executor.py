@@ -1,0 +1,216 @@
+"""torch's executor on the processor, by ggml's as the yardstick, and our CUDA kernels in its step, run on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.opening import open_executor
+from tests.cuda_shim.launcher import ShimLauncher
+from tests.reference.make_gguf import TinyModel, write_model
+
+pytest.importorskip("torch", reason="needs the extra torch")
+
+from kvstore_engine.loaded_model import fingerprint_of
+from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.torch_executor.buckets import bucket_of, context_bound
+from kvstore_engine.torch_executor.executor import TorchExecutor
+from kvstore_engine.torch_executor.kernel_attention import KernelAttention
+from kvstore_engine.torch_executor.opening import new_pool
+from kvstore_engine.torch_executor.planes import pieces
+from kvstore_engine.torch_executor.recordings import Recorder, Replay
+from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
+from kvstore_engine.torch_executor.weights import TorchModel
+
+_BLOCKS, _SIZES = 24, StepSizes(threads=1, max_context=160)
+_SETUP = PoolSetup(_BLOCKS, 16, "f16")
+_WINDOW = {"llama.attention.sliding_window": 40}
+_MODELS = {
+    "llama": TinyModel(rope_factors=True, biases=("attn_q", "ffn_up")),
+    "qwen2-q8_0": TinyModel(architecture="qwen2", tied=True, quantisation="q8_0"),
+    "qwen3-yarn": TinyModel(
+        architecture="qwen3",
+        metadata={
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 512,
+        },
+    ),
+    "gemma2": TinyModel(architecture="gemma2", metadata={**_WINDOW, "llama.attn_logit_softcapping": 3.0}),
+    "gemma3": TinyModel(architecture="gemma3", layers=7, metadata={**_WINDOW, "llama.rope.freq_base": 1e6}),
+    "phi3-q4_k": TinyModel(architecture="phi3", width=256, kv_heads=4, quantisation="q4_k"),
+}
+# Of the logits' spread, root mean square: what bf16 products of a tiny random model were seen to cost is below 0.014.
+_BOUND = 0.03
+_QUANTISED_BOUND = 0.06  # ggml rounds activations to 8 bits there
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def _tokens(count: int, seed: int = 1) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, TinyModel().vocabulary, count).astype(np.int32)
+
+
+def _table(seed: int = 7) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(seed).permutation(_BLOCKS)[:10].astype(np.int32)
+
+
+def _device(name: str) -> DeviceName:
+    return DeviceName.parse(name)
+
+
+def _logits(executor: StepExecutor, cuts: list[int]) -> FloatArray:
+    parts, start = [], 0
+    for count in cuts:
+        parts.append(executor.forward([SequenceSlice(_tokens(150)[start : start + count], start, _table(), "all")]))
+        start += count
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_logits_are_ggmls_within_the_rounding_of_bf16(tmp_path: Path, name: str) -> None:
+    path = write_model(tmp_path / "m.gguf", _MODELS[name])
+    cuts = [64, 47, 1, 1, 1, 1]
+    found = []
+    for device in ("cpu", "torch:cpu"):
+        with open_executor(GGUFFile.open(path), _device(device), _SETUP, _SIZES) as executor:
+            found.append(_logits(executor, cuts))
+    difference = np.sqrt(np.mean(np.square(found[1] - found[0], dtype=np.float64)))
+    bound = (_QUANTISED_BOUND if "q" in name.rpartition("-")[2] else _BOUND) * found[0].std()
+    assert 0 < difference < bound
+    best = np.take_along_axis(found[0], found[1].argmax(1)[:, None], 1)[:, 0]
+    assert (found[0].max(1) - best <= 6 * bound).all(), "a greedy token differs only where two are nearly as likely"
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32"])
+def test_stored_blocks_restore_to_the_same_logits(tmp_path: Path, kv_dtype: str) -> None:
+    path = write_model(tmp_path / "m.gguf", TinyModel())
+    setup = PoolSetup(_BLOCKS, 16, kv_dtype)
+    with open_executor(GGUFFile.open(path), _device("torch:cpu"), setup, _SIZES) as executor:
+        tokens, pool = _tokens(140), executor.pool
+        cold = executor.prefill(tokens, 0, _table(1))
+        stored = [np.empty(pool.payload_bytes(4), np.uint8) for _ in range(2)]
+        for block, payload in enumerate(stored):
+            pool.gather_block(_table(1)[4 * block : 4 * block + 4], payload)
+        pool.planes.fill(0xFF)  # NaN: a row that was not restored would show
+        pool.scatter_blocks(stored, [_table(2)[:4], _table(2)[4:8]])
+        np.testing.assert_array_equal(executor.prefill(tokens[128:], 128, _table(2)), cold)
+        pool.planes.fill(0xFF)
+        half = pool.payload_bytes(4)
+        pool.scatter_part(stored[0], 0, _table(3)[:4])
+        pool.scatter_part(stored[1][:half], 2, _table(3)[6:8])
+        moved = [block for block in range(_BLOCKS) if block not in _table(3)][:2]
+        pool.copy_blocks(_table(3)[6:8], moved)
+        expected = stored[1].reshape(2 * pool.layers, 4, pool.block_bytes)[:, 2:]
+        np.testing.assert_array_equal(pool.planes[:, moved], expected)
+
+
+def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path) -> None:
+    """Prompts and padded decodes, with windows and caps; the kernels are the GPU's source, compiled for the host."""
+    path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])
+    model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
+    found, launchers = [], []
+    for makes in (ReferenceAttention, None):
+        pool, cache = new_pool(model, _SETUP, _SIZES)
+        launchers.append(ShimLauncher())
+        attention = makes(cache) if makes else KernelAttention(cache, launchers[-1], lambda: 0)
+        with TorchExecutor(model, pool, attention, _SIZES) as executor:
+            prompts = [SequenceSlice(_tokens(count, count), 0, _table(0)[3 * n : 3 * n + 3]) for n, count in _PROMPTS]
+            first = executor.forward(prompts)
+            decodes = [SequenceSlice(_tokens(1, n), count, _table(0)[3 * n : 3 * n + 3]) for n, count in _PROMPTS]
+            found.append(np.concatenate([first, executor.forward(decodes)]))
+    assert {"kv_rope_cache", "kv_paged_attention_v1"} <= set(launchers[1].launched)
+    difference = np.sqrt(np.mean(np.square(found[1] - found[0], dtype=np.float64)))
+    assert difference < _BOUND / 2 * found[0].std()
+
+
+_PROMPTS = [(0, 5), (1, 44), (2, 17)]
+
+
+class _Tape(Recorder):
+    """Records by keeping the call, which a replay makes again into the same memory."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Replay, Any]:
+        self.recorded += 1
+        result = compute()
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(compute())
+
+        return replay, result
+
+
+def test_decode_steps_are_recorded_by_bucket_and_replayed_with_new_inputs(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", TinyModel())
+    model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
+    tape, found = _Tape(), []
+    for recorder in (None, tape):
+        pool, cache = new_pool(model, _SETUP, _SIZES)
+        with TorchExecutor(model, pool, ReferenceAttention(cache), _SIZES, recorder) as executor:
+            tables = [_table(0)[3 * n : 3 * n + 3] for n in range(3)]
+            logits = []
+            for position in range(6):
+                count = 3 if position < 4 else 1
+                step = [SequenceSlice(_tokens(1, position + n), position, tables[n]) for n in range(count)]
+                logits.append(executor.forward(step))
+            found.append(np.concatenate(logits))
+            used = np.concatenate(tables)
+            others = [block for block in range(_BLOCKS) if block not in used]
+            assert not pool.planes[:, others].any(), "rows of padding are not stored"
+    np.testing.assert_array_equal(found[1], found[0])
+    assert (tape.recorded, tape.replayed) == (2, 4)  # of 4 rows from the second step on, of 1 row likewise
+
+
+def test_a_step_is_a_decode_step_if_each_sequence_has_one_token() -> None:
+    one = SequenceSlice(_tokens(1), 3, _table())
+    assert [bucket_of([one] * count) for count in (1, 2, 3, 5, 33, 64, 65)] == [1, 2, 4, 8, 64, 64, 0]
+    assert bucket_of([one, SequenceSlice(_tokens(2), 3, _table())]) == 0
+    assert bucket_of([SequenceSlice(_tokens(1), 3, _table(), "none")]) == 0
+    assert [context_bound(longest, 512) for longest in (1, 512, 513, 1025, 4096)] == [512, 512, 1024, 2048, 4096]
+
+
+def test_copies_are_cut_into_pieces_that_fit_the_stage() -> None:
+    for shape in ((6, 4, 8), (5, 40, 8), (3, 1, 64)):
+        covered = np.zeros(shape[:2], int)
+        for planes, blocks in pieces(*shape, limit=100):
+            covered[planes, blocks] += 1
+            assert covered[planes, blocks].size * shape[2] <= 100
+        assert (covered == 1).all()
+
+
+def test_blocks_of_ggml_are_no_blocks_of_torch(tmp_path: Path) -> None:
+    file = GGUFFile.open(write_model(tmp_path / "m.gguf", TinyModel()))
+    tokenizer, digests = Tokenizer.from_metadata(file.metadata), set()
+    for device in ("cpu", "torch:cpu"):
+        with open_executor(GGUFFile.open(file.path), _device(device), _SETUP, _SIZES) as executor:
+            made = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, "ab" * 16, _device(device))
+            digests.add(made.digest())
+    assert len(digests) == 2
+
+
+def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", TinyModel(head_dim=32))
+    with pytest.raises(UsageError, match="choose cpu, cuda, cuda:N or torch:cpu"):
+        DeviceName.parse("metal")
+    with (
+        pytest.raises(UsageError, match="K/V type q8_0 is not kept on torch:cpu"),
+        open_executor(GGUFFile.open(path), _device("torch:cpu"), PoolSetup(4, 16, "q8_0"), _SIZES),
+    ):
+        pass
+    model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
+    _, cache = new_pool(model, _SETUP, _SIZES)
+    with pytest.raises(ValueError, match=r"the CUDA kernels cannot run this model: head_dim 32"):
+        KernelAttention(cache, ShimLauncher(), lambda: 0)
