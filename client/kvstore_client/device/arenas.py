@@ -33,7 +33,7 @@ class ChunkSource(Protocol):
 
 
 class DeviceArenas:
-    """See the module. Numbers mean nothing to another daemon process, so a new session begins without any chunk."""
+    """See the module. A new session begins without any chunk: numbers of another daemon may mean other memory."""
 
     def __init__(
         self, grants: ArenaGrants, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic

@@ -135,7 +135,8 @@ class WorkerLink:
         """Device memory that is there already, as `add_chunk`. Takes the descriptor."""
         with self._lock:
             self._chunks[number] = _Chunk(nbytes, descriptor)
-        self._queue.put((wire.pack(wire.IMPORT, number, nbytes), descriptor, -1))
+        to_send = os.dup(descriptor)  # the chunk may be dropped before that
+        self._queue.put((wire.pack(wire.IMPORT, number, nbytes), to_send, -1))
 
     def drop_chunk(self, number: int) -> None:
         """Give device memory back. No transfer with it is under way."""
@@ -335,6 +336,9 @@ class WorkerLink:
     def _send_queued(self) -> None:
         while (item := self._queue.get()) is not None:
             self._send(*item)
+            packet, descriptor, _ = item
+            if packet[:1] == wire.IMPORT:
+                os.close(descriptor)
 
     def _send(self, packet: bytes, descriptor: int, number: int) -> None:
         """To the next worker where this one is gone: what it knows already, it ignores."""

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ class WarmRestart:
         self._arenas: dict[int, Arena] = {}
         self._unlisted: dict[str, Arena] = {}  # not kept yet, so not in the ledger
         self._memories: dict[int, int] = {}  # descriptors of chunks of device memory, ours, by number
+        self._of_devices = threading.Lock()  # which of their memory is held: tiers say so on threads of their own
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
         """Make the arenas and chunks that were kept the `tiers`', of which residency knows, and their blocks
@@ -193,17 +195,20 @@ class WarmRestart:
         self.ledger.forget_arena(number)
 
     def released(self, number: int) -> None:
-        self._arenas.pop(number, None)
-        self.keeper.drop(_name(number))
-        memory = self._memories.pop(number, -1)
-        if memory >= 0:
-            self.keeper.drop(_memory_name(number))
-            os.close(memory)
+        with self._of_devices:
+            self._arenas.pop(number, None)
+            self.keeper.drop(_name(number))
+            memory = self._memories.pop(number, -1)
+            if memory >= 0:
+                self.keeper.drop(_memory_name(number))
+                os.close(memory)
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        if number in self._arenas:  # not given up meanwhile
-            memory = self._memories[number] = os.dup(descriptor)
-            self.keeper.keep(_memory_name(number), memory)
+        """On a thread of the tier's. Where no descriptor is left, the chunk's blocks end with this process."""
+        with self._of_devices, contextlib.suppress(OSError):
+            if number in self._arenas:  # not given up meanwhile
+                memory = self._memories[number] = os.dup(descriptor)
+                self.keeper.keep(_memory_name(number), memory)
 
     # Inside
 
