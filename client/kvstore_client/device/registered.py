@@ -101,8 +101,9 @@ class RegisteredMemory:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
                 part = self._wanted[0] if self._wanted and not self._is_closed else None
-                ending = [each for each in self._parts.values() if each.is_made and self._is_over(each)]
-                for each in ending:
+                over = [each for each in self._parts.values() if each not in self._wanted and self._is_over(each)]
+                ending = [each for each in over if each.is_made]
+                for each in over:
                     each.is_made = False
                     del self._parts[each.address]
             for each in ending:
@@ -117,7 +118,7 @@ class RegisteredMemory:
         return self._is_closed or (not part.users and self._clock() - part.used_at >= IDLE_S)
 
     def _register(self, part: Registration) -> None:
-        """One that fails stays unmade: its bytes go by the buffer."""
+        """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""
         flags = _PORTABLE if part.memory.flags.writeable else _PORTABLE | _READ_ONLY
         is_made = False
         with contextlib.suppress(DeviceError), self._device.current():

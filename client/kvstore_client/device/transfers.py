@@ -17,7 +17,7 @@ from types import TracebackType
 import numpy as np
 
 from kvstore_client.device.copies import CopyStream
-from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
 from kvstore_client.errors import invalid
@@ -96,6 +96,11 @@ class DeviceTransfers:
     ) -> None:
         self.close()
 
+    def check_open(self) -> None:
+        """Raises KVStoreError after `close`; for the thread that holds `using`."""
+        if self._is_closed:
+            raise invalid("these transfers are closed")
+
     def _check_size(self, payload_bytes: int) -> None:
         if payload_bytes != self.pool.block_bytes:
             raise invalid(f"a block has {payload_bytes} bytes, a page of the pool {self.pool.block_bytes}")
@@ -111,6 +116,7 @@ class DeviceTransfers:
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
         with self.using, self.device.current():
+            self.check_open()
             taken = self.registered.take(whole, start, destination.nbytes)
             to = address if taken is not None else self.buffer_address
             try:
@@ -139,7 +145,7 @@ class LayerLoad:
         self._taken: list[Registration] = []
         layers = range(len(transfers.pool.layers))
         self._queued = [threading.Event() for _ in layers]
-        self._error: DeviceError | None = None
+        self._error: BaseException | None = None
         self._is_over = False
         with transfers.device.current():
             self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
@@ -148,7 +154,7 @@ class LayerLoad:
 
     def wait(self, layer: int, stream: int) -> None:
         """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
-        Waits itself until the layer's copies are queued. Raises DeviceError when they could not be."""
+        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError."""
         device = self._transfers.device
         self._queued[layer].wait()
         if self._error is not None:
@@ -158,7 +164,7 @@ class LayerLoad:
 
     def finish(self) -> bool:
         """Wait until all copies have ended. Whether the lease was valid then: otherwise the pages hold nothing of use.
-        Raises DeviceError when a copy failed. Events that `wait` used are no longer needed then."""
+        Raises what went wrong, such as DeviceError. Events that `wait` used are no longer needed then."""
         self._thread.join()
         device = self._transfers.device
         if not self._is_over:
@@ -183,6 +189,7 @@ class LayerLoad:
         device = transfers.device
         with transfers.using, device.current():
             try:
+                transfers.check_open()
                 bounced = self._bounced()
                 if self._after:
                     transfers.stream.wait(self._after)
@@ -191,7 +198,7 @@ class LayerLoad:
                     device.call("cuEventRecord", self._events[layer], transfers.stream.handle)
                     queued.set()
                 transfers.stream.synchronize()
-            except DeviceError as error:
+            except BaseException as error:  # raised again where the caller waits
                 self._error = error
                 device.quietly(
                     "cuStreamSynchronize", transfers.stream.handle

@@ -255,7 +255,7 @@ class LoadChoice:
         whole = len(hit.tiers)
         if best < whole and self._since_load >= TRIAL_EVERY:
             room, sign = whole - best, +1
-        elif best and self._since_compute >= min(TRIAL_EVERY, 2**self._steps):
+        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._steps, TRIAL_EVERY)):
             room, sign = best, -1
         else:
             return None

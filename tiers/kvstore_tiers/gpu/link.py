@@ -131,11 +131,11 @@ class WorkerLink:
             self._chunks[number] = _Chunk(nbytes)
         self._queue.put((wire.pack(wire.CREATE, number, nbytes), -1, -1))
 
-    def import_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
-        """Device memory that is there already, as `add_chunk`. Takes the descriptor."""
+    def import_chunk(self, number: int, nbytes: int, descriptor: int, to_send: int) -> None:
+        """Device memory that is there already, as `add_chunk`. Takes two descriptors of it: the chunk may be dropped
+        before the other one is sent."""
         with self._lock:
             self._chunks[number] = _Chunk(nbytes, descriptor)
-        to_send = os.dup(descriptor)  # the chunk may be dropped before that
         self._queue.put((wire.pack(wire.IMPORT, number, nbytes), to_send, -1))
 
     def drop_chunk(self, number: int) -> None:
@@ -259,11 +259,11 @@ class WorkerLink:
                 continue
             try:
                 packet, descriptors = receive_packet(sock, wire.MAX_PACKET_BYTES)
+                if not packet:
+                    return
+                self._hear(packet, descriptors)
             except OSError:
                 return
-            if not packet:
-                return
-            self._hear(packet, descriptors)
 
     def _waited_s(self) -> float:
         """How long the worker has owed an answer: that it is ready, or the end of a transfer."""
@@ -317,6 +317,8 @@ class WorkerLink:
             with self._lock:
                 chunk = self._chunks.get(number)
                 if chunk is not None and chunk.descriptor < 0:
+                    if not descriptors:  # this process had none left to receive it with: another worker makes it anew
+                        raise ConnectionError(f"no descriptor came with chunk {number}")
                     chunk.descriptor = descriptors.pop()
                     self._made(number, chunk.descriptor)  # kept before a transfer with it has ended
         elif letter == wire.REFUSED:

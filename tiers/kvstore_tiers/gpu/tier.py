@@ -13,6 +13,7 @@ checksummed in the copy that no client can write; a transfer under way when the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -162,10 +163,16 @@ class GpuTier(Tier):
         caller's. None where the capacity has no room for it. Waits for the device; raises ForeignMemory or OSError
         where it cannot be used. A slot whose header page on the device is not that of the shadow is freed and counted
         as damaged."""
-        found = self._chunks.adopt(record, shadow)
-        if found is None:
-            return None
-        self._link.import_chunk(record.number, record.nbytes, os.dup(memory))
+        with contextlib.ExitStack() as undo:
+            copies = []
+            for _ in range(2):  # before the chunk is in the books
+                copies.append(os.dup(memory))
+                undo.callback(os.close, copies[-1])
+            found = self._chunks.adopt(record, shadow)
+            if found is None:
+                return None
+            undo.pop_all()
+        self._link.import_chunk(record.number, record.nbytes, *copies)
         slots = [*found.slots, *found.retired]
         try:
             pages = self._transfers.header_pages(found.slots)

@@ -90,18 +90,15 @@ class Worker:
         self._events.close()
 
     def _load_checksums(self) -> Checksums | None:
-        why = ""
+        made, why = None, ""
         try:
-            return Checksums(self._driver, self._events, self._summed)
-        except CompileError as error:
-            why = str(error)
-        except DriverError as error:
-            if error.is_final:
+            made = Checksums(self._driver, self._events, self._summed)
+        except (CompileError, OSError) as error:  # also where no process can be started for the compiler
+            if isinstance(error, DriverError) and error.is_final:
                 raise
             why = str(error)
-        finally:
-            self._say(wire.pack(wire.ABLE, int(not why), text=why))
-        return None
+        self._say(wire.pack(wire.ABLE, int(made is not None), text=why))
+        return made
 
     def _obey(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
@@ -149,7 +146,11 @@ class Worker:
     def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
         try:
             handle = self._driver.create(nbytes) if descriptor < 0 else self._driver.import_descriptor(descriptor)
-            self._chunks[number] = _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
+            try:
+                self._chunks[number] = _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
+            except DriverError:
+                self._driver.release(handle)
+                raise
             if descriptor < 0:
                 self._driver.clear(self._chunks[number].address, nbytes)  # a client may import it: whose was it before?
                 exported = self._driver.export_descriptor(handle)

@@ -104,7 +104,8 @@ class FormerClients:
         residency: Residency,
         expires_ns: int,
     ) -> bool:
-        """False when a slot of it in host memory was not taken over, or none of it at all."""
+        """False when a slot of it will be used anew, or none of it was taken over. A chunk of a device that was not
+        taken over is nobody's: the client keeps it, and reads there what it read before."""
         rows, slots, tenant = [], [], -1
         for place in places:
             row = adopted.rows.get(place, -1)
@@ -117,7 +118,7 @@ class FormerClients:
             elif place in adopted.retired:
                 slot, tenant = adopted.retired[place]
                 slots.append(slot)
-            elif place[0] < DEVICE_ARENAS:
+            elif place[0] < DEVICE_ARENAS or place[0] in adopted.containers:
                 return False
         if not slots:
             return False

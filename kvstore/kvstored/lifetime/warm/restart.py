@@ -52,10 +52,12 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Adopted:
-    """What was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants."""
+    """What was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants;
+    `containers`: the arenas and chunks, whose other slots are free."""
 
     rows: dict[Place, int] = field(default_factory=dict)
     retired: dict[Place, tuple[Slot, int]] = field(default_factory=dict)
+    containers: set[int] = field(default_factory=set)
     dropped_arenas: int = 0
     dropped_slots: int = 0
 
@@ -96,6 +98,7 @@ class WarmRestart:
                 self._arenas[found.container] = tier.arena(found.container)
             elif tier is not None:
                 self._keep_chunk(cast("GpuTier", tier).shadow_of(found.container), descriptor, memory)
+            adopted.containers.add(found.container)
             tenant = residency.tenant(record.owner)
             adopted.dropped_slots += found.damaged_slots
             adopted.retired |= {(slot.container, slot.offset): (slot, tenant) for slot in found.retired}
@@ -169,7 +172,7 @@ class WarmRestart:
         """The host tier has parted with its arenas. With `forget` nothing stays for a next process."""
         if forget:
             self.keeper.drop(LEDGER_NAME)
-            for number in list(self._memories):  # their tiers left them
+            for number in [each for each in self._arenas if each >= DEVICE_ARENAS]:  # their tiers left them
                 self.released(number)
         self.keeper.close(forget=forget)
         self.ledger.close()
