@@ -118,6 +118,7 @@ def test_memory_without_the_right_to_write_breaks_the_context(path: Path) -> Non
 
 
 def test_the_cpu_has_no_rights_after_a_kernel_either(path: Path) -> None:
+    need_nvrtc()
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})

@@ -165,8 +165,10 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
     assert host.statistics().blocks == 3, "every slot is a block's or free"
 
 
-def test_a_former_lease_on_device_memory_too_holds_its_slots_in_dram(tmp_path: Path) -> None:
-    """Only DRAM outlives the daemon, and its client may still read there."""
+@pytest.mark.parametrize(("adopted_chunk", "kept"), [(False, [1]), (True, [])])
+def test_a_former_lease_on_device_memory_too(tmp_path: Path, adopted_chunk: bool, kept: list[int]) -> None:
+    """Where its chunk is gone, its client may still read in DRAM. Where the chunk is held again but the slot has no
+    block, the slot will be used anew: the whole lease has ended."""
     in_dram, on_device = Slot(1, 0, SLOT, 1), Slot(DEVICE_ARENAS, 0, SLOT, 1)
     ledger = Ledger(tmp_path)
     ledger.open_session(5, os.getpid(), start_ticks(os.getpid()) or 0, b"t" * 16)
@@ -178,14 +180,15 @@ def test_a_former_lease_on_device_memory_too_holds_its_slots_in_dram(tmp_path: P
         tenant, [key], -1, HOST, [in_dram], fingerprint_id=0, group=0, payload_bytes=8, now_ns=1
     )
     leases = LeaseTable(residency.unpin_run, lambda slot: None)
+    adopted = Adopted({(1, 0): row}, containers={1, DEVICE_ARENAS} if adopted_chunk else {1})
 
     async def restore(kept: Ledger) -> None:
         former = FormerClients(kept, leases, Counters())
-        former.restore(Adopted({(1, 0): row}), residency, 1 << 60)
+        former.restore(adopted, residency, 1 << 60)
         former.close()
 
-    with closing(Ledger(tmp_path, os.dup(ledger.fd))) as kept:
+    with closing(Ledger(tmp_path, os.dup(ledger.fd))) as kept_ledger:
         ledger.close()
-        asyncio.run(restore(kept))
-    assert leases.of_session(5) == [1] and leases.has_readers(in_dram)
+        asyncio.run(restore(kept_ledger))
+    assert leases.of_session(5) == kept and leases.has_readers(in_dram) == bool(kept)
     assert not leases.has_readers(on_device), "the number names other memory from now on"
