@@ -144,7 +144,8 @@ class GpuTier(Tier):
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
-        By the device itself where it can (`verifies`), else the block is read."""
+        By the device itself where it can (`verifies`), else the block is read. The slot may be freed
+        meanwhile: then the answer means nothing."""
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property

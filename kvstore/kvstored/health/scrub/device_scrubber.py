@@ -3,7 +3,8 @@ dropped, so that no further lease is given on it.
 
 Clients read such a copy without the daemon, and CUDA cannot forbid an importer to write: nothing else would find that.
 Owns the pass. No payload is moved: a tier whose device computes no checksums is left out.
-Invariant: the row is pinned while its slot is checked, so the answer is about that very block.
+Invariants: a pass pins nothing, so that no delete and no eviction waits for the device; an answer counts only where the
+block still has the slot that was checked, in the same generation.
 """
 
 from __future__ import annotations
@@ -66,13 +67,8 @@ class DeviceScrubber:
         residency = self._residency
         slot, key, token = residency.slot(row, position), residency.key(row), residency.token(row)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        residency.pin(row)
-        try:
-            tier.verify(slot, key, self._completions.to_loop(ended.set_result))
-            outcome = await asyncio.shield(ended)
-        finally:
-            if residency.current(token) == row:
-                residency.unpin(row)
+        tier.verify(slot, key, self._completions.to_loop(ended.set_result))
+        outcome = await asyncio.shield(ended)
         if outcome.kind is not OutcomeKind.FAILED:
             self._counters.add("scrubbed_bytes", slot.nbytes)
         is_there = residency.current(token) == row and residency.has(row, position)
