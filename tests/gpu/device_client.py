@@ -5,7 +5,8 @@
 Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
-["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool).
+["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
+["registered"] (pieces of host memory that are).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Client:
             else:
                 lease.release()
             return answer
-        if command in ("load", "store", "register"):
+        if command in ("load", "store", "register", "registered"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)

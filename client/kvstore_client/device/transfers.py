@@ -34,8 +34,8 @@ _PORTABLE, _NO_TIMING = 1, 2
 class DeviceTransfers:
     """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
 
-    `device` is that of the session (`Session.device`). Host memory is registered in the background from when it is
-    first used; `registered.want` does it earlier.
+    `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
+    background from now on, other host memory from when it is first used; `registered.want` does it earlier.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool) -> None:
@@ -48,6 +48,7 @@ class DeviceTransfers:
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
         self.registered = RegisteredMemory(device)
+        device.mappings.follow(self.registered)
         self.using = threading.Lock()  # held by the thread that uses stream and buffer
         self._is_closed = False
 
@@ -82,6 +83,7 @@ class DeviceTransfers:
             if self._is_closed:
                 return
             self._is_closed = True
+            self.device.mappings.leave(self.registered)
             with self.device.current():
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
                 self.registered.close()
