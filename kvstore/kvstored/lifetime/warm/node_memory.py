@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """In this order: `open`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a restart, None where
+    """In this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a restart, None where
     nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
     """
 
@@ -49,6 +50,16 @@ class NodeMemory:
         if warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
             raise ValueError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
         return tier
+
+    def charge_headers(self, tier: Tier) -> None:
+        """Count the header pages that a tier keeps in DRAM of blocks that are elsewhere. Raises ValueError where the
+        host tier's capacity has no room for them."""
+        nbytes, name = tier.info.dram_bytes, tier.info.name
+        if nbytes and self._host is not None and not self._host.charge(nbytes, f"headers of {name}"):
+            raise ValueError(
+                f"host.capacity has no room for {human_bytes(nbytes)} of header pages of {name}: raise it, or lower "
+                f"{name}.capacity"
+            )
 
     @property
     def last_session_id(self) -> int:
