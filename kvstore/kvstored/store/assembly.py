@@ -42,6 +42,7 @@ from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
+from kvstored.store.transfer.device_check import DeviceCheck
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
@@ -141,6 +142,7 @@ class Store:
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(make_lanes(config, residency, self.keyed), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
+        self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.writeback: WriteBack | None = None
         self.copiers: list[Copier] = []
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
@@ -159,7 +161,7 @@ class Store:
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_exits(self) -> list[SlotExit]:
-        leased = self.residency.readable(maps_device=True)
+        leased = 1 << self.residency.mapped | self.residency.exported
         return [
             self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
         ]

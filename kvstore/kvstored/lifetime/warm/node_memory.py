@@ -18,7 +18,7 @@ from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
 from kvstored.config.tiers import Start
 from kvstored.lifetime.warm.former_clients import FormerClients
-from kvstored.lifetime.warm.ledger import LEDGER_BYTES
+from kvstored.lifetime.warm.ledger import LEDGER_BYTES, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
@@ -96,6 +96,9 @@ class NodeMemory:
         former = FormerClients(self.warm.ledger, store.leases, store.counters)
         until_ns = clock.monotonic_ns() + self._config.limits.lease_ttl_ms * NS_PER_MS
         former.restore(self._adopted, store.residency, until_ns)
+        for (number, _), row in self._adopted.rows.items():
+            if number >= DEVICE_ARENAS:
+                store.device_check.owe(tier_of_chunk(number), row)
         self.warm.count(self._adopted, store.counters)
         self._adopted = Adopted()
         return former
