@@ -104,10 +104,11 @@ class NodeMemory:
         return former
 
     def after_stop(self) -> str:
-        """What becomes of DRAM, in a sentence."""
+        """What becomes of DRAM, and of device memory where blocks are there, in a sentence."""
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
-        return "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+        text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+        return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:
         """The last of the store to be closed. Memory that is kept stays as it is, blocks and all."""
