@@ -36,6 +36,12 @@ def filled(daemon: RunningDaemon) -> int:
 def test_every_block_outlives_kills_of_daemon_worker_and_engines_and_no_memory_is_lost() -> None:
     losses = kill_all(KILLS, KILLS, KILLS)
     assert (losses.blocks, losses.found_blocks, losses.lost_bytes) == (3 * BLOCKS, 3 * BLOCKS, 0)
+    assert losses.killed == 3 * KILLS
+
+
+def test_no_kill_is_begun_when_the_time_for_them_is_over() -> None:
+    losses = kill_all(1, 1, 1, longest_s=0.0)
+    assert (losses.killed, losses.found_blocks) == (0, 3 * BLOCKS)
 
 
 def test_a_deleted_block_does_not_come_back() -> None:
