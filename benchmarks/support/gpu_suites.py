@@ -1,5 +1,5 @@
-"""The tests and tools that a device is for: the GPU tier's tests on it, kills of what uses it, and compute-sanitizer over
-every kernel.
+"""The tests and tools that a device is for: the GPU tier's tests on it, kills of what uses it, and compute-sanitizer
+over every kernel.
 
 Owns the processes that it starts, and ends them with all that they started when their time is up.
 """
@@ -71,8 +71,8 @@ def kills(whose: str, device: int, sizes: Sizes) -> Answer:
         return Answer(False, f"kill -9 of {whose}: {why}")
     found = json.loads(last)
     says = (
-        f"{found['killed']} of {wanted} kill -9 of {whose}: {found['found_blocks']} of {found['blocks']} blocks are still on "
-        f"the device, {found['lost_bytes']} bytes of its memory are lost"
+        f"{found['killed']} of {wanted} kill -9 of {whose}: {found['found_blocks']} of {found['blocks']} blocks are "
+        f"still on the device, {found['lost_bytes']} bytes of its memory are lost"
     )
     figures = {"kills": found["killed"], "kept": found["kept"], "lost bytes": found["lost_bytes"]}
     return Answer(status == 0 and found["killed"] > 0, says, figures)
@@ -131,7 +131,7 @@ def suites() -> tuple[Question, ...]:
     tools = [Question(tool, f"compute-sanitizer's {tool} over every kernel", 500, partial(sanitized, tool))
              for tool in TOOLS]  # fmt: skip
     deaths = [
-        Question(f"kills-of-{each}", f"kill -9 of {each} that use the device, blocks and memory", 500, partial(kills, each))
+        Question(f"kills-of-{each}", f"kill -9 of {each}: blocks and device memory", 500, partial(kills, each))
         for each in KILLED
     ]
     return (*tools, *tests, *deaths)

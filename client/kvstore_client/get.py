@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     OnDevice = Mapping[int, tuple[DeviceChunk, Bytes]]  # by position in an answer: chunk, and a copy of the header
 
 WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
-GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, to have the blocks in host memory instead
+GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, for the blocks in host memory instead
 
 
 class Get:

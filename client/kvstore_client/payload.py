@@ -2,7 +2,7 @@
 
 Every other field of a slot's header is the daemon's to write. Copies run without the GIL (np.copyto), so the engine's
 other threads continue. Never chooses a slot, or sends that it is written.
-Invariant: nobody gets a slot back, or sends it, while a function that was given it may still write there.
+Invariant: no slot is sent or given back while a function that was given it may still write there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 
 Finish = Callable[[], None]
 FillSlot = Callable[[Bytes], Finish | None]
-"""Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory. Or begins to, and
-returns a function that waits until it is there; several are begun before the first of these is called."""
+"""Writes a whole payload into the array it is given: uint8[payload_bytes], writable, in shared memory. Or begins to,
+and returns a function that waits until it is there; several are begun before the first of these is called."""
 Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 
 

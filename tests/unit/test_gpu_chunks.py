@@ -1,4 +1,4 @@
-"""Header pages of blocks on a device take DRAM, which has a limit, and that limit is part of the host tier's capacity."""
+"""Header pages of blocks on a device take DRAM, up to a limit, which is part of the host tier's capacity."""
 
 from __future__ import annotations
 
@@ -73,10 +73,14 @@ def test_the_room_is_counted_in_the_capacity_of_dram(tmp_path: Path) -> None:
     settings = (f"daemon.state_dir={tmp_path}", "host.capacity=16MiB", "host.staging=1MiB", "host.warm_restart=off")
     memory = NodeMemory(load_config(None, settings))
     host = memory.open(forget=False)
-    tier: Any = SimpleNamespace(info=TierInfo("vram", "gpu", MemoryKind.DEVICE, dram_bytes=3 * MIB))
-    memory.charge_headers(tier)
+    fits, too_large = (_tier_with_headers(nbytes) for nbytes in (3 * MIB, 13 * MIB))
+    memory.charge_headers(fits)
     assert host.statistics().used_by["headers of vram"] == 3 * MIB
     assert host.charged_bytes == 4 * MIB
-    with pytest.raises(ValueError, match="no room for 13.0 MiB of header pages of vram"):
-        memory.charge_headers(SimpleNamespace(info=dataclasses.replace(tier.info, dram_bytes=13 * MIB)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no room for 13\.0 MiB of header pages of vram"):
+        memory.charge_headers(too_large)
     memory.close(has_served=True)
+
+
+def _tier_with_headers(nbytes: int) -> Any:
+    return SimpleNamespace(info=TierInfo("vram", "gpu", MemoryKind.DEVICE, dram_bytes=nbytes))

@@ -33,7 +33,7 @@ def header_room(capacity_bytes: int) -> int:
 
 class Chunks:
     """Of the device `device` (`Driver.identity`). `make` and `drop` are called with a chunk that is to be made, and
-    with the number of one to give back; `witness` is told of each shadow."""
+    with the number of one to give back; `witness` receives each shadow."""
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],

@@ -257,7 +257,8 @@ class GpuTier(Tier):
         elif self._refused:
             state, message = TierState.FULL, f"the device gives no memory: {self._refused}"
         elif chunks.lacks_headers:
-            message += f"; no more blocks as small as these: {human_bytes(self.info.dram_bytes)} of header pages are full"
+            room = human_bytes(self.info.dram_bytes)
+            message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
         used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
         return self._counters.report(
             state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,

@@ -2,7 +2,8 @@
 dropped, so that no further lease is given on it.
 
 Clients read such a copy without the daemon, and CUDA cannot forbid an importer to write: nothing else would find that.
-Owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no checksums is left out.
+Owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no checksums is left
+out.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """In this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a restart, None where
-    nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
+    """In this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a
+    restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
     """
 
     def __init__(self, config: Config) -> None:

@@ -53,8 +53,9 @@ class ResidencyView:
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
     one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
     given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client may
-    read in place, if it maps device memory; `closed`: those of them that no new lease may name now. `changes` differs whenever a row or a copy was added,
-    removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by order.
+    read in place, if it maps device memory; `closed`: those of them that no new lease may name now. `changes` differs
+    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often
+    blocks were deleted by order.
     """
 
     def __init__(

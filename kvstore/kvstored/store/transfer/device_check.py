@@ -1,10 +1,10 @@
 """Copies on devices, checked there: in passes (`health/scrub`), and those of the process before ahead of any lease.
 
 Owns which copies were taken over and are not checked yet: an engine could have written there while no daemon looked. A
-tier that has such copies is closed: leases name other copies, and where there is none the block is read from the device,
-which verifies it. What is damaged is dropped by `Damage`. No payload is moved.
-Invariants: a check pins nothing, so that no delete and no eviction waits for the device; its answer counts only where the
-block still has the slot that was checked, in the same generation; a closed tier opens once each copy that was taken
+tier that has such copies is closed: leases name other copies, and where there is none the block is read from the
+device, which verifies it. What is damaged is dropped by `Damage`. No payload is moved.
+Invariants: a check pins nothing, so that no delete and no eviction waits for the device; its answer counts only where
+the block still has the slot that was checked, in the same generation; a closed tier opens once each copy that was taken
 over is checked or gone, or its device computes no checksums.
 """
 
