@@ -115,8 +115,7 @@ class Store:
         }
         self.absences, self.compute = Absences(), ComputeTimes()
         self._remote_writes = remote_writes
-        self.counters = Counters()
-        self.flows = Flows(len(self.tiers))
+        self.counters, self.flows = Counters(), Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
         self._breakers = {
             position: self._make_breaker(position) for position in range(residency.in_memory, len(self.tiers))
@@ -127,11 +126,9 @@ class Store:
             self.counters,
         )  # fmt: skip
         self.leases = LeaseTable(
-            residency.unpin_run,
-            self._free_leased,
-            self._mark_retired,
+            residency.unpin_run, self._free_leased, self._mark_retired,
             limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
-        )
+        )  # fmt: skip
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
         self.exits = self._make_exits()
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
