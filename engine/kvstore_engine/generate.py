@@ -121,24 +121,7 @@ class Generator:
         engine, watch = self._engine, self._watch
         watch.begin(self._expected())
         counts = engine.storer.counts.copy()
-        tokens: list[int] = []
-        texts: list[str] = []
-        finished: Finished | None = None
-        engine.add(Request(_REQUEST, ids, settings))
-        try:
-            while finished is None:
-                for event in engine.step():
-                    if isinstance(event, Finished):
-                        finished = event
-                    else:
-                        tokens.append(event.token)
-                    texts.append(event.text)
-                    if event.text and on_text is not None:
-                        on_text(event.text)
-            ended_s = time.perf_counter()
-        finally:
-            engine.cancel(_REQUEST)  # when interrupted
-            engine.drain()
+        finished, tokens, text, ended_s = self._answer(Request(_REQUEST, ids, settings), on_text)
         if finished.reason == "failed":
             raise OperationError(f"the answer failed: {finished.message}")
         if next_turn_in_s is not None:
@@ -146,7 +129,7 @@ class Generator:
         usage = finished.usage
         stored = {name: engine.storer.counts[name] - counts[name] for name in _BLOCK_RESULTS}
         return Generation(
-            text="".join(texts),
+            text=text,
             tokens=tokens,
             prompt_tokens=len(ids),
             stop=finished.reason,
@@ -164,6 +147,29 @@ class Generator:
             restore=watch.restore,
             store=StoreReport(**stored, store_s=watch.store_s, reason=watch.store_reason),
         )
+
+    def _answer(self, request: Request, on_text: OnText | None) -> tuple[Finished, list[int], str, float]:
+        """How it ended, its tokens and text, and when it had ended; what it has to store is stored by then."""
+        engine = self._engine
+        tokens: list[int] = []
+        texts: list[str] = []
+        finished: Finished | None = None
+        engine.add(request)
+        try:
+            while finished is None:
+                for event in engine.step():
+                    if isinstance(event, Finished):
+                        finished = event
+                    else:
+                        tokens.append(event.token)
+                    texts.append(event.text)
+                    if event.text and on_text is not None:
+                        on_text(event.text)
+            ended_s = time.perf_counter()
+        finally:
+            engine.cancel(_REQUEST)  # when interrupted
+            engine.drain()
+        return finished, tokens, "".join(texts), ended_s
 
     def close(self) -> None:
         """Stop the engine's threads. Pool, executor and session stay open."""

@@ -5,7 +5,8 @@
 Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
-["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool).
+["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
+["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Client:
             else:
                 lease.release()
             return answer
-        if command in ("load", "store", "register"):
+        if command in ("load", "store", "register", "registered"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)
@@ -70,6 +71,9 @@ class Client:
         assert self.held is not None
         if command == "again":
             return describe(*self.held)
+        if command == "forge":
+            forge(self.session, self.held[0])
+            return {}
         if command == "write":
             return {"failed": write(self.session.device, self.held[0])}
         self.held[0].release()
@@ -87,6 +91,21 @@ def write(memory: DeviceMemory, lease: Lease) -> str:
     except DeviceError as error:
         return str(error)
     return ""
+
+
+def forge(session: Session, lease: Lease) -> None:
+    """By a mapping with the right to write, of a chunk that was granted before."""
+    memory, block, cuda = session.device, lease.leased(0), session.device.driver
+    assert block.chunk is not None
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = memory.index
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with memory.current():
+        memory.call("cuMemSetAccess", cuda.CUdeviceptr(block.chunk.address), block.chunk.nbytes, [access], 1)
+        to = cuda.CUdeviceptr(block.chunk.address + block.offset + 4096 + 77)
+        memory.call("cuMemcpyHtoDAsync", to, memory._address, 64, memory._stream)
+        memory.call("cuStreamSynchronize", memory._stream)
 
 
 def main(socket_dir: str, uid: str) -> None:

@@ -17,7 +17,7 @@ from kvstore_client.errors import invalid
 @dataclass(frozen=True, slots=True)
 class PoolPart:
     """A run of bytes of each page: page p has `nbytes` bytes at `address` + p * `stride`. A layer whose K and V are two
-    arrays has two parts; one whose heads lie apart has one for each head."""
+    arrays has two parts; one whose heads are apart has one for each head."""
 
     address: int
     stride: int

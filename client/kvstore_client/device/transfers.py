@@ -20,10 +20,11 @@ from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.stores import Stores, Storing
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
-from kvstore_client.payload import FillSlot
+from kvstore_client.payload import FillSlot, Finish
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run
 
@@ -34,8 +35,8 @@ _PORTABLE, _NO_TIMING = 1, 2
 class DeviceTransfers:
     """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
 
-    `device` is that of the session (`Session.device`). Host memory is registered in the background from when it is
-    first used; `registered.want` does it earlier.
+    `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
+    background from now on, other host memory from when it is first used; `registered.want` does it earlier.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool) -> None:
@@ -48,7 +49,9 @@ class DeviceTransfers:
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
         self.registered = RegisteredMemory(device)
+        device.mappings.follow(self.registered)
         self.using = threading.Lock()  # held by the thread that uses stream and buffer
+        self.stores = Stores(self.stream, pool, self.registered, self.buffer)  # for that thread
         self._is_closed = False
 
     def load(self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0) -> LayerLoad:
@@ -66,7 +69,8 @@ class DeviceTransfers:
         return LayerLoad(self, lease, list(zip(blocks, pages, strict=True)), after)
 
     def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored.
+        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored. The
+        put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
@@ -82,7 +86,9 @@ class DeviceTransfers:
             if self._is_closed:
                 return
             self._is_closed = True
+            self.device.mappings.leave(self.registered)
             with self.device.current():
+                self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
                 self.registered.close()
                 self.device.quietly("cuMemHostUnregister", self.buffer_address)
@@ -109,30 +115,20 @@ class DeviceTransfers:
         if not 0 <= page < self.pool.pages:
             raise IndexError(f"page {page} of a pool of {self.pool.pages}")
 
-    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> None:
-        """Fill a slot of staging memory or of an arena from a page."""
+    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> Finish:
+        """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
-        whole = destination.base if isinstance(destination.base, np.ndarray) else destination
-        address = destination.__array_interface__["data"][0]
-        start = address - whole.__array_interface__["data"][0]
         with self.using, self.device.current():
             self.check_open()
-            taken = self.registered.take(whole, start, destination.nbytes)
-            to = address if taken is not None else self.buffer_address
-            try:
-                for layer in range(len(self.pool.layers)):
-                    if layer < len(after):
-                        self.stream.wait(after[layer])
-                    pieces = self.pool.pieces(layer, page)
-                    self.stream.queue(
-                        [Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host"
-                    )
-            finally:
-                self.stream.synchronize()
-                if taken is not None:
-                    self.registered.give_back(taken)
-        if taken is None:
-            ctypes.memmove(address, self.buffer_address, destination.nbytes)
+            storing = self.stores.begin(destination, page, after)
+        return lambda: self._finish_store(storing)
+
+    def _finish_store(self, storing: Storing) -> None:
+        with self.using, self.device.current():
+            if not storing.is_over:
+                self.stores.settle()
+        if storing.error is not None:
+            raise storing.error
 
 
 class LayerLoad:
@@ -190,6 +186,7 @@ class LayerLoad:
         with transfers.using, device.current():
             try:
                 transfers.check_open()
+                transfers.stores.settle()  # they have the buffer
                 bounced = self._bounced()
                 if self._after:
                     transfers.stream.wait(self._after)
