@@ -40,9 +40,11 @@ class DeviceClient:
 
 
 @contextmanager
-def device_client(daemon: RunningDaemon, uid: int = 0, **environment: str) -> Iterator[DeviceClient]:
+def device_client(
+    daemon: RunningDaemon, uid: int = 0, *, module: str = "tests.gpu.device_client", **environment: str
+) -> Iterator[DeviceClient]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu.device_client", str(daemon.socket_dir), str(uid)],
+        [sys.executable, "-m", module, str(daemon.socket_dir), str(uid)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
     try:

@@ -1,6 +1,6 @@
 """An engine's paged pool on its device, described by addresses: where the bytes of a block are, layer by layer.
 
-Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run.
+Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run; `memory` can keep it.
 Invariant: no page that a pool names is outside of what it was made of.
 """
 
@@ -34,12 +34,14 @@ class Piece(NamedTuple):
 
 class DevicePool:
     """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; all layers have equally many
-    bytes. The pool has pages 0 to `pages` - 1, each for one block. Raises KVStoreError for parts that cannot be.
+    bytes. The pool has pages 0 to `pages` - 1, each for one block. `memory` is kept as long as something refers to the
+    pool, as all copies do that are under way. Raises KVStoreError for parts that cannot be.
     """
 
-    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int) -> None:
+    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int, *, memory: object = None) -> None:
         self.layers = tuple(tuple(parts) for parts in layers)
         self.pages = pages
+        self._memory = memory
         sizes = {sum(part.nbytes for part in parts) for parts in self.layers}
         if len(sizes) != 1 or 0 in sizes or pages < 1:
             raise invalid(
