@@ -24,7 +24,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceClient]:
         for name, value in emulated_node(256 << 20, must_emulate=True).items():
             patch.setenv(name, value)
         with running_daemon() as daemon:
-            patch.setenv("EMULATED_CUDA_DELAY_US", "5000")  # of the client: waits that are missing are seen
+            patch.setenv("EMULATED_CUDA_DELAY_US", "15000")  # of the client: waits that are missing are seen
             with device_client(daemon, module="tests.gpu.device_transformers", stderr=stderr) as client:
                 yield client
     assert "emulated CUDA" not in complaints.read_text(), complaints.read_text()

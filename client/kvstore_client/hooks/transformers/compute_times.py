@@ -23,7 +23,7 @@ class ComputeTimes:
         self.report()
 
     def report(self) -> None:
-        """Tell the choice of the latest call, if its time is known by now."""
+        """Report the latest call to the choice, if its time is known by now."""
         if self._choice is None or self._open is None:
             return
         first, tokens, begin, end = self._open

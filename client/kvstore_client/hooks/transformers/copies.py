@@ -1,10 +1,10 @@
 """How blocks get into and out of the tensor in which a stack keeps K and V: the contract.
 
 Two implementations: `host_copies` (a thread copies with the CPU) and `device_copies` (the copy engines of a CUDA
-device). The caller guarantees that room for the tokens is there, that nobody reads those that are copied before
+device). The caller guarantees that room for the tokens is there, that those that are copied are not read before
 `Copying.wait`, and that tokens of which payloads are taken are not written again. An implementation MUST never write a
 token before `Span.begin`, MUST keep the tensor's memory as long as it copies, and MUST say so when what it copied may
-not be the leased bytes. It decides in which order the tensor lies in memory, and so the layout of a payload.
+not be the leased bytes. It decides how the tensor is laid out in memory, and so the layout of a payload.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BlockCopies(Protocol):
 
     def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
         """Copy tokens of a lease on the prefix from its first block on. False if they may not be the leased bytes.
-        Raises whatever kept it from copying."""
+        Raises what kept it from copying."""
         ...
 
     def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Copying:

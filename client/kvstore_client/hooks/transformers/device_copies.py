@@ -1,6 +1,6 @@
 """Copies between blocks and a tensor on a CUDA device, by its copy engines, beside the model's stream.
 
-The tensor lies in memory as [layer, token, K or V, head, dimension]: a block of tokens is then one run of bytes in each
+The tensor is laid out as [layer, token, K or V, head, dimension]: a block of tokens is then one run of bytes in each
 layer, where by heads it would be two for each head, of a KiB or two. To the copies a tensor is a pool whose page p is
 block p. Owns the means of the session's copies, made when they are first needed. Never waits for the model, but in
 `finish` for copies, and never makes the model's stream wait for more than the copies of the layer that it is to read.

@@ -1,6 +1,6 @@
 """Copies between blocks and a tensor with the CPU, in a thread of its own where that is worth it.
 
-The tensor lies in memory as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then
+The tensor is laid out as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then
 torch copies, and waits. Owns nothing.
 """
 
