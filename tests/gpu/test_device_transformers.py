@@ -46,6 +46,13 @@ def test_calls_that_begin_inside_of_a_block_are_restored(client: DeviceClient) -
     assert (found["restored"], found["right"]) == (48 + 45 + 50 + 46, True)
 
 
+def test_an_answer_is_stored_while_its_tensor_grows(client: DeviceClient) -> None:
+    number = new_prompt()
+    found = client("chunks", number, 150, 1)
+    assert (found["stored"], found["store_reason"], found["right"]) == (18, "", True)
+    assert client("answer", number, 150) == RIGHT | {"restored": 144, "stored": 0}
+
+
 def test_a_call_whose_lease_ended_is_computed_again(client: DeviceClient) -> None:
     number = new_prompt()
     client("answer", number, 100)

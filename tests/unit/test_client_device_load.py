@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, LayerLoad, PoolPart
+from kvstore_client.errors import KVStoreError
 from kvstore_client.lease import Lease
 from kvstore_proto.cuda_copies import Run
 
@@ -92,13 +94,17 @@ def test_the_buffer_is_no_one_elses_before_its_bytes_are_in_the_slot() -> None:
     assert np.array_equal(slot.reshape(2, 64), memory[:, 2])
 
 
-def test_a_pool_keeps_its_memory_and_a_buffer_holds_a_block() -> None:
+def test_memory_is_kept_as_long_as_a_copy_of_its_pool_may_come() -> None:
     transfers, memory = _transfers()
-    before = memory[:, 1].copy()
-    del memory
-    slot = np.zeros(128, np.uint8)
-    transfers.payload_of(1)(slot)
-    assert np.array_equal(slot.reshape(2, 64), before)
+    payload, known = transfers.payload_of(1), weakref.ref(memory)
+    del transfers, memory
+    assert known() is not None
+    del payload
+    assert known() is None
+
+
+def test_a_buffer_that_holds_no_block_is_refused() -> None:
+    transfers, _ = _transfers()
     large = DevicePool([[PoolPart(4096, 8192, 8192)]], 1)
-    with pytest.raises(Exception, match="holds no block of 8192"):
+    with pytest.raises(KVStoreError, match="holds no block of 8192"):
         DeviceTransfers(transfers.device, large, means=transfers.means)
