@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvstore_client.device import DeviceError, DeviceMemory
+from kvstore_client.hooks.transformers.device_copies import ModelStream
 from tests.gpu.device_engine import allocate
 
 _PAGE_BYTES = 2 << 20
@@ -72,7 +73,6 @@ class EmulatedStream:
         self._device = device
         with device.current():
             self._stream = device.call("cuStreamCreate", 1)
-        self._registered: list[Any] = []
         OnStream.stream = self
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -95,12 +95,25 @@ class EmulatedStream:
         with self._device.current():
             self._device.call("cuStreamSynchronize", self._stream)
 
-    def write(self, tensor: torch.Tensor, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Queue a copy of registered host memory to where a tensor begins, as a kernel that writes it would be."""
+    def _free(self, address: int, nbytes: int) -> None:
+        with self._device.current():
+            self._device.call("cuMemUnmap", address, nbytes)
+            self._device.call("cuMemAddressFree", address, nbytes)
+
+
+class QueuedWrites:
+    """Writes on the model's stream, as a kernel of it would make them."""
+
+    def __init__(self, device: DeviceMemory, stream: ModelStream) -> None:
+        self._device, self._stream = device, stream
+        self._registered: list[Any] = []
+
+    def __call__(self, tensor: torch.Tensor, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Queue a copy of `content`, which is `registered`, to where a tensor begins."""
         with self._device.current():
             place = self._device.driver.CUdeviceptr(tensor.data_ptr())
             source = content.__array_interface__["data"][0]
-            self._device.call("cuMemcpyHtoDAsync", place, source, content.nbytes, self._stream)
+            self._device.call("cuMemcpyHtoDAsync", place, source, content.nbytes, self._address())
 
     def registered(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Host memory that copies reach, for good."""
@@ -110,7 +123,9 @@ class EmulatedStream:
         self._registered.append(memory)
         return memory
 
-    def _free(self, address: int, nbytes: int) -> None:
+    def synchronize(self) -> None:
         with self._device.current():
-            self._device.call("cuMemUnmap", address, nbytes)
-            self._device.call("cuMemAddressFree", address, nbytes)
+            self._device.call("cuStreamSynchronize", self._address())
+
+    def _address(self) -> Any:
+        return self._device.driver.CUstream(self._stream.address())

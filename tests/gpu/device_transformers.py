@@ -1,4 +1,4 @@
-"""A Transformers model whose K/V is in device memory, in a process that finds the emulated driver.
+"""A Transformers model whose K/V is in device memory: of the emulated driver where that is found, else by torch.
 
     python -m tests.gpu.device_transformers SOCKET_DIR UID      then a line of JSON in for each line out
 
@@ -12,6 +12,7 @@ writes, of a tensor that nobody else keeps).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -27,13 +28,15 @@ from transformers import DynamicCache, PreTrainedModel
 from kvstore_client import Lease, Session
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
 from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.device_copies import DeviceCopies, DeviceCopying
+from kvstore_client.hooks.transformers.device_copies import DeviceCopies, DeviceCopying, TorchStream
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.restore import Wanted, restore
-from tests.gpu.device_torch import EmulatedStream
+from tests.gpu.device_torch import EmulatedStream, QueuedWrites
 
 DEVICE = torch.device("cuda", 0)
+IS_EMULATED = "EMULATED_CUDA_NODE" in os.environ
+PLACE = torch.device("cpu") if IS_EMULATED else DEVICE  # of what the model computes
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -52,13 +55,14 @@ class EndingCopies(DeviceCopies):
 class Engine:
     def __init__(self, session: Session, model: PreTrainedModel) -> None:
         self.session, self.model, self.shape = session, model, kv_shape(model)
-        self.plain = tiny_model()
-        self.stream = EmulatedStream(session.device)
-        self.copies = EndingCopies(session.device, self.stream)
+        self.plain = tiny_model().to(PLACE)
+        stream = EmulatedStream(session.device) if IS_EMULATED else TorchStream(DEVICE)
+        self.write = QueuedWrites(session.device, stream)
+        self.copies = EndingCopies(session.device, stream)
         self.computed: dict[int, list[torch.Tensor]] = {}  # K and V of each prompt, by the first call with it
 
     def obey(self, command: str, number: int, tokens: int, *sizes: int) -> dict[str, Any]:
-        ids = prompt(tokens, seed=number)
+        ids = prompt(tokens, seed=number).to(PLACE)
         with torch.no_grad():
             self.copies.is_ending = command == "answer while the lease ends"
             if command.startswith("answer"):
@@ -105,13 +109,14 @@ class Engine:
 
     def _coming(self, ids: torch.Tensor, stack: KVStack, held: int) -> int:
         """Restore a prompt beside the model."""
-        tokens = ids[0].to(torch.int32).numpy()
+        tokens = ids[0].to("cpu", torch.int32).numpy()
         wanted = Wanted(tokens, held, len(tokens), BLOCK_TOKENS, DEVICE)
         return restore(self.session, stack, wanted, None, deadline_s=20.0, beside=True).tokens
 
     def _grow(self, number: int, ids: torch.Tensor, held: int) -> dict[str, Any]:
         """Restore a prompt behind `held` tokens, and append so much to each layer that the tensor must grow."""
-        stack, more = KVStack(self.shape, self.copies), torch.ones(1, self.shape.heads, 500, self.shape.head_dim)
+        stack = KVStack(self.shape, self.copies)
+        more = torch.ones(1, self.shape.heads, 500, self.shape.head_dim, device=PLACE)
         if held:
             for layer in stack.layers:
                 layer.update(more[:, :, :held], more[:, :, :held])
@@ -138,13 +143,13 @@ class Engine:
         stack.reserve(tokens, DEVICE)
         tensor = stack.tensor
         assert tensor is not None
-        content = self.stream.registered(tensor.nbytes)
+        content = self.write.registered(tensor.nbytes)
         for _ in range(20):  # takes longer than the load
-            self.stream.write(tensor, content)
+            self.write(tensor, content)
         with ExitStack() as held:
-            lease = held.enter_context(self.session.get(ids[0].to(torch.int32).numpy()))
+            lease = held.enter_context(self.session.get(ids[0].to("cpu", torch.int32).numpy()))
             is_valid = self.copies.start(lease, tensor, Span(0, tokens, BLOCK_TOKENS), held).finish()
-        self.stream.synchronize()
+        self.write.synchronize()
         stack.extend_to(tokens)
         states = [state for layer in stack.layers for state in (layer.keys, layer.values)]
         right = all(torch.equal(one, other) for one, other in zip(states, self.computed[number], strict=True))
@@ -152,14 +157,14 @@ class Engine:
 
     def _store(self, ids: torch.Tensor) -> dict[str, Any]:
         """Put blocks that the stream is still writing."""
-        tokens, blocks = ids[0].to(torch.int32).numpy(), ids.shape[1] // BLOCK_TOKENS
+        tokens, blocks = ids[0].to("cpu", torch.int32).numpy(), ids.shape[1] // BLOCK_TOKENS
         tensor = self.copies.empty(self.shape, len(tokens), DEVICE)
-        content = self.stream.registered(tensor.nbytes)
+        content = self.write.registered(tensor.nbytes)
         content[:] = np.random.default_rng(1).integers(0, 256, content.nbytes, dtype=np.uint8)
-        other = self.stream.registered(tensor.nbytes)
+        other = self.write.registered(tensor.nbytes)
         for _ in range(20):
-            self.stream.write(tensor, other)
-        self.stream.write(tensor, content)
+            self.write(tensor, other)
+        self.write(tensor, content)
         ready = self.copies.moment()
         payloads = self.copies.payloads(tensor, range(blocks), BLOCK_TOKENS, ready)
         del tensor  # as when it has grown
@@ -176,7 +181,7 @@ class Engine:
 
 
 def main(socket_dir: str) -> None:
-    model = on_device(tiny_model())
+    model = on_device(tiny_model()) if IS_EMULATED else tiny_model().to(DEVICE)
     options: dict[str, Any] = {"required": True, "deadline_s": 30.0, "connect_timeout_s": 60.0}
     with kvstore_session(model, socket_dir, **options) as session:
         engine = Engine(session, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_device_leases import DeviceClient, device_client
 from tests.reference.running_daemon import running_daemon
 
+torch = pytest.importorskip("torch", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
 pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
 pytestmark = pytest.mark.slow
 RIGHT = {"reason": "", "store_reason": "", "right": True, "to the bit": True}
@@ -19,9 +21,11 @@ new_prompt = itertools.count().__next__
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceClient]:
+    if os.environ.get("KVSTORED_TEST_GPU") == "hardware" and torch.version.cuda is None:
+        pytest.skip("needs torch for CUDA")
     complaints = tmp_path_factory.mktemp("driver") / "stderr"
     with pytest.MonkeyPatch.context() as patch, complaints.open("w") as stderr:
-        for name, value in emulated_node(256 << 20, must_emulate=True).items():
+        for name, value in emulated_node(256 << 20).items():
             patch.setenv(name, value)
         with running_daemon() as daemon:
             patch.setenv("EMULATED_CUDA_DELAY_US", "15000")  # of the client: waits that are missing are seen
