@@ -33,28 +33,28 @@ class Storing:
 
 
 class Stores:
-    """Of `pool`, on `stream`; what is not registered goes by `buffer`, which holds a payload at least."""
+    """On `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least."""
 
-    def __init__(self, stream: CopyStream, pool: DevicePool, registered: RegisteredMemory, buffer: Bytes) -> None:
-        self._stream, self._pool, self._registered = stream, pool, registered
+    def __init__(self, stream: CopyStream, registered: RegisteredMemory, buffer: Bytes) -> None:
+        self._stream, self._registered = stream, registered
         self._buffer = buffer
         self._under_way: list[Storing] = []
 
-    def begin(self, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
-        """Queue the copies of a page, each layer's behind its event in `after`, to a slot of staging memory or of an
-        arena. Raises DeviceError."""
+    def begin(self, pool: DevicePool, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
+        """Queue the copies of a page of `pool`, each layer's behind its event in `after`, to a slot of staging memory
+        or of an arena. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
         taken = self._registered.take(whole, start, destination.nbytes)
-        storing = Storing(destination, taken, self._room() if taken is None else 0)
+        storing = Storing(destination, taken, self._room(destination.nbytes) if taken is None else 0)
         self._under_way.append(storing)
         to = address if taken is not None else self._buffer.__array_interface__["data"][0] + storing.at
         try:
-            for layer in range(len(self._pool.layers)):
+            for layer in range(len(pool.layers)):
                 if layer < len(after):
                     self._stream.wait(after[layer])
-                pieces = self._pool.pieces(layer, page)
+                pieces = pool.pieces(layer, page)
                 self._stream.queue([Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host")
         except BaseException:
             self.settle()  # a part of it may be under way
@@ -78,10 +78,10 @@ class Stores:
                 np.copyto(each.destination, self._buffer[each.at : each.at + each.destination.nbytes])
             each.is_over, each.error = True, error
 
-    def _room(self) -> int:
+    def _room(self, nbytes: int) -> int:
         """Where the buffer has room for a payload; waits for those that are there, where it has none."""
         used = sum(each.destination.nbytes for each in self._under_way if each.taken is None)
-        if used + self._pool.block_bytes <= self._buffer.nbytes:
+        if used + nbytes <= self._buffer.nbytes:
             return used
         self.settle()
         return 0
