@@ -271,10 +271,11 @@ class _OpenStream(MemoryStream):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.opened, self.closed = threading.Event(), threading.Event()
+        self.was_given_up = False
 
     def __iter__(self) -> Iterator[Any]:
         self.opened.set()
-        self.closed.wait(timeout=60)
+        self.was_given_up = self.closed.wait(timeout=20)
         return iter(())
 
     def close(self) -> None:
@@ -297,6 +298,18 @@ def test_a_stage_that_cannot_compute_ends_the_restoration_and_its_streams(two: S
         _prefilled(pipeline, two.stores, loads_all=True)
     assert stream.closed.is_set() or not stream.opened.is_set()
     assert all(lease.released for lease in two.inputs(1).leases)
+
+
+def test_streams_that_stall_are_overtaken(two: Stored) -> None:
+    streams = []
+    for stage in range(2):
+        session = two.kv(stage)
+        stream = _OpenStream(session, _TOKENS, ("nvme",) * _CHUNKS, [])
+        session.get_stream = lambda *args, stream=stream, **options: stream  # type: ignore[method-assign, misc]
+        streams.append(stream)
+    records = two.again().stages
+    assert [(each.plan, each.loaded, each.computed) for each in records] == [("load", 0, _CHUNKS)] * 2
+    assert all(stream.was_given_up for stream in streams)
 
 
 def test_a_prompt_without_a_whole_block_is_computed(two: Stored) -> None:
