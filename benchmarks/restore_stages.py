@@ -152,7 +152,7 @@ def _engine(
 
 def _shown(restored: Restored) -> str:
     stages = "; ".join(
-        f"{each.plan}: {each.loaded} loaded, {each.computed} computed of {each.chunks}, predicted "
+        f"{each.plan or 'compute'}: {each.loaded} loaded, {each.computed} computed of {each.chunks}, predicted "
         f"{each.predicted_s:.2f} s, took {each.actual_s or 0:.2f} s, computed for {each.compute_busy_s:.2f} s"
         for each in restored.stages
     )

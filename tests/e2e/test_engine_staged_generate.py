@@ -205,16 +205,20 @@ def test_three_stages_find_the_hidden_states_of_two_and_nothing_else(engines: En
     assert [(each.loaded, each.computed) for each in again.restorations] == [(blocks, 0)] * 3
 
 
-def test_whole_blocks_and_those_of_stages_are_found_by_their_own_kind(engines: Engines) -> None:
+def test_whole_blocks_and_those_of_stages_are_found_by_their_own_kind(
+    engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
     with running_daemon() as daemon:
-        engines.answer(daemon, 1)
-        staged = engines.answer(daemon, 2, hidden_states=False)
-        whole = engines.answer(daemon, 2, whole_blocks=True)
-    blocks = _blocks(staged)
-    assert [(each.stored, each.computed) for each in staged.restorations] == [(0, blocks)] * 2
-    assert staged.store.stored == 2 * ((staged.prompt_tokens + ANSWER - 1) // 64)  # no states among them
-    assert whole.store.stored == 0 and whole.tokens == staged.tokens
-    assert all(each.stage is None for each in whole.restorations)
+        plain = engines.answer(daemon, 1)
+        assert main(engines.command(daemon, "--stages", "2", "--no-hidden-states")) == 0
+        staged = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert main(engines.command(daemon, "--stages", "2", "--whole-blocks")) == 0
+        whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert staged["tokens"] == whole["tokens"] == list(plain.tokens)
+    assert [(each["tiers"], each["computed"]) for each in staged["restorations"]] == [({}, _blocks(plain))] * 2
+    assert staged["store"]["stored"] == 2 * ((plain.prompt_tokens + ANSWER - 1) // 64)  # no states among them
+    assert whole["store"]["stored"] == 0 and whole["store"]["reason"] == ""
+    assert [each["stage"] for each in whole["restorations"]] == [None]
 
 
 def test_seven_sessions_share_a_mebibyte_of_staging_memory(engines: Engines) -> None:
