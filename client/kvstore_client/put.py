@@ -38,7 +38,7 @@ MIN_RETRY_S = 0.001
 THROTTLED_RETRY_S = 0.01
 REASON_PENDING: Final = "another client is storing the same block"
 REASON_NO_ROOM: Final = "no room in the staging memory before the deadline"
-REASON_NO_STAGING: Final = "the daemon granted no staging memory"
+REASON_NO_STAGING: Final = "the daemon granted no staging memory: raise its host.staging, or open fewer sessions"
 REASON_TOO_LARGE: Final = "too large: a block has to fit into the staging memory of this session"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from kvstore_engine.errors import UsageError
 from kvstore_engine.models import locate
 from kvstore_engine.server.options import EngineOptions, ServerOptions
 from kvstore_engine.server.run import run as run_server
@@ -14,6 +15,11 @@ from kvstore_engine.server.run import run as run_server
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit code, or an error that `main` turns into one."""
+    if options.stages > 1:
+        raise UsageError(
+            f"--stages {options.stages}: a server computes in one stage, since its ggml runs in a process of its own "
+            "with one executor; `kvengine generate` has stages"
+        )
     path = locate(options.model)
     engine = EngineOptions(
         model=str(path),

@@ -84,6 +84,9 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--threads", type=_count, metavar="N", help="compute threads (default: as kvengine generate)")
     engine.add_argument(
+        "--stages", type=_count, default=1, metavar="N", help="1: a server computes in one stage (generate: in more)"
+    )
+    engine.add_argument(
         "--max-sequences",
         type=_sequences,
         default=16,
