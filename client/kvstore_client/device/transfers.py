@@ -59,11 +59,19 @@ class DeviceTransfers:
         the daemon whenever they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of
         another size than the pool's, IndexError for blocks or pages that are not there.
         """
-        blocks = [lease.leased(block) for block in range(first_block, first_block + len(pages))]
-        for block, page in zip(blocks, pages, strict=True):
-            self._check_size(block.payload_bytes)
-            self._check_page(page)
-        return LayerLoad(self, lease, list(zip(blocks, pages, strict=True)), after)
+        return self.load_all([(lease, first_block, pages)], after=after)
+
+    def load_all(self, sources: Sequence[tuple[Lease, int, Sequence[int]]], *, after: int = 0) -> LayerLoad:
+        """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
+        the next one of any."""
+        blocks: list[tuple[LeasedBlock, int]] = []
+        for lease, first_block, pages in sources:
+            for block, page in enumerate(pages, first_block):
+                leased = lease.leased(block)
+                self._check_size(leased.payload_bytes)
+                self._check_page(page)
+                blocks.append((leased, page))
+        return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after)
 
     def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
         """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored.
@@ -139,14 +147,15 @@ class LayerLoad:
     """Blocks on their way into pages, layer by layer. As a context manager it finishes."""
 
     def __init__(
-        self, transfers: DeviceTransfers, lease: Lease, blocks: Sequence[tuple[LeasedBlock, int]], after: int
+        self, transfers: DeviceTransfers, leases: Sequence[Lease], blocks: Sequence[tuple[LeasedBlock, int]], after: int
     ) -> None:
-        self._transfers, self._lease, self._blocks, self._after = transfers, lease, blocks, after
+        self._transfers, self._leases, self._blocks, self._after = transfers, leases, blocks, after
         self._taken: list[Registration] = []
         layers = range(len(transfers.pool.layers))
         self._queued = [threading.Event() for _ in layers]
         self._error: BaseException | None = None
         self._is_over = False
+        self._ending = threading.Lock()  # of that, and of the events until then
         with transfers.device.current():
             self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
         self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
@@ -154,27 +163,32 @@ class LayerLoad:
 
     def wait(self, layer: int, stream: int) -> None:
         """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
-        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError."""
+        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError. Another
+        thread may call `finish` meanwhile."""
         device = self._transfers.device
         self._queued[layer].wait()
-        if self._error is not None:
-            raise self._error
-        with device.current():
-            device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
+        with self._ending:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:  # all copies have ended, and the events are gone
+                return
+            with device.current():
+                device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def finish(self) -> bool:
-        """Wait until all copies have ended. Whether the lease was valid then: otherwise the pages hold nothing of use.
-        Raises what went wrong, such as DeviceError. Events that `wait` used are no longer needed then."""
+        """Wait until all copies have ended. Whether all leases were valid then: otherwise the pages hold nothing of
+        use. Raises what went wrong, such as DeviceError."""
         self._thread.join()
         device = self._transfers.device
-        if not self._is_over:
-            self._is_over = True
-            with device.current():
-                for event in self._events:
-                    device.quietly("cuEventDestroy", event)
+        with self._ending:
+            if not self._is_over:
+                self._is_over = True
+                with device.current():
+                    for event in self._events:
+                        device.quietly("cuEventDestroy", event)
         if self._error is not None:
             raise self._error
-        return self._lease.valid
+        return all(lease.valid for lease in self._leases)
 
     def __enter__(self) -> LayerLoad:
         return self
