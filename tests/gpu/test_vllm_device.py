@@ -80,7 +80,7 @@ def test_a_lease_that_ends_before_its_copies_have_fails_the_step_and_nothing_of_
         put_conversation(session, 1, BLOCKS, wait="settled")
     assert worker("vllm.begin", 1, BLOCKS)["leased"]
     daemon.kill9()
-    assert worker("vllm.end") == {"failed": list(range(BLOCKS)), "saves": 0, "said": []}
+    assert worker("vllm.end") == {"failed": list(range(BLOCKS)), "tried": 0, "said": []}
     daemon.restart()
 
 

@@ -18,11 +18,12 @@ from kvstore_client.hooks.vllm.device_layout import device_pool
 from kvstore_client.hooks.vllm.device_pages import DevicePages
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_client.hooks.vllm.saver import Saver
+from kvstore_client.hooks.vllm.tensors import kv_tensors
 from kvstore_client.hooks.vllm.worker import WorkerSide
 from kvstore_proto.identity import pack_tokens
 from tests.gpu.device_engine import POOL_BYTES, allocate
 from tests.reference.conversations import LAYERS, TOKENS_A_BLOCK, model, payloads_of, tokens_of
-from tests.reference.vllm_layouts import device_caches
+from tests.reference.vllm_layouts import device_caches, kv_caches
 
 BLOCKS, HEADS = 48, 2
 PAGE_BYTES = model().payload_bytes() // LAYERS
@@ -56,12 +57,18 @@ class VllmWorker:
         self.others[:] = 0x5A
         memory = self.host[:USED_BYTES].view(np.uint16).reshape([SIZES[axis] for axis in layout])
         self.layers = np.moveaxis(memory, [layout.index("L"), layout.index("B")], [0, 1])
-        self.pool = device_pool(device_caches(memory, layout, self.address), blocks=BLOCKS, page_bytes=PAGE_BYTES)
+        caches = device_caches(memory, layout, self.address)
+        self.pool = device_pool(caches, blocks=BLOCKS, page_bytes=PAGE_BYTES)
         with self.device.current():
             self.stream = self.device.call("cuStreamCreate", 1)
             for buffer in (self.host, self.others):
                 self.device.call("cuMemHostRegister", buffer.ctypes.data, POOL_BYTES, 1)
-        pages = self.pages = DevicePages(self.device, self.pool, lambda: int(self.stream))
+        given = kv_caches(caches, blocks=BLOCKS, page_bytes=PAGE_BYTES)
+        tensors = kv_tensors(
+            given.tensors, given.vllm_config, given.kv_cache_config, stream_of=lambda device: int(self.stream)
+        )
+        pages = self.pages = tensors.pages(session)
+        assert isinstance(self.pages, DevicePages) and tensors.device == self.device.index
         self.said: list[str] = []
         self.saver = Saver(self.session, pages, deadline_s=PATIENCE_S, say=self.said.append)
         self.side = WorkerSide(self.session, pages, self.saver, reuse_wait_s=PATIENCE_S, say=self.said.append)
@@ -135,7 +142,9 @@ class VllmWorker:
         self.side.save([SaveOrder("r", self._prefix(9, len(self._block_ids)), 0, tuple(self._block_ids))])
         self._synchronize()
         failed = self.side.take_failed()
-        return {"failed": sorted(map(self._block_ids.index, failed)), "saves": len(self.saver._open), "said": self.said}
+        self.saver.drain(PATIENCE_S)
+        tried = self.saver.stored_blocks + self.saver.dropped_blocks
+        return {"failed": sorted(map(self._block_ids.index, failed)), "tried": tried, "said": self.said}
 
     def queue(self, number: int, blocks: int) -> dict[str, Any]:
         """A load's first layer, and nothing else on the engine's stream."""

@@ -1,6 +1,6 @@
 """The class that vLLM loads: passes its hooks to the scheduler's half or the worker's.
 
-Imports vLLM; `tensors` and it import torch. Owns the sessions, the choice of what to do without a daemon (nothing),
+Imports vLLM, and torch with it. Owns the sessions, the choice of what to do without a daemon (nothing),
 and vLLM's types. One object lives in the scheduler's process, one in each worker's.
 Invariants: wrong settings and models that cannot be served are refused when the engine starts; after that no hook
 raises and no request fails because of the store.

@@ -1,6 +1,6 @@
 """vLLM's KV caches, as tensors, to the pool that the worker's half copies: in host memory, or on a CUDA device.
 
-Owns the choice between the two, and refuses tensors whose bytes it cannot name. Imports torch.
+Owns the choice between the two, and refuses tensors whose bytes it cannot name. Imports torch where it needs it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
 from kvstore_client.hooks.vllm.device_pages import DevicePages
@@ -18,6 +16,9 @@ from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import refused_backends
 from kvstore_client.hooks.vllm.pages import Pages
 from kvstore_client.session import Session
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,20 @@ class KVTensors:
     pages: Callable[[Session], Pages]
 
 
-def kv_tensors(kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, kv_cache_config: Any) -> KVTensors:
+def current_stream(device: int) -> int:
+    """The address of the CUstream that this thread's work on a device goes to."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def kv_tensors(
+    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    stream_of: Callable[[int], int] = current_stream,
+) -> KVTensors:
     """Of the layers of the only group, in its order. Raises ValueError with a sentence."""
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
     missing = [name for name in group.layer_names if name not in kv_caches]
@@ -47,12 +61,14 @@ def kv_tensors(kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, kv_cache
         raise ValueError(refused)
     pool = device_pool([CacheMemory.of(tensor) for tensor in tensors], blocks=blocks, page_bytes=page_bytes)
     index = int(tensors[0].device.index)
-    stream = partial(_current_stream, index)
+    stream = partial(stream_of, index)
     return KVTensors(index, lambda session: DevicePages(session.device, pool, stream))
 
 
 def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
     """uint8[blocks, page_bytes], sharing vLLM's memory."""
+    import torch
+
     expected = blocks * page_bytes
     if not tensor.is_contiguous() or tensor.nbytes != expected:
         raise ValueError(
@@ -60,8 +76,3 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
             "known to use on CPUs"
         )
     return tensor.view(blocks, -1).view(torch.uint8).numpy()
-
-
-def _current_stream(device: int) -> int:
-    """The address of the CUstream that this thread's work on a device goes to."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
