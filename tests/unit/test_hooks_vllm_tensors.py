@@ -27,8 +27,11 @@ def test_blocks_whose_order_of_bytes_is_not_known_are_refused() -> None:
             kv_tensors(caches.tensors, caches.vllm_config, caches.kv_cache_config)
 
 
-def test_a_layer_without_a_cache_is_refused() -> None:
+def test_a_layer_without_a_cache_or_without_attention_is_refused() -> None:
     caches = given()
+    del caches.vllm_config.compilation_config.static_forward_context["layer.2"]
+    with pytest.raises(ValueError, match=r"no attention of layer layer\.2"):
+        kv_tensors(caches.tensors, caches.vllm_config, caches.kv_cache_config)
     del caches.tensors["layer.1"]
     with pytest.raises(ValueError, match=r"no KV cache of layer layer\.1"):
         kv_tensors(caches.tensors, caches.vllm_config, caches.kv_cache_config)

@@ -5,7 +5,7 @@ Owns the choice between the two, and refuses tensors whose bytes it cannot name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,24 +45,28 @@ def kv_tensors(
 ) -> KVTensors:
     """Of the layers of the only group, in its order. Raises ValueError with a sentence."""
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
-    missing = [name for name in group.layer_names if name not in kv_caches]
-    if missing:
-        raise ValueError(f"vLLM shows no KV cache of layer {missing[0]}")
-    tensors = [kv_caches[name] for name in group.layer_names]
+    tensors = _of_layers("KV cache", kv_caches, group.layer_names)
     page_bytes = group.kv_cache_spec.page_size_bytes
     if not tensors[0].is_cuda:
         layers = PagedLayers([_byte_view(tensor, blocks, page_bytes) for tensor in tensors])
         if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
             raise ValueError("layers share KV memory, which is not supported")
         return KVTensors(None, lambda session: layers)
-    attention = vllm_config.compilation_config.static_forward_context
-    refused = refused_backends({attention[name].get_attn_backend().get_name() for name in group.layer_names})
+    attention = _of_layers("attention", vllm_config.compilation_config.static_forward_context, group.layer_names)
+    refused = refused_backends({layer.get_attn_backend().get_name() for layer in attention})
     if refused:
         raise ValueError(refused)
     pool = device_pool([CacheMemory.of(tensor) for tensor in tensors], blocks=blocks, page_bytes=page_bytes)
     index = int(tensors[0].device.index)
     stream = partial(stream_of, index)
     return KVTensors(index, lambda session: DevicePages(session.device, pool, stream))
+
+
+def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise ValueError(f"vLLM shows no {what} of layer {missing[0]}")
+    return [by_name[name] for name in names]
 
 
 def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
