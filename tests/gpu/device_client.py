@@ -6,7 +6,8 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
 ["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
-["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid).
+["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
+["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from kvstore_client import Lease, Session, connect
 from kvstore_client.device import DeviceError, DeviceMemory
 from tests.gpu.device_engine import EmulatedEngine
+from tests.gpu.vllm_engine import VllmWorker
 from tests.reference.conversations import model, payloads_of, tokens_of
 
 MODEL = model()
@@ -41,8 +43,9 @@ class Client:
         self.session = session
         self.held: tuple[Lease, int] | None = None
         self.engine: EmulatedEngine | None = None
+        self.worker: VllmWorker | None = None
 
-    def obey(self, command: str, *numbers: int) -> dict[str, Any]:
+    def obey(self, command: str, *numbers: Any) -> dict[str, Any]:
         if command in ("get", "hold"):
             number, blocks = numbers
             lease = self.session.get(tokens_of(number, blocks))
@@ -52,6 +55,12 @@ class Client:
             else:
                 lease.release()
             return answer
+        if command == "vllm":
+            self.worker = VllmWorker(self.session, *numbers)
+            return {}
+        if command.startswith("vllm."):
+            assert self.worker is not None
+            return self.worker.obey(command.removeprefix("vllm."), *numbers)
         if command in ("load", "store", "register", "registered"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)

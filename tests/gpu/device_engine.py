@@ -69,6 +69,7 @@ class EmulatedEngine:
                 with self.device.current():
                     self.device.call("cuStreamSynchronize", self.stream)
                 valid = load.finish()
+                load.wait(0, int(self.stream))  # nothing is left to wait for, and no event is there any more
             on_device = sum(bool(lease.device_address(block)) for block in range(lease.blocks))
         expected = payloads_of(number, len(pages), MODEL)
         right = all(bool((self._page(page) == each).all()) for page, each in zip(pages, expected, strict=True))

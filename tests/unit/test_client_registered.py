@@ -30,6 +30,7 @@ class Device:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.mappings = HostMappings()
         self.registered: set[int] = set()
         self.fails = False
 

@@ -49,9 +49,9 @@ class HostMappings:
                 follower.mapped(memory)
 
     def leave(self, follower: Follower) -> None:
-        """End `follow`."""
+        """End `follow`. Idempotent."""
         with self._lock:
-            self._followers.remove(follower)
+            self._followers = [each for each in self._followers if each is not follower]
 
 
 def _address(memory: Bytes) -> int:

@@ -38,8 +38,6 @@ class CopyMeans:
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
         self._owned = RegisteredMemory(device) if registered is None else None
         self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
-        if self._owned is not None:
-            device.mappings.follow(self._owned)
         self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
         self.using = threading.Lock()
         self._is_closed = False
@@ -50,8 +48,6 @@ class CopyMeans:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._owned is not None:
-                self.device.mappings.leave(self._owned)
             with self.device.current():
                 self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)

@@ -55,6 +55,7 @@ class RegisteredMemory:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-register", daemon=True)
         self._thread.start()
+        device.mappings.follow(self)
 
     def want(self, memory: Bytes, keep_s: float = IDLE_S) -> None:
         """Register all of a mapping soon, for at least `keep_s`. `memory` is the array over the whole mapping."""
@@ -105,6 +106,7 @@ class RegisteredMemory:
 
     def close(self) -> None:
         """Unregister everything; no copy may be under way. Idempotent."""
+        self._device.mappings.leave(self)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
