@@ -1,4 +1,6 @@
-"""torch's executor on the processor, by ggml's as the yardstick, and our CUDA kernels in its step, run on the host."""
+"""What is torch's executor's own: weights of any quantisation, by ggml's as the yardstick, recorded steps, refusals;
+and our CUDA kernels in its step, run on the host. The rest: tests/contract/test_executor_contract.py.
+"""
 
 from __future__ import annotations
 
@@ -89,29 +91,6 @@ def test_logits_are_ggmls_within_the_rounding_of_bf16(tmp_path: Path, name: str)
     assert 0 < difference < bound
     best = np.take_along_axis(found[0], found[1].argmax(1)[:, None], 1)[:, 0]
     assert (found[0].max(1) - best <= 6 * bound).all(), "a greedy token differs only where two are nearly as likely"
-
-
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32"])
-def test_stored_blocks_restore_to_the_same_logits(tmp_path: Path, kv_dtype: str) -> None:
-    path = write_model(tmp_path / "m.gguf", TinyModel())
-    setup = PoolSetup(_BLOCKS, 16, kv_dtype)
-    with open_executor(GGUFFile.open(path), _device("torch:cpu"), setup, _SIZES) as executor:
-        tokens, pool = _tokens(140), executor.pool
-        cold = executor.prefill(tokens, 0, _table(1))
-        stored = [np.empty(pool.payload_bytes(4), np.uint8) for _ in range(2)]
-        for block, payload in enumerate(stored):
-            pool.gather_block(_table(1)[4 * block : 4 * block + 4], payload)
-        pool.planes.fill(0xFF)  # NaN: a row that was not restored would show
-        pool.scatter_blocks(stored, [_table(2)[:4], _table(2)[4:8]])
-        np.testing.assert_array_equal(executor.prefill(tokens[128:], 128, _table(2)), cold)
-        pool.planes.fill(0xFF)
-        half = pool.payload_bytes(4)
-        pool.scatter_part(stored[0], 0, _table(3)[:4])
-        pool.scatter_part(stored[1][:half], 2, _table(3)[6:8])
-        moved = [block for block in range(_BLOCKS) if block not in _table(3)][:2]
-        pool.copy_blocks(_table(3)[6:8], moved)
-        expected = stored[1].reshape(2 * pool.layers, 4, pool.block_bytes)[:, 2:]
-        np.testing.assert_array_equal(pool.planes[:, moved], expected)
 
 
 def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path) -> None:
