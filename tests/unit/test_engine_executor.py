@@ -28,6 +28,13 @@ def test_a_kv_type_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> Non
         BlockPool(config, 4, kv_dtype="q5_1")
 
 
+def test_a_pool_of_a_type_that_ggml_does_not_write_is_refused(tmp_path: Path) -> None:
+    with load_model(GGUFFile.open(write_model(tmp_path / "m.gguf", _SHAPE))) as model:
+        pool = BlockPool(model.config, 4, kv_dtype="int8")
+        with pytest.raises(ValueError, match="ggml writes no K and V of type int8"):
+            Executor(model, pool)
+
+
 @pytest.mark.parametrize("quantisation", ["f16", "q8_0", "q4_0"])
 def test_many_shapes_do_not_grow_the_graph_cache(tmp_path: Path, quantisation: str) -> None:
     path = write_model(tmp_path / "m.gguf", replace(_SHAPE, quantisation=quantisation))
