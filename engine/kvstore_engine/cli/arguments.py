@@ -36,7 +36,7 @@ def parser() -> Parser:
     """The parser; `namespace.command` names the command."""
     top = Parser(
         prog="kvengine",
-        description="Run GGUF models with their KV cache kept in kvstored, on the CPU or (not `serve`) with torch.",
+        description="Run GGUF models with their KV cache kept in kvstored, on the CPU or with torch.",
         epilog=f"{_EXAMPLES}\n{_MODELS}\n{_EXIT_CODES}",
     )
     top.add_argument("--version", action="version", version=f"kvengine {VERSION}")
