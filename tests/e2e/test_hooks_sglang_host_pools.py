@@ -1,7 +1,7 @@
 """Pages of SGLang's own host pools, in every layout, through the backend and a real daemon.
 
-The pools are SGLang's classes around buffers made here: their constructors need a device pool, and its memory. Needs all
-that SGLang imports (docs/sglang.md); skipped by name elsewhere.
+The pools are SGLang's classes around buffers made here: their constructors need a device pool, and its memory. Needs
+most of what SGLang imports (docs/sglang.md); skipped by name elsewhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from kvstore_client.testing import DaemonProcess
-from tests.reference.sglang_storage import sglang_storage
+from tests.reference.sglang_storage import import_sglang_pools
 
-MODULES = sglang_storage()
-if MODULES is None:
-    pytest.skip("sglang and torch are not installed", allow_module_level=True)
 try:
+    import_sglang_pools()
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -25,12 +24,11 @@ try:
 except ImportError as missing:
     pytest.skip(f"SGLang's host pools cannot be imported: {missing}", allow_module_level=True)
 
-import torch  # noqa: E402
+import torch
 
-from tests.reference.sglang_engine import open_backend, page_hashes  # noqa: E402
+from tests.reference.sglang_engine import open_backend, page_hashes
 
-HICACHE = MODULES[0]
-NAME, POLICY = HICACHE.PoolName, HICACHE.PoolHitPolicy
+NAME, POLICY = PoolName, PoolHitPolicy
 PAGE, PAGES, LAYERS, HEADS, WIDTH = 8, 6, 3, 2, 4
 SIZE = PAGE * PAGES
 MHA = {
@@ -138,8 +136,8 @@ def test_side_pools_of_a_hybrid_model_come_back(daemon: DaemonProcess, layout: s
 
     def transfers(pages: list[int], slot: int) -> list[Any]:
         return [
-            HICACHE.PoolTransfer(name=NAME.INDEXER, host_indices=indices(pages), keys=keys),
-            HICACHE.PoolTransfer(
+            PoolTransfer(name=NAME.INDEXER, host_indices=indices(pages), keys=keys),
+            PoolTransfer(
                 name=NAME.MAMBA, host_indices=torch.tensor([slot]), keys=keys[-1:], hit_policy=POLICY.TRAILING_PAGES
             ),
         ]

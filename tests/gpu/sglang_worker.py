@@ -6,8 +6,8 @@ SGLang's factory makes the linker, and SGLang's classes describe the pools, whos
 first line out is {"ready": true}, or {"missing": why} where SGLang cannot be imported.
 Commands: ["open", kind] (a linker over new pools, instead of the one before: "mha", "hnd", "mla", "swa", "draft", or
 "dsa" with packed layers of a draft), ["offload", conversation, pages], ["chunk", conversation, first, end] (pages of it
-that follow others), ["lookup", conversation, pages], ["restore", conversation, pages] (into other device pages; looks at
-the bytes of each layer as soon as it may), ["queue", conversation, pages] (a load that is not started), ["cancel"],
+that follow others), ["lookup", conversation, pages], ["restore", conversation, pages] (into other device pages; looks
+at the bytes of each layer as soon as it may), ["queue", conversation, pages] (a load that is not started), ["cancel"],
 ["reset"], ["close"].
 """
 
@@ -164,7 +164,7 @@ class Worker:
         return _made(
             DSATokenToKVPool, page_size=PAGE, layer_num=layers,
             kv_buffer=[self._tensor(PAGES * PAGE, 1, WIDTH) for _ in range(layers)],
-            index_k_with_scale_buffer=[self._tensor(PAGES, PAGE * 4) for _ in range(layers)],
+            index_key_cache=SimpleNamespace(buffer=[self._tensor(PAGES, PAGE * 4) for _ in range(layers)]),
         )  # fmt: skip
 
     def _swa(self) -> Any:
@@ -261,7 +261,7 @@ class Worker:
                     keys=list(keys),
                     hit_policy=policy,
                     device_indices=None if phase == "lookup" else indices,
-                )  # fmt: skip
+                )
             )
             for pool, entry in self.linker.pools.items():
                 if entry.indices_from_pool == name:

@@ -1,7 +1,6 @@
 """SGLang's device pools through `KVStoreLinker`: its factory and its classes, a real daemon, the emulated driver.
 
-One worker serves all tests, since SGLang takes long to import; each opens a linker of its own, and uses conversations of
-its own.
+One worker serves all tests, since SGLang takes long to import; each opens a linker, and uses conversations, of its own.
 """
 
 from __future__ import annotations
@@ -98,9 +97,7 @@ def number() -> int:
         ("dsa", ["indexer", "kv"]),
     ],
 )
-def test_pages_come_back_into_other_pages_of_every_pool(
-    rank: Worker, number: int, kind: str, pools: list[str]
-) -> None:
+def test_pages_come_back_into_other_pages_of_every_pool(rank: Worker, number: int, kind: str, pools: list[str]) -> None:
     assert rank("open", kind) == {"pools": pools}
     assert rank("lookup", number, PAGES) == {"lengths": []}
     assert rank("offload", number, PAGES) == {"stored": True}

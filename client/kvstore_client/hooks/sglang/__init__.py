@@ -1,4 +1,4 @@
-"""SGLang on kvstored: a storage backend behind HiCache's host pools, and a linker between its device pools and the daemon.
+"""SGLang on kvstored: a storage backend behind HiCache's host pools, and a linker of its device pools.
 
 The door: SGLang loads either class by name, `module_path` (or `linker_module_path`) "kvstore_client.hooks.sglang" and
 the class's name. SGLang and torch are imported when one of them is asked for: the other modules hold what can be tested

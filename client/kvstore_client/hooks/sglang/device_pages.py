@@ -34,7 +34,7 @@ class DevicePages:
         self.form = self._described(buffers)
 
     def pages(self, indices: Any) -> list[int]:
-        """The pages of these token indices, a tensor on the device or the host. ValueError for what is no whole page."""
+        """The pages of these token indices, a tensor on device or host. ValueError for what are no whole pages."""
         return [row // self._rows for row in self.entry.prepare_locations(indices)]
 
     def _parts(self, buffers: Sequence[int]) -> list[PoolPart]:

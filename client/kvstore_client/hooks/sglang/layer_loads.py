@@ -1,7 +1,7 @@
 """Loads of a batch into SGLang's device pools, layer by layer, and the counter by which its forward waits for them.
 
-Owns the leases of a batch from when it is made until `finish`. The forward's streams wait for a layer's copies, its thread
-only until they are queued. As SGLang asks, a failure is never raised into a forward: `finish` reports it.
+Owns the leases of a batch from when it is made until `finish`. The forward's streams wait for a layer's copies, its
+thread only until they are queued. As SGLang asks, a failure is never raised into a forward: `finish` reports it.
 """
 
 from __future__ import annotations

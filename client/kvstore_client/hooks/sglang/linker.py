@@ -4,9 +4,9 @@
     --unified-cache-external-linker-config '{"linker_module_path": "kvstore_client.hooks.sglang",
       "linker": "KVStoreLinker", "linker_extra_config": {"socket": "/run/kvstored"}}'
 
-Pages are copied between leases and the pools by `DeviceTransfers`: from host memory or from the daemon's GPU tier, layer
-by layer. Owns the session, the copies and the leases of loads that were queued. A hit is leased whole, on every rank,
-before `load` accepts it; what cannot be had is computed, and no request is lost.
+Pages are copied between leases and the pools by `DeviceTransfers`: from host memory or from the daemon's GPU tier,
+layer by layer. Owns the session, the copies and the leases of loads that were queued. A hit is leased whole, on every
+rank, before `load` accepts it; what cannot be had is computed.
 Never does: raise for an absent daemon or a missing page, or evict. Wants an NVIDIA GPU.
 """
 
@@ -117,7 +117,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # Device pages from leases
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Lease all pages of a hit. False, on every rank, where one of them cannot in time: then SGLang computes them."""
+        """Lease all pages of a hit. False, on every rank, where one of them cannot in time: they are computed then."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
             return False
@@ -177,7 +177,8 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         """True when all pages of all pools are stored."""
         for event in events:
             event.synchronize()
-        return all([self._store_pool(transfer, before) for transfer in transfers])
+        results = [self._store_pool(transfer, before) for transfer in transfers]
+        return all(results)
 
     def _store_pool(self, transfer: PoolTransfer, before: str | None) -> bool:
         name = str(transfer.name)

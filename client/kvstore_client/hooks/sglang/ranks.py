@@ -1,5 +1,4 @@
-"""The ranks that have to give SGLang the same answer, as its radix tree agrees on a hit: attention's, else all of tensor
-parallelism.
+"""The ranks that have to give SGLang the same answer: those on which its radix tree agrees on a hit.
 
 Owns no process group.
 """

@@ -1,6 +1,6 @@
 """Pages of one rank in its session: their names, which of them are there, leases on them, and storing them.
 
-A page of a pool is one opaque block, behind the page before it in its chain, so that a stored prefix loses its end first.
+A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first.
 Never raises for an absent daemon, a full store or a missing page, and never evicts. Imports neither SGLang nor torch.
 """
 
