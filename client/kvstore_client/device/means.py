@@ -15,6 +15,7 @@ import numpy as np
 from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
+from kvstore_client.device.stores import Stores
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 
@@ -37,6 +38,7 @@ class CopyMeans:
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
         self._owned = RegisteredMemory(device) if registered is None else None
         self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
+        self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
         self.using = threading.Lock()
         self._is_closed = False
 
@@ -47,6 +49,7 @@ class CopyMeans:
                 return
             self._is_closed = True
             with self.device.current():
+                self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
                 if self._owned is not None:
                     self._owned.close()

@@ -13,16 +13,15 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-import numpy as np
-
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.stores import Storing
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
-from kvstore_client.payload import FillSlot
+from kvstore_client.payload import FillSlot, Finish
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run
 
@@ -32,9 +31,9 @@ _NO_TIMING = 2
 class DeviceTransfers:
     """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
 
-    `device` is that of the session (`Session.device`). Host memory is registered in the background from when it is
-    first used; `registered.want` does it earlier. An engine that has several pools gives all their transfers the
-    same `means`, which are then its own to close.
+    `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
+    background from now on, other host memory from when it is first used; `registered.want` does it earlier. An engine
+    that has several pools gives all their transfers the same `means`, which are then its own to close.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, *, means: CopyMeans | None = None) -> None:
@@ -72,7 +71,8 @@ class DeviceTransfers:
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after)
 
     def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored.
+        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored. The
+        put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
@@ -103,30 +103,20 @@ class DeviceTransfers:
         if not 0 <= page < self.pool.pages:
             raise IndexError(f"page {page} of a pool of {self.pool.pages}")
 
-    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> None:
-        """Fill a slot of staging memory or of an arena from a page."""
+    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> Finish:
+        """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
-        whole = destination.base if isinstance(destination.base, np.ndarray) else destination
-        address = destination.__array_interface__["data"][0]
-        start, means = address - whole.__array_interface__["data"][0], self.means
-        with means.using, self.device.current():
-            means.check_open()
-            taken = means.registered.take(whole, start, destination.nbytes)
-            to = address if taken is not None else means.buffer_address
-            try:
-                for layer in range(len(self.pool.layers)):
-                    if layer < len(after):
-                        means.stream.wait(after[layer])
-                    pieces = self.pool.pieces(layer, page)
-                    means.stream.queue(
-                        [Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host"
-                    )
-            finally:
-                means.stream.synchronize()
-                if taken is not None:
-                    means.registered.give_back(taken)
-            if taken is None:
-                ctypes.memmove(address, means.buffer_address, destination.nbytes)
+        with self.means.using, self.device.current():
+            self.means.check_open()
+            storing = self.means.stores.begin(self.pool, destination, page, after)
+        return lambda: self._finish_store(storing)
+
+    def _finish_store(self, storing: Storing) -> None:
+        with self.means.using, self.device.current():
+            if not storing.is_over:
+                self.means.stores.settle()
+        if storing.error is not None:
+            raise storing.error
 
 
 class LayerLoad:
@@ -198,6 +188,7 @@ class LayerLoad:
         means = self._transfers.means
         means.check_open()
         try:
+            means.stores.settle()  # they have the buffer
             bounced = self._bounced()
             if self._after:
                 means.stream.wait(self._after)

@@ -42,6 +42,7 @@ from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
+from kvstored.store.transfer.device_check import DeviceCheck
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
@@ -114,8 +115,7 @@ class Store:
         }
         self.absences, self.compute = Absences(), ComputeTimes()
         self._remote_writes = remote_writes
-        self.counters = Counters()
-        self.flows = Flows(len(self.tiers))
+        self.counters, self.flows = Counters(), Flows(len(self.tiers))
         self.modes = DegradedModes(clock, self.counters)
         self._breakers = {
             position: self._make_breaker(position) for position in range(residency.in_memory, len(self.tiers))
@@ -126,11 +126,9 @@ class Store:
             self.counters,
         )  # fmt: skip
         self.leases = LeaseTable(
-            residency.unpin_run,
-            self._free_leased,
-            self._mark_retired,
+            residency.unpin_run, self._free_leased, self._mark_retired,
             limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
-        )
+        )  # fmt: skip
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
         self.exits = self._make_exits()
         self.retire: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in self.exits]
@@ -141,6 +139,7 @@ class Store:
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(make_lanes(config, residency, self.keyed), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
+        self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.writeback: WriteBack | None = None
         self.copiers: list[Copier] = []
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
@@ -159,7 +158,7 @@ class Store:
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_exits(self) -> list[SlotExit]:
-        leased = self.residency.readable(maps_device=True)
+        leased = 1 << self.residency.mapped | self.residency.exported
         return [
             self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
         ]

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
@@ -40,7 +41,7 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.gpu.chunks import Chunks
+from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.link import DOWN, WorkerLink, WorkerSettings
 from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.segments import buffer_at
@@ -70,7 +71,10 @@ class GpuTier(Tier):
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
-        self.info = TierInfo(name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes)
+        self.info = TierInfo(
+            name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
+            dram_bytes=header_room(capacity_bytes),
+        )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
         self._refused, self._refused_at_s = "", 0.0
@@ -144,7 +148,8 @@ class GpuTier(Tier):
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
-        By the device itself where it can (`verifies`), else the block is read."""
+        By the device itself where it can (`verifies`), else the block is read. The slot may be freed
+        meanwhile: then the answer means nothing."""
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
@@ -251,6 +256,9 @@ class GpuTier(Tier):
             state, message = TierState.FAILED, DOWN
         elif self._refused:
             state, message = TierState.FULL, f"the device gives no memory: {self._refused}"
+        elif chunks.lacks_headers:
+            room = human_bytes(self.info.dram_bytes)
+            message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
         used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
         return self._counters.report(
             state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,
