@@ -137,6 +137,8 @@ def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkey
     for arena_id in (slot.container, slot.container + 1):
         with pytest.raises(KVStoreError, match=f"no arena {arena_id}"):
             arenas.grant(session, hs.ArenaRequest(arena_id=arena_id))
+    with pytest.raises(KVStoreError, match=f"no chunk of device memory {DEVICE_ARENAS}"):
+        arenas.grant(session, hs.ArenaRequest(arena_id=DEVICE_ARENAS))
 
 
 def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTier, tmp_path: Path) -> None:
