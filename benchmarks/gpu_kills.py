@@ -1,11 +1,12 @@
 """kill -9 of daemons, of GPU workers and of engines: which blocks are still on the device, and what memory is lost.
 
-    python -m benchmarks.gpu_kills --daemon 100 --worker 100 --engines 1000
+    python -m benchmarks.gpu_kills --daemon 100 --worker 100 --engines 1000 [--seconds 400]
 
 Over the CUDA driver that the loader finds: that of this machine, or the emulated one by LD_LIBRARY_PATH
 (tests/emulated_cuda/README.md). Every block counted as kept is found on the device after the last kill and has its
 bytes. Memory is lost if the device has less of it free after the holder's end than before the first start; other
-processes that use the device meanwhile spoil that figure. Exit status 1 for a block or a byte lost.
+processes that use the device meanwhile spoil that figure. With --seconds no kill is begun after so long, and `killed`
+says how many were. Exit status 1 for a block or a byte lost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
@@ -37,8 +40,10 @@ _FREE = "from kvstore_tiers.gpu.driver import Driver; print(Driver(0).memory_byt
 
 @dataclass(frozen=True)
 class Losses:
-    """`found_blocks` of `blocks` were on the device at the end, bytes right; `lost_bytes` of its memory are gone."""
+    """After `killed` kills `found_blocks` of `blocks` were on the device, bytes right; `lost_bytes` of its memory are
+    gone."""
 
+    killed: int
     blocks: int
     found_blocks: int
     lost_bytes: int
@@ -56,23 +61,21 @@ def on_device(daemon: RunningDaemon) -> int:
     return sum(names.count("memory") for names in tiers)  # as one that maps no device memory sees it
 
 
-def kill_all(daemons: int, workers: int, engines: int) -> Losses:
-    """Kill so many of each, one after another, while blocks are on the device."""
-    before_bytes = free_bytes()
+def kill_all(daemons: int, workers: int, engines: int, longest_s: float = float("inf")) -> Losses:
+    """Kill so many of each, one after another, while blocks are on the device; none after `longest_s`."""
+    before_bytes, ends_s, killed = free_bytes(), time.monotonic() + longest_s, 0
     with running_daemon(*SETTINGS) as daemon:
         with daemon.connect(MODEL) as session:
             for number in CONVERSATIONS:
                 use(daemon, session, number)
             put_many(session, range(100, 180))
         blocks = on_device(daemon)
-        for _ in range(daemons):
-            daemon.kill9()
-            daemon.restart()
-        for _ in range(workers):
-            _kill_worker(daemon)
-        for _ in range(engines):
-            with device_client(daemon) as client:  # which kills it, lease and all
-                assert held_on_device(client, CONVERSATIONS[0])
+        kills: list[Callable[[RunningDaemon], None]]
+        kills = [*[_kill_daemon] * daemons, *[_kill_worker] * workers, *[_kill_engine] * engines]
+        for kill in kills:
+            if time.monotonic() < ends_s:
+                kill(daemon)
+                killed += 1
         found = on_device(daemon)
         with daemon.connect(MODEL) as session:
             assert all(eventually(lambda each=each: whole(session, each)) for each in CONVERSATIONS)
@@ -84,7 +87,17 @@ def kill_all(daemons: int, workers: int, engines: int) -> Losses:
         eventually(lambda: free_bytes() >= before_bytes)
         lost_bytes = max(0, before_bytes - free_bytes())
         daemon.restart()  # for an orderly end
-    return Losses(blocks, found, lost_bytes)
+    return Losses(killed, blocks, found, lost_bytes)
+
+
+def _kill_daemon(daemon: RunningDaemon) -> None:
+    daemon.kill9()
+    daemon.restart()
+
+
+def _kill_engine(daemon: RunningDaemon) -> None:
+    with device_client(daemon) as client:  # which kills it, lease and all
+        assert held_on_device(client, CONVERSATIONS[0])
 
 
 def _kill_worker(daemon: RunningDaemon) -> None:
@@ -97,10 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kills", description=__doc__.splitlines()[0])
     for name in ("daemon", "worker", "engines"):
         parser.add_argument(f"--{name}", type=int, default=3, metavar="N", help="how many to kill (3)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin no kill after so long")
     chosen = parser.parse_args(arguments)
-    losses = kill_all(chosen.daemon, chosen.worker, chosen.engines)
+    losses = kill_all(chosen.daemon, chosen.worker, chosen.engines, chosen.seconds)
     share = losses.found_blocks / losses.blocks if losses.blocks else 0.0
-    print(json.dumps(vars(chosen) | asdict(losses) | {"kept": share}))
+    wanted = {name: getattr(chosen, name) for name in ("daemon", "worker", "engines")}
+    print(json.dumps(wanted | asdict(losses) | {"kept": share}))
     return int(share < 1.0 or losses.lost_bytes > 0)
 
 

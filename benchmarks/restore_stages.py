@@ -152,8 +152,8 @@ def _engine(
 
 def _shown(restored: Restored) -> str:
     stages = "; ".join(
-        f"{each.plan}: {each.loaded} loaded, {each.computed} computed of {each.chunks}, predicted "
-        f"{each.predicted_s:.2f} s, took {each.actual_s:.2f} s, computed for {each.compute_s:.2f} s"
+        f"{each.plan or 'compute'}: {each.loaded} loaded, {each.computed} computed of {each.chunks}, predicted "
+        f"{each.predicted_s:.2f} s, took {each.actual_s or 0:.2f} s, computed for {each.compute_busy_s:.2f} s"
         for each in restored.stages
     )
     return f"{restored.seconds:.3f} s ({stages})"

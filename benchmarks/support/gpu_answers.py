@@ -30,6 +30,7 @@ class Sizes:
     blocks: int = 64  # storage blocks that are moved at once
     gets: int = 200
     kills: int = 100
+    engine_kills: int = 1000
     rooms_bytes: int = 1 << 30
     batch: int = 32
     context: int = 4096
@@ -42,7 +43,7 @@ FULL = Sizes()
 # What an emulated device, or one that others use, has room for: shows that a question can be asked, measures nothing.
 SMALL = Sizes(
     copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, layers=2, blocks=4, gets=3, kills=2,
-    rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, tools_s=60.0,
+    engine_kills=2, rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, tools_s=60.0,
 )  # fmt: skip
 
 

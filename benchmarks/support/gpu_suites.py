@@ -1,4 +1,5 @@
-"""The tests and tools that a device is for: the GPU tier's tests on it, and compute-sanitizer over every kernel.
+"""The tests and tools that a device is for: the GPU tier's tests on it, kills of what uses it, and compute-sanitizer
+over every kernel.
 
 Owns the processes that it starts, and ends them with all that they started when their time is up.
 """
@@ -6,6 +7,7 @@ Owns the processes that it starts, and ends them with all that they started when
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,14 +29,20 @@ NOT_OF_A_DEVICE = (
 )  # ask the emulated driver
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
+KILLED = ("daemon", "worker", "engines")
+_END_S = 60.0  # of kills: what is looked at after the last one
 _FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with
 _SUMMARY = re.compile(r"^=+ \w+ SUMMARY: .*$", re.MULTILINE)
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error|errors)")
 
 
+def _has_tests() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
+
+
 def suite(path: Path, device: int, sizes: Sizes) -> Answer:
     """A file of tests, on this machine's driver."""
-    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+    if not _has_tests():
         return Answer(None, f"{path.name}: not run, pytest or hypothesis is not installed")
     variables = {"KVSTORED_TEST_GPU": "hardware"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", str(path)]
@@ -45,6 +53,29 @@ def suite(path: Path, device: int, sizes: Sizes) -> Answer:
         return Answer(False, f"{path.name}: not done within {sizes.tools_s:.0f} s", counts)
     reasons = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return Answer(status == 0, f"{path.name}: {'; '.join([lines[-1].strip('= '), *reasons[:2]])}", counts)
+
+
+def kills(whose: str, device: int, sizes: Sizes) -> Answer:
+    """kill -9 of a daemon, its worker or engines again and again, as many as there is time for: are the blocks and the
+    device's memory what they were?"""
+    if not _has_tests():
+        return Answer(None, "not asked: pytest or hypothesis is not installed")
+    wanted = sizes.engine_kills if whose == "engines" else sizes.kills
+    counts = [text for each in KILLED for text in (f"--{each}", str(wanted if each == whose else 0))]
+    kills_s = max(sizes.tools_s - _END_S, sizes.tools_s / 2)
+    command = [sys.executable, "-m", "benchmarks.gpu_kills", *counts, "--seconds", str(kills_s)]
+    status, text = bounded(command, sizes.tools_s, {"CUDA_VISIBLE_DEVICES": str(device)} if device else {})
+    last = (text.strip().splitlines() or ["nothing was printed"])[-1]
+    if status is None or not last.startswith("{"):
+        why = f"not done within {sizes.tools_s:.0f} s" if status is None else last
+        return Answer(False, f"kill -9 of {whose}: {why}")
+    found = json.loads(last)
+    says = (
+        f"{found['killed']} of {wanted} kill -9 of {whose}: {found['found_blocks']} of {found['blocks']} blocks are "
+        f"still on the device, {found['lost_bytes']} bytes of its memory are lost"
+    )
+    figures = {"kills": found["killed"], "kept": found["kept"], "lost bytes": found["lost_bytes"]}
+    return Answer(status == 0 and found["killed"] > 0, says, figures)
 
 
 def sanitized(tool: str, device: int, sizes: Sizes) -> Answer:
@@ -99,4 +130,8 @@ def suites() -> tuple[Question, ...]:
     ]
     tools = [Question(tool, f"compute-sanitizer's {tool} over every kernel", 500, partial(sanitized, tool))
              for tool in TOOLS]  # fmt: skip
-    return (*tools, *tests)
+    deaths = [
+        Question(f"kills-of-{each}", f"kill -9 of {each}: blocks and device memory", 500, partial(kills, each))
+        for each in KILLED
+    ]
+    return (*tools, *tests, *deaths)

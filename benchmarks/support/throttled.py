@@ -58,6 +58,8 @@ class ThrottledSession:
 
 
 class _Lookup:
+    load_s: tuple[float, ...] = ()  # the daemon knows nothing of the link
+
     def __init__(self, tiers: tuple[str, ...]) -> None:
         self.tiers = tiers
 

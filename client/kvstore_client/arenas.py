@@ -37,6 +37,13 @@ class ArenaGrants(Protocol):
     def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None: ...
 
 
+class Mappings(Protocol):
+    """Who is called with each arena that is mapped, and again when its session has ended."""
+
+    def add(self, memory: Bytes) -> None: ...
+    def drop(self, memory: Bytes) -> None: ...
+
+
 class OpenArena(NamedTuple):
     """A mapped arena and a descriptor of it. `entered` notes which pages are in our page table."""
 
@@ -47,15 +54,23 @@ class OpenArena(NamedTuple):
 
 
 class Arenas:
-    """Mapped to read. `announced`: arenas that the daemon has now; `mapped`: those that are mapped already."""
+    """Mapped to read. `announced`: arenas that the daemon has now; `mapped`: those that are mapped already. With
+    `mappings`, which is called with each of them, `map_announced` maps them all."""
 
     def __init__(
-        self, grants: ArenaGrants, announced: Collection[int], mapped: Mapping[int, Bytes] | None = None
+        self,
+        grants: ArenaGrants,
+        announced: Collection[int],
+        mapped: Mapping[int, Bytes] | None = None,
+        mappings: Mappings | None = None,
     ) -> None:
         self._grants = grants
         self._announced = announced
         self.mapped = dict(mapped or {})
+        self._mappings = mappings
         self._lock = threading.Lock()
+        for memory in self.mapped.values():
+            self._note(memory)
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
         """The mapped arena, mapping it the first time; None when the daemon does not hand it over in time."""
@@ -68,8 +83,8 @@ class Arenas:
     def map_announced(
         self, descriptors: contextlib.ExitStack, timeout_s: float, most_bytes: int
     ) -> Iterator[OpenArena]:
-        """Map the announced arenas that are not mapped yet, `most_bytes` in all; their descriptors are open until the
-        stack ends.
+        """Map the announced arenas that are not mapped yet, and open `most_bytes` of them in all, whose descriptors are
+        open until the stack ends. The others are not mapped, or not opened (see the class).
         """
         for arena_id in self._announced:
             if arena_id in self.mapped:
@@ -82,13 +97,24 @@ class Arenas:
             if most_bytes >= 0:
                 with contextlib.suppress(OSError):
                     kept = os.dup(grant.descriptor)
-            if kept < 0:
+            if kept < 0 and self._mappings is None:
                 os.close(grant.descriptor)
                 return
-            descriptors.callback(os.close, kept)
             memory = self._map(grant)
-            if memory is not None:
-                yield self._open(arena_id, memory, kept)
+            if kept >= 0:
+                descriptors.callback(os.close, kept)
+                if memory is not None:
+                    yield self._open(arena_id, memory, kept)
+
+    def close(self) -> None:
+        """The session has ended. What is mapped stays so as long as something refers to it."""
+        if self._mappings is not None:
+            for memory in list(self.mapped.values()):
+                self._mappings.drop(memory)
+
+    def _note(self, memory: Bytes) -> None:
+        if self._mappings is not None:
+            self._mappings.add(memory)
 
     def _open(self, arena_id: int, memory: Bytes, descriptor: int) -> OpenArena:
         return OpenArena(memory, descriptor, READ_REST, None)
@@ -102,7 +128,9 @@ class Arenas:
         except (OSError, ValueError):
             return None
         with self._lock:
-            return self.mapped.setdefault(grant.arena_id, memory)
+            memory = self.mapped.setdefault(grant.arena_id, memory)
+        self._note(memory)
+        return memory
 
 
 class WritableArenas(Arenas):

@@ -100,7 +100,12 @@ class DaemonSession:
         self.chains = KeyChains(options.fingerprint, list(welcome.roots))
         self.reads_only = options.staging_bytes == 0
         self.index = IndexSource(handshake.request_index if welcome.lookup_index else None)
-        self.arenas = Arenas(handshake, welcome.arena_ids, former._arenas_in(welcome) if former is not None else None)
+        self.arenas = Arenas(
+            handshake,
+            welcome.arena_ids,
+            former._arenas_in(welcome) if former is not None else None,
+            options.device.mappings if options.device is not None else None,
+        )
         self.device_arenas: DeviceArenas | None = None
         if options.device is not None:
             from kvstore_client.device.arenas import DeviceArenas
@@ -223,6 +228,7 @@ class DaemonSession:
         self.slots.give_back_ahead()
         self.stream.close()
         self._handshake.close()
+        self.arenas.close()
 
     def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         self.stream.call_later(delay_s, function)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     OnDevice = Mapping[int, tuple[DeviceChunk, Bytes]]  # by position in an answer: chunk, and a copy of the header
 
 WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
+GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, for the blocks in host memory instead
 
 
 class Get:
@@ -60,14 +61,14 @@ class Get:
         reply = self._ask(request)
         if isinstance(reply, str):
             return Lease(reason=reply)
-        on_device = self._on_device(reply, self._deadline_s - self._age_s())
+        on_device = self._on_device(reply, self._left_s())
         if on_device is None:
             self.give_back(reply.lease_id)
-            request.acquire.host_only, on_device = True, {}
-            reply = self._ask(request)
+            again = self._acquire(host_only=True, mapped_only=not promote, prompt_tokens=prompt_tokens)
+            reply, on_device = self._ask(wire.Request(acquire=again)), {}
             if isinstance(reply, str):
                 return Lease(reason=reply)
-        blocks, stopped = self._blocks(reply, self._prefix.chain, self._deadline_s - self._age_s(), on_device)
+        blocks, stopped = self._blocks(reply, self._prefix.chain, self._left_s(), on_device)
         if prefault:
             _prefault(blocks)
         reason = stopped or miss_reason(reply.miss_reason)
@@ -88,7 +89,7 @@ class Get:
         on_device = self._on_device(reply, timeout_s)
         if on_device is None:
             self.give_back(reply.lease_id)
-            again = self._ask(wire.Request(acquire=self._acquire(part.keys)))
+            again = self._ask(wire.Request(acquire=self._acquire(part.keys, host_only=True)))
             if isinstance(again, str):
                 return Lease(reason=again)
             reply, on_device = again, {}
@@ -100,26 +101,28 @@ class Get:
 
     def _ask(self, request: wire.Request) -> wire.AcquireReply | str:
         """The daemon's answer, or the reason why there is none before the deadline."""
-        left_s = max(self._deadline_s - self._age_s(), 0.001)
-        answer = self._prefix.daemon.call(request, left_s, lambda late: self.give_back(late.acquire.lease_id))
+        answer = self._prefix.daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         return answer if isinstance(answer, str) else answer.acquire
 
     def _on_device(self, reply: wire.AcquireReply, timeout_s: float) -> OnDevice | None:
         """Of the blocks that an answer names on the device; None when they can be had from host memory alone."""
         devices = self._prefix.daemon.device_arenas
-        return {} if devices is None else devices.headers(reply.arena_ids, reply.offsets, timeout_s)
+        return {} if devices is None else devices.headers(reply.arena_ids, reply.offsets, timeout_s * GRANT_SHARE)
 
-    def _acquire(self, keys: BlockKeys | None = None, **fields: object) -> wire.Acquire:
+    def _acquire(self, keys: BlockKeys | None = None, *, host_only: bool = False, **fields: object) -> wire.Acquire:
         devices = self._prefix.daemon.device_arenas
         return wire.Acquire(
             set=self._prefix.key_set(self._keys if keys is None else keys),
-            host_only=devices is not None and devices.is_off,
-            max_wait_ms=max(1, int(self._deadline_s * WAIT_SHARE * 1000)),
+            host_only=host_only or (devices is not None and devices.is_off),
+            max_wait_ms=max(1, int(self._left_s() * WAIT_SHARE * 1000)),
             **fields,  # type: ignore[arg-type]
         )
 
     def _age_s(self) -> float:
         return self._clock() - self._started
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - self._age_s(), 0.001)
 
     def _lease(self, reply: wire.AcquireReply, blocks: list[LeasedBlock], reason: str) -> Lease:
         """A lease on the usable `blocks` of an answer; what was granted is given back if there are none."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
-from kvstore_client.payload import write_payload, write_tokens
+from kvstore_client.payload import PayloadWriter, write_tokens
 from kvstore_client.put_order import PutOrder
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.results import REASON_DEADLINE
@@ -182,6 +182,10 @@ class InPlacePut:
 
     def _write(self, reserved: _Reserved) -> None:
         """Fill the slots and send them, as many at a time as are written in a millisecond, and few at the end."""
+        with PayloadWriter(self._order.payload_bytes) as writer:
+            self._write_with(writer, reserved)
+
+    def _write_with(self, writer: PayloadWriter, reserved: _Reserved) -> None:
         order, until = self._order, min(self._deadline, reserved.usable_until)
         blocks: list[int] = []
         pages: list[int] = []
@@ -196,18 +200,20 @@ class InPlacePut:
                 break
             else:
                 arena, offset = reserved.places[place]
-                write_payload(arena, offset, order.payloads[block], order.payload_bytes)
+                writer.write(arena, offset, order.payloads[block])
                 place += 1
                 page = place
             blocks.append(self._todo.popleft())
             pages.append(page)
             is_nearly_done = len(self._todo) == last_blocks and len(blocks) > last_blocks
             if is_nearly_done or self._clock() >= send_at:
+                writer.settle()
                 self._send(reserved, blocks, pages)
                 blocks, pages = [], []
                 self._collect_answered()
                 send_at = self._clock() + SEND_EVERY_S
         if blocks:
+            writer.settle()
             self._send(reserved, blocks, pages)
 
     def _write_tokens(self, reserved: _Reserved) -> None:

@@ -20,7 +20,7 @@ from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
-from kvstore_client.payload import write_payload, write_tokens
+from kvstore_client.payload import PayloadWriter, write_tokens
 from kvstore_client.put_order import PutOrder
 from kvstore_client.receipt import THROTTLED, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
@@ -38,7 +38,7 @@ MIN_RETRY_S = 0.001
 THROTTLED_RETRY_S = 0.01
 REASON_PENDING: Final = "another client is storing the same block"
 REASON_NO_ROOM: Final = "no room in the staging memory before the deadline"
-REASON_NO_STAGING: Final = "the daemon granted no staging memory"
+REASON_NO_STAGING: Final = "the daemon granted no staging memory: raise its host.staging, or open fewer sessions"
 REASON_TOO_LARGE: Final = "too large: a block has to fit into the staging memory of this session"
 
 
@@ -152,11 +152,12 @@ class StagedPut:
         tokens = order.chain.tokens_of_run(order.first_block + first, count)
         try:
             write_tokens(memory[extent.offset : extent.offset + extent.nbytes], count, tokens)
-            for place in range(extent.offset, extent.offset + extent.nbytes, size):
-                if self._clock() >= self._deadline:
-                    return False
-                write_payload(memory, place, order.payloads[first + written], order.payload_bytes)
-                written += 1
+            with PayloadWriter(order.payload_bytes) as writer:
+                for place in range(extent.offset, extent.offset + extent.nbytes, size):
+                    if self._clock() >= self._deadline:
+                        return False
+                    writer.write(memory, place, order.payloads[first + written])
+                    written += 1
         finally:
             store.add_run([self._todo.popleft() for _ in range(written)], extent, size)
             if written < count:

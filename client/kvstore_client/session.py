@@ -241,7 +241,9 @@ class Session:
         """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
 
         A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be
-        called again for the same block, when that has to be sent again and its room was needed meanwhile.
+        called again for the same block, when that has to be sent again and its room was needed meanwhile. It may also
+        only begin to write, and return a function that waits for the end: those of blocks sent together are called
+        when all of these are begun.
         `wait`:
         "published" returns when other clients can find the blocks, "settled" when their durability is decided
         too.

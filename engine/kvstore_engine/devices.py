@@ -17,7 +17,10 @@ DEVICE_HELP = (
     "torch:cpu, which is the GPU's step on the processor, slowly, for comparisons"
 )
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
-_TORCH_KV_TYPES = ("f16", "bf16", "f32")
+INT8 = "int8"  # a type of K and V, with a float scale for each token and head
+_TORCH_KV_TYPES = ("f16", "bf16", "f32", INT8)
+_CPU_KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
+KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,6 @@ class DeviceName:
 
     def check_kv_dtype(self, kv_dtype: str) -> None:
         """UsageError for a type of K and V that is not kept there."""
-        if self.is_torch and kv_dtype not in _TORCH_KV_TYPES:
-            raise UsageError(
-                f"K/V type {kv_dtype} is not kept on {self.name}: choose one of {', '.join(_TORCH_KV_TYPES)}"
-            )
+        kept = _TORCH_KV_TYPES if self.is_torch else _CPU_KV_TYPES
+        if kv_dtype not in kept:
+            raise UsageError(f"K/V type {kv_dtype} is not kept on {self.name}: choose one of {', '.join(kept)}")

@@ -86,7 +86,7 @@ class Executor(StepExecutor):
         )
         ggml = self._ggml = model.library
         self._cache = _PoolView(ggml, pool)
-        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, pool.ggml_type)
+        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, _cache_type(pool))
         self._memory = StepMemory(
             shape,
             [pool.plane_addresses(layer) for layer in range(pool.layers)],
@@ -219,11 +219,18 @@ def _check_layers(layers: range, count: int) -> None:
         raise ValueError(f"{layers} are not layers of a model that has {count}")
 
 
+def _cache_type(pool: BlockPool) -> int:
+    """ggml's type of the pool's K and V. ValueError if it has none."""
+    if pool.ggml_type is None:
+        raise ValueError(f"ggml writes no K and V of type {pool.kv_dtype}: this type is for devices of torch's")
+    return pool.ggml_type
+
+
 class _PoolView:
     """The pool's planes as ggml tensors, which the graph writes to."""
 
     def __init__(self, ggml: Library, pool: BlockPool) -> None:
-        self._ggml = ggml
+        self._ggml, self._type = ggml, _cache_type(pool)
         self._context = ggml.init(InitParams(ggml.tensor_overhead() * 2 * pool.layers + 64, None, True))
         self._buffer = ggml.backend_cpu_buffer_from_ptr(
             pool.planes.ctypes.data, pool.planes.strides[0] * pool.planes.shape[0]
@@ -234,7 +241,7 @@ class _PoolView:
 
     def _plane(self, pool: BlockPool, address: int) -> int:
         slots = pool.blocks * pool.block_tokens
-        tensor: int = self._ggml.new_tensor_2d(self._context, pool.ggml_type, pool.row_elements, slots)
+        tensor: int = self._ggml.new_tensor_2d(self._context, self._type, pool.row_elements, slots)
         self._ggml.backend_tensor_alloc(self._buffer, tensor, address)
         return tensor
 

@@ -1,14 +1,19 @@
 """Answers one prompt in text: the batch engine with a single request.
 
 Owns the tokenising of the prompt, the timings of an answer and their report. Scheduling, restoring and storing are
-`batching`'s. When `generate` returns, the answer's blocks are stored or given up, and its pool blocks are free.
+`batching`'s, or where a model is computed in stages `stages.prompts`'. When `generate` returns, the answer's blocks are
+stored or given up, and its pool blocks are free.
 """
+
+from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import (
@@ -21,12 +26,17 @@ from kvstore_engine.batching import (
     StepRecord,
 )
 from kvstore_engine.batching.compute import Compute
+from kvstore_engine.batching.observer import FanOut
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import KvSession, RestoreReport, StoreReport
+from kvstore_engine.restore import KvSession, RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvstore_engine.stages import StagedPrompts
 
 _log = logging.getLogger(__name__)
 OnText = Callable[[str], None]
@@ -41,7 +51,9 @@ class Generator:
     """A loaded model that answers one prompt after another.
 
     `session` is a kvstored session for this model's fingerprint, or None to compute everything. `context` is
-    the largest sequence, prompt and answer together, and what `pool` must hold.
+    the largest sequence, prompt and answer together, and what `pool` must hold. `stages`: what restores and stores
+    instead of `session`, where the model is computed in stages that each have a store of their own. `observer` is
+    notified of what the engine does.
     """
 
     def __init__(
@@ -53,30 +65,34 @@ class Generator:
         context: int,
         session: KvSession | None = None,
         costs: LearnedCosts | None = None,
+        stages: StagedPrompts | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.pool = pool
         self.executor = executor
         self.context = context
         self.costs = costs or LearnedCosts()
-        self._session = session
+        self._session, self._stages = session, stages
         self._watch = _Watch()
+        self._observer = FanOut(self._watch) if observer is None else FanOut(self._watch, observer)
         self._engine = BatchEngine(
             executor,
             pool,
             tokenizer,
-            # Requests share blocks through the store alone, so that a report shows what the store provided.
+            # Requests share blocks through the store alone, so that a report shows what the store provided; a request
+            # shares those that its own stages restored.
             settings=EngineSettings(
                 context=context,
                 max_running=1,
                 prefill_tokens=PREFILL_STEP_TOKENS,
-                prefix_sharing=False,
+                prefix_sharing=stages is not None,
                 swap_bytes=0,
                 compaction=False,
             ),
             sessions=(lambda tenant: session) if session is not None else None,
             costs=self.costs,
-            observer=self._watch,
+            observer=self._observer,
         )
 
     def warm_up(self) -> None:
@@ -95,6 +111,8 @@ class Generator:
             if self._warm_up_step(few, blocks) < _CHEAP_STEP_S:
                 self._warm_up_step(most, blocks)  # touches all of the compute buffer
             self._warm_up_step(1, blocks)
+            if self._stages is not None and most >= BLOCK_TOKENS:
+                self._stages.warm_up(np.array(blocks, np.int32))
         finally:
             self.pool.free(blocks)
 
@@ -114,41 +132,76 @@ class Generator:
         begin_s = time.perf_counter()
         if settings.n != 1 or settings.beams is not None:
             raise UsageError("a prompt has one answer here: ask for n = 1, without a beam search")
-        if self._session is not None:
-            self._session.wake()
+        self._wake()
         ids = self.tokenizer.encode(prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered)
         tokenize_s = time.perf_counter() - begin_s
         engine, watch = self._engine, self._watch
         watch.begin(self._expected())
         counts = engine.storer.counts.copy()
-        tokens: list[int] = []
-        texts: list[str] = []
-        finished: Finished | None = None
+        answer = _Answer(ids)
         engine.add(Request(_REQUEST, ids, settings))
         try:
-            while finished is None:
-                for event in engine.step():
-                    if isinstance(event, Finished):
-                        finished = event
-                    else:
-                        tokens.append(event.token)
-                    texts.append(event.text)
-                    if event.text and on_text is not None:
-                        on_text(event.text)
+            if self._stages is not None:
+                self._restore(self._stages, ids, is_stored=settings.store)
+            finished = self._run(answer, on_text)
             ended_s = time.perf_counter()
+            if self._stages is not None and settings.store and finished.reason != "failed":
+                watch.stored_by_stages = self._stages.store(engine.space, answer.all_tokens, len(answer.tokens))
         finally:
             engine.cancel(_REQUEST)  # when interrupted
             engine.drain()
+            if self._stages is not None:
+                self._stages.forget(engine.space, answer.all_tokens)
         if finished.reason == "failed":
             raise OperationError(f"the answer failed: {finished.message}")
         if next_turn_in_s is not None:
-            self._announce([*ids, *tokens], next_turn_in_s)
-        usage = finished.usage
-        stored = {name: engine.storer.counts[name] - counts[name] for name in _BLOCK_RESULTS}
+            self._announce(answer.all_tokens, next_turn_in_s)
+        new = {name: engine.storer.counts[name] - counts[name] for name in _BLOCK_RESULTS}
+        store = watch.stored_by_stages or StoreReport(**new, store_s=watch.store_s, reason=watch.store_reason)
+        return self._generation(answer, finished, store, tokenize_s, time.perf_counter() - ended_s)
+
+    def close(self) -> None:
+        """Stop the engine's threads. Pool, executor and session stay open."""
+        self._engine.close()
+
+    def _wake(self) -> None:
+        for store in (self._session, self._stages):
+            if store is not None:
+                store.wake()
+
+    def _restore(self, stages: StagedPrompts, ids: npt.NDArray[np.int32], *, is_stored: bool) -> None:
+        """Have the stages bring the prompt's K/V, for the request that waits."""
+        restored = stages.restore(self._engine.space, ids, _REQUEST, is_stored=is_stored)
+        self._watch.prefill_s += restored.computing_s
+        if not restored.records[0].chunks:
+            return
+        for record in restored.records:
+            self._observer.restoration(record)
+        if restored.report.resident_blocks or stages.is_connected:
+            self._observer.store_answered(_REQUEST, 0, restored.report, time.perf_counter())
+
+    def _run(self, answer: _Answer, on_text: OnText | None) -> Finished:
+        """Steps until the answer has ended."""
+        finished: Finished | None = None
+        while finished is None:
+            for event in self._engine.step():
+                if isinstance(event, Finished):
+                    finished = event
+                else:
+                    answer.tokens.append(event.token)
+                answer.texts.append(event.text)
+                if event.text and on_text is not None:
+                    on_text(event.text)
+        return finished
+
+    def _generation(
+        self, answer: _Answer, finished: Finished, store: StoreReport, tokenize_s: float, flush_s: float
+    ) -> Generation:
+        watch, usage = self._watch, finished.usage
         return Generation(
-            text="".join(texts),
-            tokens=tokens,
-            prompt_tokens=len(ids),
+            text="".join(answer.texts),
+            tokens=answer.tokens,
+            prompt_tokens=usage.prompt_tokens,
             stop=finished.reason,
             timings=Timings(
                 tokenize_s=tokenize_s,
@@ -156,23 +209,22 @@ class Generator:
                 restore_s=watch.restore.restore_s,
                 prefill_s=watch.prefill_s,
                 ttft_s=tokenize_s + usage.ttft_s,
-                decode_s=usage.tpot_s * max(0, len(tokens) - 1),
+                decode_s=usage.tpot_s * max(0, len(answer.tokens) - 1),
                 tpot_s=usage.tpot_s,
-                store_s=watch.store_s,
-                flush_s=time.perf_counter() - ended_s,
+                store_s=store.store_s,
+                flush_s=flush_s,
             ),
             restore=watch.restore,
-            store=StoreReport(**stored, store_s=watch.store_s, reason=watch.store_reason),
+            store=store,
+            restorations=tuple(watch.restorations),
         )
 
-    def close(self) -> None:
-        """Stop the engine's threads. Pool, executor and session stay open."""
-        self._engine.close()
-
-    def _announce(self, tokens: Sequence[int], due_in_s: float) -> None:
+    def _announce(self, tokens: npt.NDArray[np.int32], due_in_s: float) -> None:
+        if self._stages is not None:
+            self._stages.announce(tokens, due_in_s)
         session = self._session
         if session is not None and session.state == "connected" and len(tokens) >= session.block_tokens:
-            whole = np.array(tokens[: len(tokens) // session.block_tokens * session.block_tokens], np.int32)
+            whole = tokens[: len(tokens) // session.block_tokens * session.block_tokens]
             try:
                 session.hint(whole, due_in_s=due_in_s, next_step="end_of_turn")
             except Exception as error:  # the answer is there: a hint that is lost costs nothing of it
@@ -180,9 +232,13 @@ class Generator:
 
     def _expected(self) -> RestoreReport:
         """The report of a prompt for which nothing is requested from the store."""
-        if self._session is None:
+        if self._stages is not None:
+            is_connected = self._stages.is_connected
+        elif self._session is not None:
+            is_connected = self._session.state == "connected"
+        else:
             return RestoreReport()
-        if self._session.state != "connected":
+        if not is_connected:
             return RestoreReport(reason="the store cannot be reached")
         return RestoreReport(reason="no full block before the prompt's last token")
 
@@ -194,6 +250,20 @@ class Generator:
         return seconds
 
 
+class _Answer:
+    """What has been generated so far."""
+
+    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
+        self._prompt = prompt
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+
+    @property
+    def all_tokens(self) -> npt.NDArray[np.int32]:
+        """With the prompt's."""
+        return np.concatenate([self._prompt, np.array(self.tokens, np.int32)])
+
+
 class _Watch(Observer):
     """Collects the costs of one answer."""
 
@@ -202,9 +272,14 @@ class _Watch(Observer):
 
     def begin(self, restore: RestoreReport) -> None:
         self.restore = restore
+        self.restorations: list[RestorationRecord] = []
+        self.stored_by_stages: StoreReport | None = None
         self.prefill_s = 0.0
         self.store_s = 0.0
         self.store_reason = ""
+
+    def restoration(self, record: RestorationRecord) -> None:
+        self.restorations.append(record)
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
         self.restore = report

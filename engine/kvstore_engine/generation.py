@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore_engine.batching.events import Reason
+from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport, StoreReport
 
 
@@ -42,7 +43,8 @@ class Timings:
 class Generation:
     """One answer. `tokens` are the generated ids, without the one that ended it.
 
-    `stop`: why it ended (see `batching.Finished`).
+    `stop`: why it ended (see `batching.Finished`). `restorations`: what was planned and done to restore the prompt: one
+    record, or one of each stage; none where nothing was looked up.
     """
 
     text: str
@@ -52,10 +54,11 @@ class Generation:
     timings: Timings
     restore: RestoreReport
     store: StoreReport
+    restorations: Sequence[RestorationRecord] = ()
 
     @property
     def tokens_restored(self) -> int:
-        """Prompt tokens whose K/V came from the store."""
+        """Prompt tokens whose K/V came from the store, in all stages."""
         return self.restore.tokens
 
     @property
@@ -77,4 +80,5 @@ class Generation:
             "timings": asdict(self.timings),
             "restore": asdict(self.restore),
             "store": asdict(self.store),
+            "restorations": [each.as_json() for each in self.restorations],
         }

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
 from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.restore.session import KvSession
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
     from kvstore_engine.model import ModelConfig
     from kvstore_engine.pool import BlockPool
-    from kvstore_engine.stages import Pipeline
+    from kvstore_engine.stages import Pipeline, StagedPrompts
     from kvstore_proto.fingerprint import Fingerprint
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -35,7 +37,9 @@ class LoadOptions:
 
     `kvstore`: the folder of the daemon's sockets, None to run without it. `device`: as `DeviceName.parse` takes it.
     `stages`: with more than one the layers are computed by a pipeline, whose stages have `threads` threads each, one by
-    default.
+    default. Each then restores and stores the K/V of its own layers, and the hidden states that it starts from unless
+    `hidden_states` is False. `whole_blocks`: blocks of all layers are restored and stored instead, as without stages.
+    `trace`: the file for a trace of what the engine does.
     """
 
     context: int | None = None
@@ -44,6 +48,9 @@ class LoadOptions:
     warm_up: bool = True
     device: str = CPU
     stages: int = 1
+    whole_blocks: bool = False
+    hidden_states: bool = True
+    trace: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,9 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     device = DeviceName.parse(options.device)
     threads = _threads(options)
     with contextlib.ExitStack() as stack:
+        observer = TracingObserver(options.trace) if options.trace is not None else None
+        if observer is not None:
+            stack.callback(observer.close)
         file = GGUFFile.open(path)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         config = ModelConfig.from_gguf(file)
@@ -88,23 +98,21 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16")
         sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
         executor = stack.enter_context(_open_executor(file, device, options.stages, setup, sizes))
-        config, pool = executor.model.config, executor.pool
-        session, costs = None, LearnedCosts()
-        if options.kvstore is not None:
-            # The digest reads all the weights, so it is computed only where it is needed.
-            digest = file.weights_digest()
-            session = _connect(options.kvstore, fingerprint_of(file, config, tokenizer, pool, digest, device))
-            stack.callback(session.close)
-            profile = profile_path(cache_root(), digest, threads * options.stages, device.name)
-            costs = LearnedCosts.load(profile)
-            stack.callback(costs.save, profile)
+        store = stack.enter_context(_open_store(options, file, tokenizer, executor, device))
         generator = Generator(
-            tokenizer=tokenizer, pool=pool, executor=executor, context=context, session=session, costs=costs
+            tokenizer=tokenizer,
+            pool=executor.pool,
+            executor=executor,
+            context=context,
+            session=store.session,
+            costs=store.costs,
+            stages=store.stages,
+            observer=observer,
         )
         stack.callback(generator.close)
         if options.warm_up:
             generator.warm_up()
-        yield LoadedModel(config.name, generator, file)
+        yield LoadedModel(executor.model.config.name, generator, file)
 
 
 def _threads(options: LoadOptions) -> int:
@@ -131,11 +139,60 @@ def _open_executor(
     return open_stages(file, stages, setup, sizes)
 
 
-def _connect(folder: Path, fingerprint: "Fingerprint") -> KvSession:
-    """A session for this model's state; degraded, not an error, while no daemon answers in `folder`."""
-    import kvstore_client
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """What restores and stores: a session, or the stages', and the costs of computing. Without a daemon neither."""
 
-    session: KvSession = kvstore_client.connect(folder, fingerprint=fingerprint, client_name="kvengine")
+    session: KvSession | None = None
+    stages: "StagedPrompts | None" = None
+    costs: LearnedCosts = field(default_factory=LearnedCosts)
+
+
+@contextlib.contextmanager
+def _open_store(
+    options: LoadOptions,
+    file: GGUFFile,
+    tokenizer: Tokenizer,
+    executor: "StepExecutor | Pipeline",
+    device: "DeviceName",
+) -> Iterator[_Store]:
+    """The sessions with the daemon of `options`, and what earlier runs have learned of costs; an empty one without."""
+    if options.kvstore is None:
+        yield _Store()
+        return
+    # The digest reads all the weights, so it is computed only where it is needed.
+    digest, stages = file.weights_digest(), options.stages
+    fingerprint = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, digest, device)
+    profile = partial(profile_path, cache_root(), digest, _threads(options) * stages, device.name)
+    connect = partial(_connect, options.kvstore)
+    with contextlib.ExitStack() as stack:
+        costs = LearnedCosts.load(profile())
+        stack.callback(costs.save, profile())
+        if stages > 1 and not options.whole_blocks:
+            from kvstore_engine.stages import Pipeline, open_staged_prompts
+
+            assert isinstance(executor, Pipeline), "several stages are computed by a pipeline"
+            profiles = [profile(part=f"stage{number}of{stages}") for number in range(stages)]
+            prompts = open_staged_prompts(executor, fingerprint, connect, profiles, keeps_inputs=options.hidden_states)
+            yield _Store(stages=stack.enter_context(prompts), costs=costs)
+        else:
+            session = connect(fingerprint)
+            stack.callback(session.close)
+            yield _Store(session, costs=costs)
+
+
+def _connect(folder: Path, fingerprint: "Fingerprint", staging_bytes: int | None = None) -> KvSession:
+    """A session for this model's state; degraded, not an error, while no daemon answers in `folder`. `staging_bytes`
+    None: the client's default."""
+    import kvstore_client
+    from kvstore_client.entry import DEFAULT_STAGING_BYTES
+
+    session: KvSession = kvstore_client.connect(
+        folder,
+        fingerprint=fingerprint,
+        client_name="kvengine",
+        staging_bytes=DEFAULT_STAGING_BYTES if staging_bytes is None else staging_bytes,
+    )
     return session
 
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.devices import INT8
 from kvstore_engine.free_list import FreeList, PoolExhausted
 from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
@@ -27,6 +28,7 @@ from kvstore_engine.planes import HostPlanes, PoolPlanes
 __all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]
 
 ENGINE_BLOCK_TOKENS = 16
+_SCALE_BYTES = 4
 PAYLOAD_LAYOUT = "layer-major/k-then-v/token-major"
 Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.int32]
@@ -60,7 +62,7 @@ class BlockPool:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.kv_dtype = kv_dtype
-        self.ggml_type = KV_TYPES[kv_dtype]
+        self.ggml_type = KV_TYPES.get(kv_dtype)  # None: ggml cannot write it
         self.row_elements = config.kv_width
         self.row_bytes = row_bytes
         self.block_bytes = block_tokens * self.row_bytes
@@ -174,8 +176,10 @@ class BlockPool:
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
     """Bytes of one token's K (or V) in one layer, stored as `kv_dtype`. ValueError if that type does not fit."""
+    if kv_dtype == INT8:
+        return config.kv_heads * (config.head_dim + _SCALE_BYTES)
     if kv_dtype not in KV_TYPES:
-        raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join(KV_TYPES)}")
+        raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join((*KV_TYPES, INT8))}")
     kind = TENSOR_TYPES[KV_TYPES[kv_dtype]]
     if config.kv_width % kind.block_elements:
         raise ValueError(

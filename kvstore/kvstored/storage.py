@@ -102,6 +102,7 @@ class NodeStorage:
             tiers.append(mapped if section is self._config.host else section.open(own))
             if section is not self._config.host:
                 self._stack.callback(tiers[-1].close)
+                self._memory.charge_headers(tiers[-1])
         self._stack.callback(self._memory.settle)  # before tiers close what may not be kept yet
         return tiers
 

@@ -8,7 +8,7 @@ Obligations
   of the caller's choice.
 - The implementation MUST be deterministic, MUST bound its memory by the limits it was made with, MUST never name a
   chain of one tenant in a guess for another one, and MUST name no chain that `forget` was called for.
-- An event SHOULD cost 10 us on the mean, whatever the number of chains (docs/prediction.md says which predictors cost
+- An event SHOULD cost 10 us on the mean, however many chains there are (docs/prediction.md says which predictors cost
   more); `guesses` costs O(chains that may be due).
 """
 

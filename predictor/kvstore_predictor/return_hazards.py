@@ -7,7 +7,7 @@ Counts decay, so that a workload that changes is followed.
 
 What is seen is logged, folded into the deepest nodes some dozen entries at a time, and pushed up by a renewal, which
 then estimates anew: both in slices. Unlike the policy's `HazardTables` it makes no ranks. Never knows sessions, keys or
-time. Bounded: cells by `_CELLS_MAX` (then classes are told apart more coarsely), nodes by the values of features.
+time. Bounded: cells by `_CELLS_MAX` (then classes are coarser), nodes by the values of features.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def test_orphans_of_a_crash_are_counted_after_the_start(daemon: RunningDaemon) -
     assert eventually(lambda: daemon.status().orphaned_blocks == 4)
 
 
+@pytest.mark.slow
 def test_orphans_are_the_first_to_leave() -> None:
     """The orphans were used last, so that by its own order the policy would keep them."""
     with running_daemon(

@@ -11,7 +11,6 @@ import pytest
 
 from kvstore_client.testing.pressure import filled
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
-from tests.reference.examples import each_nth
 from tests.reference.running_daemon import MIB, RunningDaemon, connected_as, eventually, running_daemon
 
 MODEL = model(kib_a_block=64)
@@ -146,7 +145,8 @@ def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDa
                             assert holds(lease, payloads), (turn, lease)
 
 
-@pytest.mark.parametrize("guest", each_nth(["another tenant", "another model"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("guest", ["another tenant", "another model"])
 def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> None:
     """Of tiers that are full of conversations whose blocks are spread over all arenas and slabs."""
     if guest == "another tenant" and os.geteuid() != 0:

@@ -77,6 +77,7 @@ policy = "lru"
 """
 
 
+@pytest.mark.slow
 def test_tiers_of_a_file_are_served_listed_and_read_again(tmp_path: Path, capfdbinary: Any) -> None:
     file = tmp_path / "kvstored.toml"
 

@@ -96,7 +96,7 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
 @pytest.mark.parametrize(
     "predictor",
-    [*(pytest.param(alone, marks=pytest.mark.slow) for alone in ("session-return", "markov")), "ensemble", "learned"],
+    [*(pytest.param(alone, marks=pytest.mark.slow) for alone in ("session-return", "markov", "learned")), "ensemble"],
 )
 def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: Path) -> None:
     """Its counts of requests and of documents begin with those of before."""

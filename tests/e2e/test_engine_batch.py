@@ -19,15 +19,14 @@ import pytest
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.blocks import HostPool, swap_in, swap_out
-from kvstore_engine.executor import Executor
+from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import load_model
 from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
-from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer import Tokenizer
 from tests.reference.batch_runs import Outcome, request, run
+from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
 from tests.reference.plain_beam_search import search
 from tests.reference.skips import skip_without_ggml
@@ -38,20 +37,20 @@ Floats = npt.NDArray[np.float32]
 
 
 class Loaded:
-    """One model; each engine gets a pool of its own."""
+    """One model; each engine gets an executor and a pool of its own."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._stack = stack
-        file = stack.enter_context(GGUFFile.open(path))
-        self.tokenizer = Tokenizer.from_metadata(file.metadata)
-        self.model = stack.enter_context(load_model(file))
+    def __init__(self, path: Path, stack: ExitStack, tried: TriedExecutor = GGML) -> None:
+        self._path, self._stack, self._opens = path, stack, tried.opens
+        with GGUFFile.open(path) as file:
+            self.tokenizer = Tokenizer.from_metadata(file.metadata)
         self._alone = self.executor(CONTEXT // 16, 1)
 
-    def executor(self, blocks: int, sequences: int = 16) -> Executor:
-        pool = BlockPool(self.model.config, blocks)
-        return self._stack.enter_context(
-            Executor(self.model, pool, threads=2, max_tokens_per_step=272, max_sequences=sequences, max_context=CONTEXT)
-        )
+    def executor(self, blocks: int, sequences: int = 16) -> StepExecutor:
+        sizes = StepSizes(threads=2, max_tokens_per_step=272, max_sequences=sequences, max_context=CONTEXT)
+        return self._stack.enter_context(self._opens(self._path, PoolSetup(blocks, 16, "f16"), sizes))
+
+    def payload_bytes(self, engine_blocks: int) -> int:
+        return self._alone.pool.payload_bytes(engine_blocks)
 
     def engine(self, blocks: int = 512, session: MemorySession | None = None, **settings: Any) -> BatchEngine:
         executor = self.executor(blocks)
@@ -113,8 +112,17 @@ class Loaded:
         )
 
 
+@pytest.fixture(scope="module", params=[GGML, TORCH], ids=str)
+def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    """The tiny model by each executor."""
+    request.param.need()
+    with ExitStack() as stack:
+        yield Loaded(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf"), stack, request.param)
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    """By ggml's: a row's bits do not depend on the other rows of its step."""
     skip_without_ggml()
     with ExitStack() as stack:
         yield Loaded(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf"), stack)
@@ -145,10 +153,11 @@ def _storm(loaded: Loaded, count: int, blocks: int) -> tuple[Outcome, dict[str, 
     return outcome, prompts
 
 
-def test_a_preemption_storm_changes_no_answer(loaded: Loaded) -> None:
+@pytest.mark.parametrize("tried", [GGML, pytest.param(TORCH, marks=pytest.mark.slow)], indirect=True, ids=str)
+def test_a_preemption_storm_changes_no_answer(tried: Loaded) -> None:
     """Sequences of 35 to 182 tokens in a pool of 26 blocks: about a quarter of what 16 of them want."""
-    outcome, prompts = _storm(loaded, 24, 26)
-    loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
+    outcome, prompts = _storm(tried, 24, 26)
+    tried.assert_as_alone(outcome, prompts, 2 * tried.noise())
 
 
 @pytest.mark.slow
@@ -182,11 +191,11 @@ def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(re
     real.assert_as_alone(outcome, some, 2 * real.noise())
 
 
-def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None:
-    engine = loaded.engine(64)
+def test_a_swapped_sequences_state_comes_back_bit_by_bit(tried: Loaded) -> None:
+    engine = tried.engine(64)
     space, pool = engine.space, engine.pool
     host = HostPool(pool, 16 * pool.payload_bytes(1))
-    prompt = loaded.prompt(7, 100)
+    prompt = tried.prompt(7, 100)
     engine.add(request("one", prompt, 40))
     outcome = Outcome()
     while len(outcome.tokens["one", 0]) < 20:
@@ -194,7 +203,7 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None
     (sequence,) = engine.scheduler.run_queue.running
     saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
     swapped = swap_out(space, host, [(sequence.held, sequence.computed)])
-    other = loaded.prompt(8, 64 * 16)
+    other = tried.prompt(8, 64 * 16)
     space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
     pool.planes[:, pool.free_flags] = 0xFF
     ((sequence.block_table, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
@@ -205,7 +214,7 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None
             rows = slice(0, (sequence.computed % 16) * pool.row_bytes)
         np.testing.assert_array_equal(pool.planes[:, block][:, rows], bits[:, rows])
     run(engine, outcome)
-    plain = loaded.engine(64)
+    plain = tried.engine(64)
     plain.add(request("one", prompt, 40))
     assert outcome.tokens["one", 0] == run(plain).tokens["one", 0]
 
@@ -213,7 +222,7 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(loaded: Loaded) -> None
 @pytest.mark.parametrize("count", [1, 15, 16, 64, 65, 112, 200])
 def test_alone_a_batch_engine_computes_the_same_bits_however_its_prompt_got_here(loaded: Loaded, count: int) -> None:
     """Cold, from this engine's own blocks, and from the daemon: the first token's logits are equal, and so is all."""
-    session = MemorySession(BlockPool(loaded.model.config, 4).payload_bytes(4))
+    session = MemorySession(loaded.payload_bytes(4))
     prompt = loaded.prompt(count, count)
     cold = loaded.engine(64, session)
     cold.add(request("cold", prompt, 30, logprobs=5))
@@ -253,14 +262,14 @@ def test_a_beam_search_finds_what_a_plain_one_finds(loaded: Loaded, width: int, 
 
 
 @pytest.mark.parametrize("shared", [0.5, 0.9])
-def test_a_shared_prefix_is_evaluated_once(loaded: Loaded, shared: float) -> None:
-    engine = loaded.engine(512)
-    common = loaded.prompt(1, int(256 * shared) // 16 * 16)
-    prompts = {str(n): common + loaded.prompt(10 + n, 256 - len(common)) for n in range(12)}
+def test_a_shared_prefix_is_evaluated_once(tried: Loaded, shared: float) -> None:
+    engine = tried.engine(512)
+    common = tried.prompt(1, int(256 * shared) // 16 * 16)
+    prompts = {str(n): common + tried.prompt(10 + n, 256 - len(common)) for n in range(12)}
     for name, prompt in prompts.items():
         engine.add(request(name, prompt, 6))
     outcome = run(engine)
     ideal = len(common) + 12 * (256 - len(common))
     computed = sum(finished.usage.computed_tokens for finished in outcome.finished.values())
     assert computed <= 1.05 * ideal
-    loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
+    tried.assert_as_alone(outcome, prompts, 2 * tried.noise())

@@ -77,6 +77,13 @@ def test_a_chat_is_rendered_with_its_system_message(
     assert lengths[0] < lengths[1] == lengths[2]
 
 
+def test_a_server_refuses_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn", reason="the extra server is not installed")
+    assert main(["serve", "--model", "nowhere.gguf", "--stages", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "--stages 2: a server computes in one stage" in error and len(error.splitlines()) == 1
+
+
 @pytest.mark.usefixtures("needs_ggml", "own_profile")
 def test_an_absent_daemon_is_said_and_survived(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("kvstore_client")

@@ -23,18 +23,26 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_model, "cache_root", lambda: tmp_path / "cache")
 
 
-def _answer(model: Path, sockets: Path, stages: int = 1) -> Generation:
+def _answer(
+    model: Path, sockets: Path, stages: int = 1, *, whole_blocks: bool = False, device: str = "cpu"
+) -> Generation:
     """One answer by a freshly loaded engine that computes slowly enough to want what is stored."""
-    with open_model(model, LoadOptions(threads=1, kvstore=sockets, warm_up=False, stages=stages)) as loaded:
+    options = LoadOptions(
+        threads=1, kvstore=sockets, warm_up=False, stages=stages, whole_blocks=whole_blocks, device=device
+    )
+    with open_model(model, options) as loaded:
         loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
         return loaded.generator.generate(PROMPT, SETTINGS)
 
 
-def test_a_second_engine_restores_what_the_first_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "torch:cpu"])
+def test_a_second_engine_restores_what_the_first_stored(tmp_path: Path, device: str) -> None:
+    if device != "cpu":
+        pytest.importorskip("torch", reason="needs the extra torch")
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     with FakeDaemon(tmp_path / "s") as daemon:
-        cold = _answer(model, daemon.directory)
-        warm = _answer(model, daemon.directory)
+        cold = _answer(model, daemon.directory, device=device)
+        warm = _answer(model, daemon.directory, device=device)
         assert cold.store.stored == len(daemon.blocks) > 2
         assert cold.tokens_restored == 0
         assert warm.tokens_restored == (warm.prompt_tokens - 1) // 64 * 64
@@ -42,13 +50,13 @@ def test_a_second_engine_restores_what_the_first_stored(tmp_path: Path) -> None:
         assert warm.store.failed == 0
 
 
-def test_an_engine_in_stages_restores_what_one_without_stored(tmp_path: Path) -> None:
+def test_an_engine_in_stages_restores_whole_blocks_that_one_without_stored(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     with FakeDaemon(tmp_path / "s") as daemon:
         cold = _answer(model, daemon.directory)
-        warm = _answer(model, daemon.directory, stages=2)
+        warm = _answer(model, daemon.directory, stages=2, whole_blocks=True)
     with FakeDaemon(tmp_path / "t") as daemon:
-        staged = _answer(model, daemon.directory, stages=2)
+        staged = _answer(model, daemon.directory, stages=2, whole_blocks=True)
     assert warm.tokens_restored == (warm.prompt_tokens - 1) // 64 * 64 and not staged.tokens_restored
     assert warm.tokens == staged.tokens == cold.tokens
     assert staged.store.stored == cold.store.stored > 2

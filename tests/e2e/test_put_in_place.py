@@ -12,6 +12,7 @@ import pytest
 from kvstore_client import Session, in_place, slot_requests
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
+from kvstore_client.payload import FillSlot
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_proto.v1 import admin_pb2
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
@@ -75,6 +76,20 @@ def test_a_put_goes_in_place_and_another_client_gets_it(daemon: RunningDaemon, s
         with pytest.raises(ValueError, match="read-only"):
             lease.payload(0)[0] = 1
     assert eventually(lambda: reserved(daemon) == 0)
+
+
+def test_payloads_in_place_that_are_begun_are_there_before_they_are_sent(
+    daemon: RunningDaemon, session: Session
+) -> None:
+    expected = payloads_of(21, BLOCKS, MODEL)
+
+    def payload(block: int) -> FillSlot:
+        return lambda destination: lambda: np.copyto(destination, expected[block])
+
+    receipt = session.put(tokens_of(21, BLOCKS), payloads=[payload(block) for block in range(BLOCKS)])
+    assert receipt.statuses == ["stored"] * BLOCKS and not uses_staging(session)
+    with daemon.connect(MODEL) as other, other.get(tokens_of(21, BLOCKS)) as lease:
+        assert holds(lease, expected)
 
 
 def test_the_next_put_writes_into_slots_that_are_held_ahead(

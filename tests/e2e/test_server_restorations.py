@@ -28,6 +28,7 @@ def _kvengine(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, "restorations", *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_server_shows_what_it_restored(tmp_path: Path) -> None:
     skip_without_ggml()
     model = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary())

@@ -4,12 +4,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "emulated.h"
 
 enum kind { COPIES, KERNEL, RECORD, WAIT, END };
-struct event { uint64_t recorded, reached; CUresult result; bool is_destroyed; };
+struct event { uint64_t recorded, reached; CUresult result; bool is_destroyed, is_untimed; struct timespec at; };
 struct work {
     enum kind kind;
     struct piece *pieces;
@@ -88,6 +89,7 @@ static void *serve(void *argument) {
         } else if (work->kind == RECORD) {
             if (work->event->reached < work->number)
                 work->event->reached = work->number;
+            clock_gettime(CLOCK_MONOTONIC, &work->event->at);
             work->event->result = broken(stream->device);
         } else if (work->kind == WAIT) {
             while (work->event->reached < work->number)
@@ -282,6 +284,7 @@ EXPORTED CUresult cuEventCreate(CUevent *event, unsigned int flags) {
     if (flags & ~3U)
         return NOT_SUPPORTED; /* between processes: not emulated */
     *event = calloc(1, sizeof **event);
+    (*event)->is_untimed = flags & 2;
     return SUCCESS;
 }
 
@@ -313,6 +316,22 @@ EXPORTED CUresult cuEventSynchronize(CUevent event) {
     while (!event->is_destroyed && event->reached < event->recorded)
         pthread_cond_wait(&changed, &emulated_lock);
     CUresult result = event->is_destroyed ? INVALID_HANDLE : event->result;
+    pthread_mutex_unlock(&emulated_lock);
+    return result;
+}
+
+EXPORTED CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start, CUevent end) {
+    ENTER("cuEventElapsedTime");
+    CUresult result = SUCCESS;
+    pthread_mutex_lock(&emulated_lock);
+    CUevent both[] = {start, end};
+    for (int i = 0; i < 2 && !result; i++)
+        result = both[i]->is_destroyed || both[i]->is_untimed || !both[i]->recorded ? INVALID_HANDLE
+                 : both[i]->reached < both[i]->recorded                             ? NOT_READY
+                                                                                    : both[i]->result;
+    if (!result)
+        *milliseconds = (float)((double)(end->at.tv_sec - start->at.tv_sec) * 1e3 +
+                                (double)(end->at.tv_nsec - start->at.tv_nsec) / 1e6);
     pthread_mutex_unlock(&emulated_lock);
     return result;
 }

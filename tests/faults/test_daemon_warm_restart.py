@@ -310,6 +310,7 @@ def test_an_interrupt_gives_the_memory_back(daemon: RunningDaemon) -> None:
     assert daemon.status().blocks == 0
 
 
+@pytest.mark.slow
 def test_a_holder_does_not_outlive_its_directory_or_its_patience() -> None:
     with running_daemon(*WARM) as daemon:
         first = holder_pid(daemon.state_dir)

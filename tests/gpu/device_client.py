@@ -5,7 +5,9 @@
 Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
-["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool).
+["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
+["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
+["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from kvstore_client import Lease, Session, connect
 from kvstore_client.device import DeviceError, DeviceMemory
 from tests.gpu.device_engine import EmulatedEngine
+from tests.gpu.vllm_engine import VllmWorker
 from tests.reference.conversations import model, payloads_of, tokens_of
 
 MODEL = model()
@@ -40,8 +43,9 @@ class Client:
         self.session = session
         self.held: tuple[Lease, int] | None = None
         self.engine: EmulatedEngine | None = None
+        self.worker: VllmWorker | None = None
 
-    def obey(self, command: str, *numbers: int) -> dict[str, Any]:
+    def obey(self, command: str, *numbers: Any) -> dict[str, Any]:
         if command in ("get", "hold"):
             number, blocks = numbers
             lease = self.session.get(tokens_of(number, blocks))
@@ -51,7 +55,13 @@ class Client:
             else:
                 lease.release()
             return answer
-        if command in ("load", "store", "register"):
+        if command == "vllm":
+            self.worker = VllmWorker(self.session, *numbers)
+            return {}
+        if command.startswith("vllm."):
+            assert self.worker is not None
+            return self.worker.obey(command.removeprefix("vllm."), *numbers)
+        if command in ("load", "store", "register", "registered"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)
@@ -70,6 +80,9 @@ class Client:
         assert self.held is not None
         if command == "again":
             return describe(*self.held)
+        if command == "forge":
+            forge(self.session, self.held[0])
+            return {}
         if command == "write":
             return {"failed": write(self.session.device, self.held[0])}
         self.held[0].release()
@@ -87,6 +100,21 @@ def write(memory: DeviceMemory, lease: Lease) -> str:
     except DeviceError as error:
         return str(error)
     return ""
+
+
+def forge(session: Session, lease: Lease) -> None:
+    """By a mapping with the right to write, of a chunk that was granted before."""
+    memory, block, cuda = session.device, lease.leased(0), session.device.driver
+    assert block.chunk is not None
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = memory.index
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with memory.current():
+        memory.call("cuMemSetAccess", cuda.CUdeviceptr(block.chunk.address), block.chunk.nbytes, [access], 1)
+        to = cuda.CUdeviceptr(block.chunk.address + block.offset + 4096 + 77)
+        memory.call("cuMemcpyHtoDAsync", to, memory._address, 64, memory._stream)
+        memory.call("cuStreamSynchronize", memory._stream)
 
 
 def main(socket_dir: str, uid: str) -> None:

@@ -50,6 +50,8 @@ class EmulatedEngine:
     def obey(self, command: str, *numbers: int) -> dict[str, Any]:
         if command == "register":
             return {"settled": self.transfers.registered.settle(30.0)}
+        if command == "registered":
+            return {"pieces": self._registered()}
         number, blocks = numbers
         pages = self._random.sample(range(PAGES), blocks)
         return self._load(number, pages) if command == "load" else self._store(number, pages)
@@ -67,11 +69,17 @@ class EmulatedEngine:
                 with self.device.current():
                     self.device.call("cuStreamSynchronize", self.stream)
                 valid = load.finish()
+                load.wait(0, int(self.stream))  # nothing is left to wait for, and no event is there any more
             on_device = sum(bool(lease.device_address(block)) for block in range(lease.blocks))
         expected = payloads_of(number, len(pages), MODEL)
         right = all(bool((self._page(page) == each).all()) for page, each in zip(pages, expected, strict=True))
-        made = sum(part.is_made for part in self.transfers.registered._parts.values())
-        return {"blocks": len(pages), "on_device": on_device, "right": right, "valid": valid, "registered": made}
+        return {
+            "blocks": len(pages), "on_device": on_device, "right": right, "valid": valid,
+            "registered": self._registered(),
+        }  # fmt: skip
+
+    def _registered(self) -> int:
+        return sum(part.is_made for part in self.transfers.registered._parts.values())
 
     def _store(self, number: int, pages: list[int]) -> dict[str, Any]:
         """Write each layer on the engine's stream, with an event behind it."""

@@ -12,7 +12,7 @@ import pytest
 from kvstore_engine.kernels.cuda import CacheWindow
 from tests.gpu.emulated import emulated_node
 
-ASK = """
+WINDOWS = """
 import ctypes
 from kvstore_engine.kernels.cuda import CacheWindow, CudaError, Device
 from kvstore_tiers.gpu.driver import Driver
@@ -32,6 +32,8 @@ def window():
     return found.address - memory if found.nbytes else 0, found.nbytes, found.hit_ratio, found.hit, found.miss
 
 
+"""
+ASK = f"""{WINDOWS}
 print(device.window_bytes, device.set_aside_cache(64 << 20), device.set_aside_cache(1 << 20))
 device.keep_in_cache(CacheWindow(memory + 4096, 1 << 19), stream=stream)
 print(*window())
@@ -43,6 +45,21 @@ try:
     device.keep_in_cache(CacheWindow(memory, 32 << 20), stream=stream)
 except CudaError as error:
     print(error)
+"""
+
+PREFIX = f"""{WINDOWS}
+import numpy as np
+from kvstore_engine.torch_executor.prefix_window import PrefixWindow
+
+prefix = PrefixWindow.wanted(device, 4096)
+tables = [np.array(each, np.int32) for each in ([5, 6, 7, 1], [5, 6, 7, 2], [9])]
+prefix.choose(tables)
+for plane in (memory, memory + (1 << 20)):
+    prefix.place(plane, stream)
+    print(*window())
+prefix.choose(tables[1:])
+prefix.place(memory, stream)
+print(*window())
 """
 
 
@@ -80,3 +97,12 @@ def test_a_stream_has_the_window_and_the_cache_is_shared_out_as_devices_bound_it
         "0 0 0.0 0 0 0",
         "cuStreamSetAttribute: CUDA_ERROR_INVALID_VALUE",
     ]
+
+
+@pytest.mark.slow
+def test_the_prefix_that_a_batch_shares_is_the_window_of_each_plane_of_keys() -> None:
+    node = emulated_node(must_emulate=True) | {"KVENGINE_L2_PREFIX": "2MiB"}
+    ended = subprocess.run([sys.executable, "-c", PREFIX], env=os.environ | node, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    begins = [5 * 4096, (1 << 20) + 5 * 4096]
+    assert ended.stdout.splitlines() == [*(f"{begin} {3 * 4096} 1.0 2 0" for begin in begins), "0 0 0.0 0 0"]

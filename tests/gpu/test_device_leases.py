@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -40,10 +40,18 @@ class DeviceClient:
 
 
 @contextmanager
-def device_client(daemon: RunningDaemon, uid: int = 0, **environment: str) -> Iterator[DeviceClient]:
+def device_client(
+    daemon: RunningDaemon,
+    uid: int = 0,
+    *,
+    module: str = "tests.gpu.device_client",
+    stderr: IO[str] | None = None,
+    **environment: str,
+) -> Iterator[DeviceClient]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu.device_client", str(daemon.socket_dir), str(uid)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment},
+        [sys.executable, "-m", module, str(daemon.socket_dir), str(uid)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
+        env={**os.environ, **environment},
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

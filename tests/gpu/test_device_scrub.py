@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.segments import view_at
 from kvstored.health.integrity import Integrity
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
+from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.offer import DurabilityMode
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_gpu_export import overwrite
@@ -73,6 +76,29 @@ def test_a_block_that_an_importer_wrote_over_is_dropped(tmp_path: Path, checks: 
                 assert (await store.get(keys_of(1, BLOCKS))).blocks == BLOCKS, "DRAM has it"
                 await settle(store)
                 assert must_hold(store)
+
+    asyncio.run(run())
+
+
+def test_a_block_that_the_device_checks_just_now_can_be_deleted(tmp_path: Path) -> None:
+    """However long the device takes: here its worker is stopped."""
+    tier = open_tier(emulated_node())
+
+    async def run() -> None:
+        async with small_store(tmp_path, *SMALL, "scrub.rate=1GiB", before=[tier]) as small:
+            store, keys = DrivenStore(small), keys_of(1, BLOCKS)
+            await on_device(store)
+            os.kill(tier.worker_process, signal.SIGSTOP)
+            try:
+                scrubbing = asyncio.ensure_future(scrubber_of(small).scrub())
+                await asyncio.sleep(0)  # the first block's check is under way
+                deleted = await store.operations.delete.delete(store.client, keys)
+            finally:
+                os.kill(tier.worker_process, signal.SIGCONT)
+            await scrubbing
+            assert deleted.fates == [Fate.DELETED] * BLOCKS
+            assert small.store.counters["scrub_corrupt"] == 0, "what was checked is not there any more"
+            assert must_hold(store) == 0
 
     asyncio.run(run())
 

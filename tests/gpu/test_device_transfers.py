@@ -10,7 +10,7 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import put_conversation
-from tests.reference.running_daemon import RunningDaemon, running_daemon
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +29,11 @@ def test_leases_on_host_and_device_memory_are_loaded_into_pages(daemon: RunningD
     with daemon.connect(MODEL) as session, device_client(daemon, EMULATED_CUDA_VERSION=version) as client:
         whole_load = {"blocks": BLOCKS, "right": True, "valid": True}
         use(daemon, session, 1)
+        assert eventually(lambda: client("registered")["pieces"] > 0), "arenas of which nothing was loaded"
         assert held_on_device(client, 1)
         client("release")
         found = client("load", 1, BLOCKS)
-        assert found == whole_load | {"on_device": BLOCKS, "registered": 0}
+        assert found == whole_load | {"on_device": BLOCKS, "registered": found["registered"]}
         put_conversation(session, 1, 2 * BLOCKS, wait="settled")
         found = client("load", 1, 2 * BLOCKS)
         assert found == whole_load | {"blocks": 2 * BLOCKS, "on_device": BLOCKS, "registered": found["registered"]}

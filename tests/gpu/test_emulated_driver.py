@@ -17,7 +17,7 @@ import pytest
 from tests.emulated_cuda.build import driver_directory
 
 CHUNK = 2 << 20
-INVALID, OUT_OF_MEMORY, NOT_READY, ILLEGAL, CAPTURE_UNSUPPORTED = 1, 2, 600, 700, 900
+INVALID, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY, ILLEGAL, CAPTURE_UNSUPPORTED = 1, 2, 400, 600, 700, 900
 READ, READ_WRITE = 1, 3
 _NODES = itertools.count()
 
@@ -130,6 +130,28 @@ def test_a_destination_is_poisoned_until_its_event_has_passed(path: Path, monkey
     driver.must("cuEventRecord", event, driver.stream)
     assert driver.call("cuEventQuery", event) == NOT_READY
     assert target.mapping[:] == b"\xa5" * 4096
+
+
+def test_the_time_between_events_is_known_once_both_have_passed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run:2=hang")
+    driver = Driver(path)
+    device, source, events = driver.map(driver.create()[1]), Memory(b"s").register(driver), []
+    for flags in (0, 0, 0, 2):
+        events.append(ctypes.c_void_p())
+        driver.must("cuEventCreate", ctypes.byref(events[-1]), flags)
+    took_ms = ctypes.c_float(-1.0)
+    assert driver.call("cuEventElapsedTime_v2", ctypes.byref(took_ms), events[0], events[1]) == INVALID_HANDLE
+    driver.must("cuEventRecord", events[0], driver.stream)
+    assert driver.to_device(device, source) == 0
+    driver.must("cuEventRecord", events[1], driver.stream)
+    assert driver.wait() == 0
+    driver.must("cuEventElapsedTime_v2", ctypes.byref(took_ms), events[0], events[1])
+    assert took_ms.value > 0
+    assert driver.to_device(device, source) == 0
+    for event in events[2:]:
+        driver.must("cuEventRecord", event, driver.stream)
+    assert driver.call("cuEventElapsedTime_v2", ctypes.byref(took_ms), events[0], events[2]) == NOT_READY
+    assert driver.call("cuEventElapsedTime_v2", ctypes.byref(took_ms), events[0], events[3]) == INVALID_HANDLE
 
 
 def test_streams_overtake_each_other_and_wait_for_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,14 @@ def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) ->
     assert [json.loads(line) for line in kept.read_text().splitlines()] == records
 
 
+def test_kills_are_questions() -> None:
+    names = [f"kills-of-{each}" for each in ("daemon", "worker", "engines")]
+    ended = check(*only(*names), "--json")
+    records = json.loads(ended.stdout)
+    assert [(record["question"], record["answer"]) for record in records] == [(name, "yes") for name in names], records
+    assert all(record["figures"] == {"kills": 2.0, "kept": 1.0, "lost bytes": 0.0} for record in records), records
+
+
 def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device(scripts: None) -> None:
     from support.gpu_kernels import BF16
 

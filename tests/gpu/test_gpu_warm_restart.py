@@ -11,6 +11,7 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import tokens_of
+from tests.reference.nvrtc import need_nvrtc
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,12 @@ def filled(daemon: RunningDaemon) -> int:
 def test_every_block_outlives_kills_of_daemon_worker_and_engines_and_no_memory_is_lost() -> None:
     losses = kill_all(KILLS, KILLS, KILLS)
     assert (losses.blocks, losses.found_blocks, losses.lost_bytes) == (3 * BLOCKS, 3 * BLOCKS, 0)
+    assert losses.killed == 3 * KILLS
+
+
+def test_no_kill_is_begun_when_the_time_for_them_is_over() -> None:
+    losses = kill_all(1, 1, 1, longest_s=0.0)
+    assert (losses.killed, losses.found_blocks) == (0, 3 * BLOCKS)
 
 
 def test_a_deleted_block_does_not_come_back() -> None:
@@ -73,6 +80,19 @@ def test_a_smaller_capacity_holds() -> None:
         daemon.restart()
         vram = daemon.tiers()["vram"]
         assert 0 < vram.blocks < 16 * BLOCKS and vram.used_bytes == vram.capacity_bytes == 2 << 20
+
+
+def test_what_an_engine_wrote_over_before_the_restart_is_never_leased() -> None:
+    need_nvrtc()
+    with running_daemon(*SETTINGS) as daemon, device_client(daemon) as client:
+        assert filled(daemon) == 3 * BLOCKS and held_on_device(client, 1)
+        client("forge")
+        client("release")
+        daemon.kill9()
+        daemon.restart()
+        assert eventually(lambda: client("get", 2, BLOCKS)["on_device"] == BLOCKS)
+        assert client("get", 1, BLOCKS)["blocks"] == 0, "no other tier has it"
+        assert daemon.status().counters["corrupt_blocks"] == 1
 
 
 def test_a_lease_on_device_memory_is_valid_again_over_the_same_bytes() -> None:

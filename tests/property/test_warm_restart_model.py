@@ -342,7 +342,7 @@ def settle(world: World, life: Life, dropped: int) -> None:
     world.is_short = False
 
 
-@pytest.mark.parametrize("seed", each_nth(range(6), 3))
+@pytest.mark.parametrize("seed", each_nth(range(6), 6))
 def test_lives_one_after_the_other(tmp_path: Path, seed: int) -> None:
     chosen = np.random.default_rng(seed)
     world = World(tmp_path)

@@ -20,6 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 @dataclass(frozen=True)
 class MemoryReceipt:
     statuses: list[str]
+    reason: str = ""
 
 
 @dataclass
@@ -52,6 +53,7 @@ class MemoryLease:
 @dataclass(frozen=True)
 class MemoryLookup:
     tiers: tuple[str, ...]
+    load_s: tuple[float, ...] = ()
 
 
 class MemoryStream:
@@ -127,7 +129,8 @@ class MemorySession:
     def lookup(self, tokens: Tokens, *, deadline_s: float) -> MemoryLookup:
         self.maybe_fail()
         resident = self._resident(tokens)
-        return MemoryLookup(self._tiers(resident) + ("absent",) * (len(tokens) // self.block_tokens - resident))
+        tiers = self._tiers(resident) + ("absent",) * (len(tokens) // self.block_tokens - resident)
+        return MemoryLookup(tiers, (self.estimated_load_s / max(1, resident),) * resident)
 
     def get_stream(self, tokens: Tokens, *, order: str, max_blocks: int, deadline_s: float) -> MemoryStream:
         self.maybe_fail()

@@ -1,11 +1,15 @@
-"""SGLang's real storage classes without SGLang's dependencies: only what a backend meets is imported."""
+"""SGLang's real classes without all of SGLang's dependencies: only what a backend or a linker meets is imported."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+UNUSED = ("torchvision",)  # that its configurations of models import, and no pool needs
 
 
 def sglang_storage() -> tuple[ModuleType, ModuleType] | None:
@@ -25,3 +29,37 @@ def sglang_storage() -> tuple[ModuleType, ModuleType] | None:
         importlib.import_module("sglang.srt.mem_cache.hicache_storage"),
         importlib.import_module("sglang.srt.mem_cache.storage"),
     )
+
+
+def import_sglang_pools() -> None:
+    """Make SGLang's pools, trees and linkers importable; they need most of what SGLang does (docs/sglang.md). Raises
+    ImportError that says what is missing."""
+    if sglang_storage() is None:
+        raise ImportError("sglang and torch are not installed")
+    importlib.import_module("transformers.processing_utils")  # it looks for torchvision itself
+    sys.meta_path.append(_Unused())
+    importlib.import_module("sglang.srt.mem_cache.unified_cache.linker_factory")
+    importlib.import_module("sglang.srt.mem_cache.unified_cache.unified_cache_linker")
+
+
+class _Unused:
+    """Finds empty modules for what is not installed of `UNUSED`."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_unused = name.partition(".")[0] in UNUSED
+        return ModuleSpec(name, self, is_package=True) if is_unused else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _EmptyModule(ModuleType):
+    """Has whatever name is asked for, as a class that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *_, **__: None})

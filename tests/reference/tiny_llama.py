@@ -85,7 +85,9 @@ def sentencepiece_vocabulary(piece_count: int = 300) -> dict[str, Any]:
     }
 
 
-def write_tiny_llama(path: Path, tokenizer: Mapping[str, object] | None = None, **overrides: object) -> Path:
+def write_tiny_llama(
+    path: Path, tokenizer: Mapping[str, object] | None = None, *, layers: int = _SHAPE.layers, **overrides: object
+) -> Path:
     """Write a whole model to `path`; `overrides` replace metadata keys, dots written as two underscores."""
     tokenizer = tokenizer or byte_level_vocabulary()
     tokens = tokenizer["tokenizer.ggml.tokens"]
@@ -93,7 +95,7 @@ def write_tiny_llama(path: Path, tokenizer: Mapping[str, object] | None = None, 
     metadata: dict[str, object] = dict.fromkeys(_MADE_UP_KEYS)
     metadata |= {"llama.context_length": CONTEXT, **tokenizer}
     metadata |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return write_model(path, replace(_SHAPE, vocabulary=len(tokens), metadata=metadata))
+    return write_model(path, replace(_SHAPE, layers=layers, vocabulary=len(tokens), metadata=metadata))
 
 
 def _merges(tokenizer_json: str) -> list[str]:

@@ -36,3 +36,10 @@ def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
     """Token ids of a prompt: [1, tokens]. A longer one of the same seed continues a shorter one."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(1, VOCABULARY, (1, 4096), generator=generator)[:, :tokens]
+
+
+def on_device(model: PreTrainedModel, index: int = 0) -> PreTrainedModel:
+    """The same model, which says that it is on a CUDA device."""
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"device": torch.device("cuda", index)})
+    return model

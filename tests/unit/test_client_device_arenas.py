@@ -1,20 +1,29 @@
 """Chunks of device memory are given up when nobody uses them, are left alone after a failed import, and no place
-outside of one is read.
+outside of one is read. A grant that is late is no failure.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvstore_client.counters import Counters
 from kvstore_client.device.arenas import IDLE_S, RETRY_S, DeviceArenas
 from kvstore_client.device.memory import DeviceChunk, DeviceError
+from kvstore_client.get import Get
 from kvstore_client.handshake import GrantedArena
+from kvstore_client.keys import KeyChains
 from kvstore_client.memory import Bytes
+from kvstore_client.prefix import Prefix
+from kvstore_client.results import REASON_DEADLINE
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
+from kvstore_proto.v1 import kvstore_pb2 as wire
+from tests.reference.conversations import model, tokens_of
 
 CHUNK = 4 * HEADER_BYTES
 
@@ -25,13 +34,16 @@ class Device:
     def __init__(self) -> None:
         self.now = 100.0
         self.imports = 0
-        self.fails = False
+        self.fails = self.is_late = self.refuses = False
         self.read_places: list[tuple[int, int]] = []
 
     def clock(self) -> float:
         return self.now
 
     def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None:
+        if self.is_late or self.refuses:
+            self.now += timeout_s if self.is_late else 0.0
+            return None
         return GrantedArena(arena_id, CHUNK, os.open(os.devnull, os.O_RDONLY))
 
     def map(self, descriptor: int, nbytes: int) -> DeviceChunk:
@@ -87,6 +99,49 @@ def test_after_a_failed_import_none_is_tried_for_a_while() -> None:
     device.fails = False
     assert not arenas.is_off
     assert arenas.headers([DEVICE_ARENAS], [0], 1.0)
+
+
+def test_after_a_refused_grant_none_is_asked_for_for_a_while() -> None:
+    device = Device()
+    device.refuses = True
+    arenas = device.arenas()
+    assert arenas.headers([DEVICE_ARENAS], [0], 1.0) is None
+    assert arenas.is_off
+
+
+def test_after_a_late_grant_the_next_lease_may_name_the_device() -> None:
+    device = Device()
+    device.is_late = True
+    arenas = device.arenas()
+    began = device.now
+    assert arenas.headers([DEVICE_ARENAS, DEVICE_ARENAS + 1], [0, 0], 1.0) is None
+    assert device.now == began + 1.0, "one wait for all"
+    assert not arenas.is_off
+    device.is_late = False
+    assert arenas.headers([DEVICE_ARENAS], [0], 1.0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_get_whose_grant_is_late_has_time_left_for_host_memory(is_streamed: bool) -> None:
+    device, fingerprint = Device(), model()
+    device.is_late = True
+    asked: list[tuple[bool, int, float]] = []
+    on_device = wire.AcquireReply(
+        lease_id=1, blocks=1, arena_ids=[DEVICE_ARENAS], offsets=[0], generations=[1],
+        payload_bytes=[fingerprint.payload_bytes()], expires_in_ms=10_000,
+    )  # fmt: skip
+
+    def call(request: wire.Request, deadline_s: float, late: object) -> wire.Response | str:
+        asked.append((request.acquire.host_only, request.acquire.max_wait_ms, deadline_s))
+        return REASON_DEADLINE if request.acquire.host_only else wire.Response(acquire=on_device)
+
+    daemon: Any = SimpleNamespace(device_arenas=device.arenas(), max_keys=8, call=call, release=lambda _: None)
+    chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
+    prefix = Prefix(daemon, fingerprint, fingerprint.groups[0], chain)
+    get = Get(prefix, Counters(), 1.0, verify=False, clock=device.clock)
+    lease = get.lease_of(on_device, 1.0) if is_streamed else get.lease(prefault=False, promote=True)
+    assert lease.reason == REASON_DEADLINE
+    assert asked == [*([] if is_streamed else [(False, 800, 1.0)]), (True, 400, 0.5)]
 
 
 def test_no_place_outside_of_its_chunk_is_read() -> None:

@@ -38,6 +38,13 @@ def test_arrays_say_where_each_layer_of_a_page_is() -> None:
     assert list(pool.pieces(1, 1)) == [(4096 + 128, 128, 128)]
 
 
+def test_layers_given_as_parts_may_have_different_sizes() -> None:
+    pool = DevicePool([[PoolPart(4096, 64, 64), PoolPart(8192, 32, 32)], [PoolPart(16384, 16, 16)]], 3)
+    assert (pool.layer_bytes, pool.block_bytes) == (96, 112)
+    assert [pool.extent(layer) for layer in range(2)] == [(0, 96), (96, 16)]
+    assert list(pool.pieces(1, 2)) == [(16384 + 2 * 16, 96, 16)]
+
+
 @pytest.mark.parametrize("page", [-1, 3])
 def test_a_page_that_is_not_there_has_no_place(page: int) -> None:
     with pytest.raises(IndexError):

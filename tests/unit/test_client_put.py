@@ -11,6 +11,8 @@ import pytest
 
 from kvstore_client import PutReceipt, Session
 from kvstore_client.lookup_index import LookupIndex
+from kvstore_client.memory import Bytes
+from kvstore_client.payload import FillSlot, Finish
 from kvstore_client.staging import Staging
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, eventually
@@ -57,6 +59,29 @@ def test_payload_functions_and_keys_without_tokens(daemon: FakeDaemon, session: 
     assert session.put(keys=keys, payloads=[fill] * BLOCKS, payload_bytes=4096).statuses == STORED
     with session.get(keys=keys) as lease:
         assert len(lease) == BLOCKS and all((lease.payload(block) == 7).all() for block in range(BLOCKS))
+
+
+def test_payloads_that_are_begun_are_waited_for_together_and_before_they_are_sent(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    begun, waited = list[int](), list[int]()
+
+    def payload(block: int) -> FillSlot:
+        def fill(destination: Bytes) -> Finish:
+            begun.append(block)
+
+            def finish() -> None:
+                waited.append(len(begun))
+                np.copyto(destination, PAYLOADS[block])
+
+            return finish
+
+        return fill
+
+    assert session.put(TOKENS, payloads=[payload(block) for block in range(BLOCKS)]).statuses == STORED
+    assert len(waited) == BLOCKS and waited[0] > 1
+    with session.get(TOKENS) as lease:
+        assert all(np.array_equal(lease.payload(block), PAYLOADS[block]) for block in range(BLOCKS))
 
 
 def test_what_the_index_shows_is_named_and_not_written(
@@ -138,12 +163,26 @@ def test_a_put_is_split_by_the_keys_a_message_may_have(daemon: FakeDaemon) -> No
         assert [len(store.pages) for store in daemon.stores] == [5, 5, 2]
 
 
-def test_a_payload_function_that_raises_leaves_nothing(daemon: FakeDaemon, session: Session) -> None:
-    def explode(_: np.ndarray) -> None:
-        raise OSError("the block pool is gone")
+def explode(_: Bytes) -> None:
+    raise OSError("the block pool is gone")
+
+
+def explode_later(destination: Bytes) -> Finish:
+    return lambda: explode(destination)
+
+
+@pytest.mark.parametrize("function", [explode, explode_later])
+def test_a_payload_function_that_raises_leaves_nothing(
+    daemon: FakeDaemon, session: Session, function: FillSlot
+) -> None:
+    finished = []
+
+    def write_later(_: Bytes) -> Finish:
+        return lambda: finished.append(staging_of(session).used_bytes())
 
     with pytest.raises(OSError, match="block pool"):
-        session.put(TOKENS, payloads=[*PAYLOADS[:9], explode, *PAYLOADS[10:]])
+        session.put(TOKENS, payloads=[*PAYLOADS[:8], write_later, function, *PAYLOADS[10:]])
+    assert len(finished) == 1 and finished[0] > 0, "its slot was its own until it had ended"
     assert staging_of(session).used_bytes() == 0
     assert session.put(TOKENS, payloads=PAYLOADS).visible_blocks == BLOCKS
 

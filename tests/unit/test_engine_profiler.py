@@ -194,6 +194,19 @@ class TestTrace:
         ]
         assert spans[0]["tid"] != spans[1]["tid"] == spans[2]["tid"]
 
+    def test_each_stage_of_a_restoration_has_pointers_of_its_own(self, tmp_path: Path) -> None:
+        observer = TracingObserver(tmp_path / "trace.json")
+        observer.queued("r", 1.0)
+        work = (Work("compute", 0, 64, 2.0, 2.5), Work("states", 0, 64, 1.5, 2.0), Work("load", 64, 64, 2.0, 2.5))
+        names = {field.name: 0 for field in fields(RestorationRecord)}
+        for stage in range(2):
+            record = RestorationRecord(**{**names, "request_id": "r", "work": work, "stage": stage})  # type: ignore[arg-type]
+            observer.restoration(record)
+        observer.close()
+        tracks = {event["args"]["name"] for event in read(tmp_path / "trace.json") if event["name"] == "thread_name"}
+        kinds = ("compute", "load", "states")
+        assert {f"sequence 1, stage {stage}: restore, {kind}" for stage in range(2) for kind in kinds} <= tracks
+
     def test_a_path_that_cannot_be_written_is_reported_in_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(OperationError, match="cannot write the trace"):
             TraceFile(tmp_path / "nowhere" / "trace.json")

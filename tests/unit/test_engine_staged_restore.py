@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from kvstore_engine.stages import (
     stage_layers,
     store_prefix,
 )
-from kvstore_engine.stages.restoration import Found, StageSide
+from kvstore_engine.stages.finding import Found, look_up
+from kvstore_engine.stages.restoration import StageSide
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.memory_session import MemorySession, MemoryStream
@@ -160,6 +162,16 @@ def test_a_store_that_fails_costs_computing_alone(two: Stored, what: str) -> Non
     )
 
 
+def test_payloads_of_another_size_cost_computing_alone(two: Stored) -> None:
+    """As of a stage that another version of the engine stored under the same name."""
+    for session in (two.kv(1), two.inputs(1)):
+        session.blocks = {key: payload[:-4] for key, payload in session.blocks.items()}
+    first, second = two.again().stages
+    assert (first.loaded, second.loaded, second.computed, second.inputs) == (_CHUNKS, 0, _CHUNKS, 0)
+    assert first.forwarded == second.lost == _CHUNKS
+    assert all(lease.released for session in (two.kv(1), two.inputs(1)) for lease in session.leases)
+
+
 def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
     """Computing looks slow to the first stage and loading to the second."""
     costs = [LearnedCosts(), LearnedCosts()]
@@ -199,6 +211,19 @@ def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before
     assert not second.pointers.computable(1)
     second.pointers.lose_all()
     assert stages.wanted(0) == 3 and second.pointers.computable(1) == range(1, 2)
+
+
+def test_a_chunk_that_is_being_computed_when_the_loads_end_is_not_lost() -> None:
+    costs = LearnedCosts()
+    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    costs.expect_load("nvme", 1000, 0.125)
+    side = StageSide(0, range(2), Found(("nvme",) * _CHUNKS, ()), 64, 1000, 100, costs)
+    side.make_plan(None)
+    side.stages = Stages([side.pointers], [])
+    assert side.stages.next_compute(0) == 0
+    side.pointers.loaded_chunk(_CHUNKS - 1)
+    side.lose_kv()
+    assert side.lost == _CHUNKS - 2
 
 
 class _Watched(Executor):
@@ -246,10 +271,11 @@ class _OpenStream(MemoryStream):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.opened, self.closed = threading.Event(), threading.Event()
+        self.was_given_up = False
 
     def __iter__(self) -> Iterator[Any]:
         self.opened.set()
-        self.closed.wait(timeout=60)
+        self.was_given_up = self.closed.wait(timeout=20)
         return iter(())
 
     def close(self) -> None:
@@ -274,6 +300,18 @@ def test_a_stage_that_cannot_compute_ends_the_restoration_and_its_streams(two: S
     assert all(lease.released for lease in two.inputs(1).leases)
 
 
+def test_streams_that_stall_are_overtaken(two: Stored) -> None:
+    streams = []
+    for stage in range(2):
+        session = two.kv(stage)
+        stream = _OpenStream(session, _TOKENS, ("nvme",) * _CHUNKS, [])
+        session.get_stream = lambda *args, stream=stream, **options: stream  # type: ignore[method-assign, misc]
+        streams.append(stream)
+    records = two.again().stages
+    assert [(each.plan, each.loaded, each.computed) for each in records] == [("load", 0, _CHUNKS)] * 2
+    assert all(stream.was_given_up for stream in streams)
+
+
 def test_a_prompt_without_a_whole_block_is_computed(two: Stored) -> None:
     with StagedRestorer(two.pipeline, two.stores) as restorer:
         logits, restored = restorer.prefill(_TOKENS[:64], _TABLE)
@@ -296,3 +334,24 @@ def test_stages_have_fingerprints_of_their_own_and_boundaries_those_of_their_lay
     assert stage_fingerprints(Fingerprint("m", "w", kv_dtype="q8_0", groups=(group,)), [range(4), range(4, 8)], 64)[1][
         1
     ] not in (two[1][1], None)
+
+
+def test_before_the_first_load_from_a_tier_the_daemon_is_believed() -> None:
+    costs = LearnedCosts()
+    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    prefix, session = _TOKENS[: 64 * _CHUNKS], MemorySession(1000, mapped_blocks=0, estimated_load_s=5.0 * _CHUNKS)
+    session.put(prefix, first_block=0, payloads=[lambda dest: dest.fill(0)] * _CHUNKS)
+    found = look_up(StageStore(session), prefix)
+    assert found == Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS, {"nvme": 5.0})
+    believed = replace(found, load_s={**found.load_s, "host": 1e-6})
+    side = StageSide(0, range(2), believed, 64, 1000, 100, costs)
+    side.make_plan(None)
+    assert side.alone == pytest.approx((5.0 * _CHUNKS, _CHUNKS / 8))
+    assert side.plan is not None and side.plan.axis == "compute"
+    assert "host" not in costs.links and costs.links["nvme"].samples == 0
+    known = LearnedCosts()
+    known.compute.restore(1, [0.0, 1.0, 0.0])
+    known.observe_load("nvme", 1000, 0.001)
+    side = StageSide(0, range(2), found, 64, 1000, 100, known)
+    side.make_plan(None)
+    assert side.plan is not None and side.plan.axis == "load"

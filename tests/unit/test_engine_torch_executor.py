@@ -1,8 +1,11 @@
-"""torch's executor on the processor, by ggml's as the yardstick, and our CUDA kernels in its step, run on the host."""
+"""What is torch's executor's own: weights of any quantisation, by ggml's as the yardstick, recorded steps, refusals;
+and our CUDA kernels in its step, run on the host. The rest: tests/contract/test_executor_contract.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.kernels.cuda import CacheShape
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
+from tests.reference.cache_windows import AskedDevice
+from tests.reference.cuda_cache import Plane
 from tests.reference.make_gguf import TinyModel, write_model
 
 pytest.importorskip("torch", reason="needs the extra torch")
@@ -27,8 +33,10 @@ from kvstore_engine.torch_executor.executor import TorchExecutor
 from kvstore_engine.torch_executor.kernel_attention import KernelAttention
 from kvstore_engine.torch_executor.opening import new_pool
 from kvstore_engine.torch_executor.planes import pieces
+from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 from kvstore_engine.torch_executor.recordings import Recorder, Replay
 from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
+from kvstore_engine.torch_executor.stored_rows import Int8Rows
 from kvstore_engine.torch_executor.weights import TorchModel
 
 _BLOCKS, _SIZES = 24, StepSizes(threads=1, max_context=160)
@@ -91,36 +99,14 @@ def test_logits_are_ggmls_within_the_rounding_of_bf16(tmp_path: Path, name: str)
     assert (found[0].max(1) - best <= 6 * bound).all(), "a greedy token differs only where two are nearly as likely"
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32"])
-def test_stored_blocks_restore_to_the_same_logits(tmp_path: Path, kv_dtype: str) -> None:
-    path = write_model(tmp_path / "m.gguf", TinyModel())
-    setup = PoolSetup(_BLOCKS, 16, kv_dtype)
-    with open_executor(GGUFFile.open(path), _device("torch:cpu"), setup, _SIZES) as executor:
-        tokens, pool = _tokens(140), executor.pool
-        cold = executor.prefill(tokens, 0, _table(1))
-        stored = [np.empty(pool.payload_bytes(4), np.uint8) for _ in range(2)]
-        for block, payload in enumerate(stored):
-            pool.gather_block(_table(1)[4 * block : 4 * block + 4], payload)
-        pool.planes.fill(0xFF)  # NaN: a row that was not restored would show
-        pool.scatter_blocks(stored, [_table(2)[:4], _table(2)[4:8]])
-        np.testing.assert_array_equal(executor.prefill(tokens[128:], 128, _table(2)), cold)
-        pool.planes.fill(0xFF)
-        half = pool.payload_bytes(4)
-        pool.scatter_part(stored[0], 0, _table(3)[:4])
-        pool.scatter_part(stored[1][:half], 2, _table(3)[6:8])
-        moved = [block for block in range(_BLOCKS) if block not in _table(3)][:2]
-        pool.copy_blocks(_table(3)[6:8], moved)
-        expected = stored[1].reshape(2 * pool.layers, 4, pool.block_bytes)[:, 2:]
-        np.testing.assert_array_equal(pool.planes[:, moved], expected)
-
-
-def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["f16", "int8"])
+def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path, kv_dtype: str) -> None:
     """Prompts and padded decodes, with windows and caps; the kernels are the GPU's source, compiled for the host."""
     path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])
     model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
     found, launchers = [], []
     for makes in (ReferenceAttention, None):
-        pool, cache = new_pool(model, _SETUP, _SIZES)
+        pool, cache = new_pool(model, replace(_SETUP, kv_dtype=kv_dtype), _SIZES)
         launchers.append(ShimLauncher())
         attention = makes(cache) if makes else KernelAttention(cache, launchers[-1], lambda: 0)
         with TorchExecutor(model, pool, attention, _SIZES) as executor:
@@ -182,6 +168,19 @@ def test_a_step_is_a_decode_step_if_each_sequence_has_one_token() -> None:
     assert [context_bound(longest, 512) for longest in (1, 512, 513, 1025, 4096)] == [512, 512, 1024, 2048, 4096]
 
 
+def test_int8_rows_are_stored_as_the_kernels_store_them() -> None:
+    torch = pytest.importorskip("torch")
+    plane, slots = Plane(CacheShape(4, 2, 64, 16, cache="int8"), 3), [0, 17, 47, 5, 31]
+    values = np.random.default_rng(1).standard_normal((5, 2, 64)).astype(np.float32)
+    values[3], values[4] = 0, values[4] * 1e-3
+    memory = torch.from_numpy(plane.memory.copy())
+    rows = Int8Rows(memory, 16, 2, 64)
+    read = [plane.write(slot // 16, slot % 16, value) for slot, value in zip(slots, values, strict=True)]
+    rows.store(torch.tensor(slots), torch.from_numpy(values))
+    np.testing.assert_array_equal(memory.numpy(), plane.memory)
+    np.testing.assert_array_equal(rows.load(torch.tensor(slots)).numpy(), np.stack(read))
+
+
 def test_copies_are_cut_into_pieces_that_fit_the_stage() -> None:
     for shape in ((6, 4, 8), (5, 40, 8), (3, 1, 64)):
         covered = np.zeros(shape[:2], int)
@@ -210,7 +209,41 @@ def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
         open_executor(GGUFFile.open(path), _device("torch:cpu"), PoolSetup(4, 16, "q8_0"), _SIZES),
     ):
         pass
+    with (
+        pytest.raises(UsageError, match="K/V type int8 is not kept on cpu: choose one of f16, bf16, f32, q8_0, q4_0"),
+        open_executor(GGUFFile.open(path), _device("cpu"), PoolSetup(4, 16, "int8"), _SIZES),
+    ):
+        pass
     model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
     _, cache = new_pool(model, _SETUP, _SIZES)
     with pytest.raises(ValueError, match=r"the CUDA kernels cannot run this model: head_dim 32"):
         KernelAttention(cache, ShimLauncher(), lambda: 0)
+
+
+def test_attention_finds_the_keys_of_a_shared_prefix_in_the_window_of_their_layer(tmp_path: Path) -> None:
+    model = TorchModel(GGUFFile.open(write_model(tmp_path / "m.gguf", TinyModel())), _device("torch:cpu"), 160)
+    device, tape, found = AskedDevice(window_bytes=1 << 20), _Tape(), []
+    tables = [np.array(table, np.int32) for table in ([3, 4, 9], [3, 4, 7], [3, 8, 6])]
+    for recorder in (None, tape):
+        pool, cache = new_pool(model, _SETUP, _SIZES)
+        window = PrefixWindow(device, pool.block_bytes) if recorder else None
+        attention = KernelAttention(cache, ShimLauncher(), lambda: 7, window)
+        with TorchExecutor(model, pool, attention, _SIZES, recorder) as executor:
+            executor.forward([SequenceSlice(_tokens(32), 0, tables[0], "none")])
+            executor.forward([SequenceSlice(_tokens(16, 2), 16, tables[2], "none")])
+            steps = [(0, 1), (0, 1), (0, 2), (0, 1)]
+            found.append([])
+            for position, pair in enumerate(steps, 32):
+                slices = [SequenceSlice(_tokens(1, position + n), position, tables[n]) for n in pair]
+                found[-1].append(executor.forward(slices))
+            spans = [
+                {
+                    (pool.plane_addresses(layer)[0] + 3 * pool.block_bytes, blocks * pool.block_bytes)
+                    for layer in range(2)
+                }
+                for blocks in (1, 2)
+            ]
+    np.testing.assert_array_equal(found[1], found[0])
+    assert {stream for _, stream in device.asked} == {7}
+    assert {(each.address, each.nbytes) for each, _ in device.asked if each} == spans[0] | spans[1]
+    assert (tape.recorded, tape.replayed) == (1, 2), "a step with another window is of another kind"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvstore_client.hooks.load import LEAST_QUESTION_S, bounded_wait_s
-from kvstore_client.hooks.sglang_choice import PageChoice
+from kvstore_client.hooks.sglang.choice import PageChoice
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import Lookup
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.hooks.page_keys import PageKeys
-from kvstore_client.hooks.sglang_pages import BackendMisconfigured, ending_in, namespace, whole_prefixes
+from kvstore_client.hooks.sglang.pages import BackendMisconfigured, ending_in, namespace, whole_prefixes
 
 HASHES = ["a" * 64, "b" * 64, "c" * 64]
 
@@ -39,10 +39,16 @@ def fingerprint(*, dtype: str = "torch.bfloat16", layout: str = "MHA/page_first"
         {"page_tokens": 32},
         {"extra": {"weights_digest": "finetuned"}},
         {"extra": {"adapter_digest": "lora"}},
+        {"extra": {"kv_dtype": "fp8_e4m3"}},
     ],
 )
 def test_every_difference_in_a_pages_bytes_changes_the_fingerprint(difference: dict[str, Any]) -> None:
     assert fingerprint(**difference).digest() != fingerprint().digest()
+
+
+def test_two_types_of_8_bits_share_nothing() -> None:
+    types = [fingerprint(dtype="torch.uint8", extra={"kv_dtype": name}).digest() for name in ("fp8_e4m3", "fp8_e5m2")]
+    assert types[0] != types[1]
 
 
 def test_ranks_share_only_what_is_the_same_on_all_of_them() -> None:
@@ -54,7 +60,12 @@ def test_ranks_share_only_what_is_the_same_on_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "message"), [({"model_name": None}, "weights_digest"), ({"page_tokens": 1024}, "pages of 1024 tokens")]
+    ("mistake", "message"),
+    [
+        ({"model_name": None}, "weights_digest"),
+        ({"page_tokens": 1024}, "pages of 1024 tokens"),
+        ({"dtype": "torch.uint8"}, "kv_dtype"),
+    ],
 )
 def test_a_setting_that_cannot_work_is_reported(mistake: dict[str, Any], message: str) -> None:
     with pytest.raises(BackendMisconfigured, match=message):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.reference.tiny_transformers import prompt, tiny_model
+from tests.reference.tiny_transformers import on_device, prompt, tiny_model
 
 # isort: split
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
+from kvstore_client import connect
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session, model_fingerprint
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
@@ -163,3 +164,31 @@ def test_something_else_than_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_inside_a_wrapper_is_found(model: PreTrainedModel) -> None:
     assert _digest(torch.nn.Sequential(model)) == _digest(model)
+
+
+def test_a_model_on_a_cuda_device_shares_no_blocks_with_one_on_the_cpu(model: PreTrainedModel, tmp_path: Path) -> None:
+    here, there = model_fingerprint(model), model_fingerprint(on_device(tiny_model(), 99))
+    assert here.weights_digest == there.weights_digest and here.payload_bytes() == there.payload_bytes()
+    assert here.layout != there.layout and here.digest() != there.digest()
+    with kvstore_session(model, tmp_path) as session:
+        KVStoreCache(session, model)
+        with pytest.raises(KVStoreError, match="layout differ"):
+            KVStoreCache(session, on_device(model, 99))
+
+
+def test_a_session_for_a_model_on_a_cuda_device_needs_that_device(tmp_path: Path) -> None:
+    model = on_device(tiny_model(), 99)
+    with pytest.raises(KVStoreError, match="CUDA device 99"):
+        kvstore_session(model, tmp_path)
+    with (
+        connect(tmp_path, fingerprint=model_fingerprint(model)) as session,
+        pytest.raises(KVStoreError, match="opened without a device"),
+    ):
+        KVStoreCache(session, model)
+
+
+def test_a_model_that_is_moved_is_computed_and_not_stored(model: PreTrainedModel, tmp_path: Path) -> None:
+    with kvstore_session(model, tmp_path) as session, torch.no_grad():
+        cache = KVStoreCache(session, model)
+        on_device(model)(prompt(9)[:, :1], past_key_values=cache)
+        assert "another device" in cache.report.store_reason

@@ -16,8 +16,11 @@ from tests.reference.tiny_transformers import prompt
 import torch
 from transformers import DynamicCache
 
+from kvstore_client.hooks.transformers.compute_times import ComputeTimes
+from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.fingerprint import KVShape
-from kvstore_client.hooks.transformers.layers import KVStack, gather
+from kvstore_client.hooks.transformers.host_copies import HostCopies, gather, scatter
+from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.layerwise import LayerCopy
 from kvstore_client.hooks.transformers.restore import Wanted, restore
 from kvstore_client.restore.choice import LoadChoice
@@ -84,7 +87,7 @@ def test_what_is_gathered_and_scattered_is_what_was_computed(
     other.reserve(total, torch.device("cpu"))
     assert other.tensor is not None
     other.tensor.zero_()
-    other.scatter(payloads[begin // BLOCK : -(-end // BLOCK)], BLOCK, begin, end)
+    scatter(other.tensor, payloads[begin // BLOCK : -(-end // BLOCK)], Span(begin, end, BLOCK))
     other.extend_to(end)
     for layer, expected in zip(other.layers, plain.layers, strict=True):
         assert torch.equal(layer.keys[:, :, begin:], expected.keys[:, :, begin:end])
@@ -232,9 +235,60 @@ def test_layers_that_are_copied_one_by_one_are_those_that_are_copied_at_once() -
     once, singly = KVStack(source.shape), KVStack(source.shape)
     for stack, parts in ((once, [slice(None)]), (singly, [slice(0, 1), slice(1, 2)])):
         stack.reserve(20, torch.device("cpu"))
+        assert stack.tensor is not None
         for layers in parts:
-            stack.scatter(payloads[1:], BLOCK, 6, 19, layers)
+            scatter(stack.tensor, payloads[1:], Span(6, 19, BLOCK), layers)
         stack.extend_to(19)
     for one, other in zip(once.layers, singly.layers, strict=True):
         assert torch.equal(one.keys[:, :, 6:], other.keys[:, :, 6:])
         assert torch.equal(one.values[:, :, 6:], other.values[:, :, 6:])
+
+
+class Reached:
+    """A moment of a device, which gets there when it is told."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.is_reached = at, False
+
+    def seconds_since(self, earlier: Reached) -> float | None:
+        return self.at - earlier.at if self.is_reached else None
+
+
+def test_the_time_of_a_call_is_learned_once_the_device_has_ended_it() -> None:
+    choice = LoadChoice()
+    times, begin, end = ComputeTimes(choice), Reached(1.0), Reached(3.0)
+    times.ended(0, 100, begin, end)
+    times.report()
+    assert choice.known_compute_s(0, 100) == float("inf")
+    end.is_reached = True
+    times.report()
+    known = choice.known_compute_s(0, 100)
+    assert known == pytest.approx(2.0, rel=0.01)
+    end.at = 30.0
+    times.report()  # not once more
+    assert choice.known_compute_s(0, 100) == known
+
+
+def test_the_time_of_another_device_is_not_measured_by_that_of_the_call() -> None:
+    host, other = HostCopies(torch.device("cpu")), HostCopies(torch.device("mps"))
+    assert (host.moment().seconds_since(host.moment()) or 0.0) <= 0.0
+    assert other.moment().seconds_since(other.moment()) is None
+
+
+def test_a_layer_that_is_coming_is_there_before_anything_is_done_to_it() -> None:
+    stack, _ = _filled(_shape(torch.float32), [10])
+    waited: list[int] = []
+
+    class Coming:
+        def wait(self, layer: int) -> None:
+            assert stack.layers[layer].get_seq_length() == 10, "nothing was appended yet"
+            waited.append(layer)
+
+        def finish(self) -> bool:
+            return True
+
+    stack.coming = Coming()
+    keys, values = _states(stack.shape, 3, 7)[0]
+    stack.layers[0].update(keys, values)
+    stack.layers[1].update(keys.double(), values.double())  # it goes on by itself, with what was there
+    assert waited == [0, 1]

@@ -143,12 +143,12 @@ class Stalling(KeyedStore):
         return super().get(tokens, keys=keys, max_blocks=max_blocks if came else 0, deadline_s=deadline_s)
 
 
-def worker(store: KeyedStore) -> tuple[WorkerSide, np.ndarray, list[str]]:
+def worker(store: KeyedStore, pages: type[PagedLayers] = PagedLayers) -> tuple[WorkerSide, np.ndarray, list[str]]:
     keys = store.keys(np.array(TOKENS))
     assert keys is not None
     store.blocks = {key: np.full(8, 10 + at, np.uint8) for at, key in enumerate(keys)}
     memory, said = np.zeros((2, 16, 4), np.uint8), list[str]()
-    return WorkerSide(store, PagedLayers(list(memory)), None, reuse_wait_s=0.1, say=said.append), memory, said
+    return WorkerSide(store, pages(list(memory)), None, reuse_wait_s=0.1, say=said.append), memory, said
 
 
 def order_of(name: str, *block_ids: int, deadline_s: float = PATIENCE_S) -> LoadOrder:
@@ -243,3 +243,28 @@ def test_the_time_that_a_step_waits_is_not_counted_as_computing() -> None:
     report = side.take_report()
     assert report is not None and report.compute_s < 0.2
     assert report.loads[0].blocks == 1 and report.loads[0].seconds >= 0.25
+
+
+class QueuedPages(PagedLayers):
+    """A pool of which the engine's work is only queued when it says that a step has run."""
+
+    is_on_device = True
+
+
+def test_on_a_device_a_step_is_reported_two_steps_later_and_one_that_loads_is_not_measured() -> None:
+    side, _, _ = worker(KeyedStore(), QueuedPages)
+    measured = []
+    for tokens in range(1, 7):
+        loads = (order_of("r", 3),) if tokens == 2 else ()
+        side.before_step(StepOrders(loads=loads, tokens=tokens, attended=tokens / 2))
+        if loads:
+            side.load(loads)
+        side.save(())
+        report = side.take_report()
+        measured.append(report and (report.tokens, report.attended, [load.blocks for load in report.loads]))
+    assert measured == [None, (0, 0.0, [1]), None, (1, 0.5, []), (3, 1.5, []), (4, 2.0, [])]
+
+
+def test_a_step_that_one_of_two_ranks_has_not_measured_teaches_nothing() -> None:
+    one, other = StepReport((), 10, 50.0, 0.2), StepReport((LoadReport("r", 3, 0.2),))
+    assert one.joined(other) == StepReport((LoadReport("r", 3, 0.2),))

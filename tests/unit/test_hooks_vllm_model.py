@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from kvstore_client.hooks.vllm.identity import Extras, Item
-from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
+from kvstore_client.hooks.vllm.model import (
+    describe_extras,
+    find_weights,
+    model_fingerprint,
+    refusal,
+    refused_backends,
+)
 from kvstore_client.hooks.vllm.weights import weights_digest
 from tests.reference.vllm_records import image, request
 
@@ -70,6 +76,12 @@ def spec_of(config: tuple[Any, Any]) -> Any:
     return config[1].kv_cache_groups[0].kv_cache_spec
 
 
+def on_cuda(config: tuple[Any, Any], cache_dtype: str = "auto", **spec: Any) -> None:
+    config[0].device_config.device_type = "cuda"
+    config[0].cache_config.cache_dtype = cache_dtype
+    vars(spec_of(config)).update(spec)
+
+
 DIFFERENT: dict[str, Callable[[tuple[Any, Any]], None]] = {
     "a rope setting": lambda c: c[0].model_config.hf_config.settings.update(rope_theta=5e5),
     "the compute dtype": lambda c: setattr(c[0].model_config, "dtype", "torch.float32"),
@@ -81,6 +93,7 @@ DIFFERENT: dict[str, Callable[[tuple[Any, Any]], None]] = {
     "the block size": lambda c: setattr(spec_of(c), "block_size", 64),
     "layers": lambda c: c[1].kv_cache_groups[0].layer_names.pop(),
     "shards": lambda c: setattr(c[0].parallel_config, "tensor_parallel_size", 2),
+    "the device": lambda c: on_cuda(c),
 }
 
 
@@ -107,7 +120,9 @@ def test_this_configuration_can_be_served() -> None:
 
 
 REFUSED: dict[str, Callable[[tuple[Any, Any]], None]] = {
-    "cuda memory": lambda c: setattr(c[0].device_config, "device_type", "cuda"),
+    "xpu memory": lambda c: setattr(c[0].device_config, "device_type", "xpu"),
+    "in a nvfp4 KV cache": lambda c: on_cuda(c, cache_dtype="nvfp4"),
+    "an order of their own": lambda c: on_cuda(c, num_head_slots=6),
     "2 kinds of KV cache": lambda c: c[1].kv_cache_groups.append(c[1].kv_cache_groups[0]),
     "SlidingWindowSpec": lambda c: setattr(c[1].kv_cache_groups[0], "kv_cache_spec", SlidingWindowSpec()),
     "pipeline parallelism": lambda c: setattr(c[0].parallel_config, "pipeline_parallel_size", 2),
@@ -122,6 +137,14 @@ def test_what_cannot_be_served_is_refused_with_a_reason(words: str) -> None:
     changed = copy.deepcopy(configuration())
     REFUSED[words](changed)
     assert words in refusal(*changed)
+
+
+def test_plain_caches_on_a_device_are_served_whose_kernels_are_known() -> None:
+    config = configuration()
+    on_cuda(config, num_head_slots=None)
+    assert refusal(*config) == ""
+    assert refused_backends({"FLASH_ATTN", "FLASHINFER"}) == ""
+    assert "blocks of TURBOQUANT is not known" in refused_backends({"TURBOQUANT", "FLASH_ATTN"})
 
 
 def test_weights_are_identified_by_content(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def _fresh(factory: object) -> Path:
     return factory.mktemp("space")  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.slow
 def test_a_full_tier_of_large_slots_becomes_one_of_small_slots_and_back(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path / "fresh", CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
         possible = len(fill(tier, 1000, SMALL_BYTES))

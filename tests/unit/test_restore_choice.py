@@ -37,9 +37,9 @@ class Machine:
         expected = [0.0 if tier == "host" else self.block_s * self.believed] * blocks
         return Hit([tier] * blocks, expected, BLOCK_TOKENS, BLOCK_BYTES, blocks * BLOCK_TOKENS + tail)
 
-    def serve(self, choice: LoadChoice, hit: Hit) -> tuple[float, Chosen]:
+    def serve(self, choice: LoadChoice, hit: Hit, all_or_none: bool = False) -> tuple[float, Chosen]:
         """One request: its seconds to the first token. A load that outlasts its deadline is computed as well."""
-        chosen = choice.choose(hit)
+        chosen = choice.choose(hit, all_or_none=all_or_none)
         load_s = self.load_s(chosen.blocks) * (1 + random.uniform(0, self.noise))
         loaded = chosen.blocks if load_s <= chosen.deadline_s else 0
         load_s = min(load_s, chosen.deadline_s)
@@ -140,6 +140,34 @@ def test_a_first_step_that_warms_the_engine_up_misleads_for_a_few_requests_alone
     loaded = [machine.serve(choice, hit)[1].blocks for _ in range(12)]
     assert loaded[0] == (0 if is_restarted else 15), "what was known before counts"
     assert loaded[6:] == [0] * 6
+
+
+@pytest.mark.parametrize("all_or_none", [False, True])
+def test_where_the_paths_are_close_all_of_the_other_one_is_tried(all_or_none: bool) -> None:
+    """A step has a cost of its own here, so that a short one says computing is slow, and so it is thought to be."""
+    machine = Machine(fixed_s=0.15, block_s=1.3 / 15)
+    choice = LoadChoice(clock=lambda: machine.now_s)
+    hit = machine.hit(15)
+    for _ in range(4):
+        choice.observe_compute(0, hit.tokens, 1.3 * machine.compute_s(hit.tokens))
+    loaded = [machine.serve(choice, hit, all_or_none)[1].blocks for _ in range(40)]
+    assert loaded[0] == 15 and loaded[-10:].count(0) >= 9
+
+
+def test_short_steps_say_what_is_left_behind_a_load_and_change_nothing_else() -> None:
+    machine = Machine(fixed_s=0.2, token_s=1e-3)
+    choice = LoadChoice(clock=lambda: machine.now_s)
+    hit = machine.hit(15)
+    for _ in range(3):
+        choice.observe_compute(0, hit.tokens, machine.compute_s(hit.tokens))
+    choice.choose(hit)
+    whole_s = choice.compute_s(0, hit.tokens)
+    assert whole_s == pytest.approx(machine.compute_s(hit.tokens), rel=0.1)
+    assert choice.compute_s(960, 8) < 0.1
+    for seconds in (0.208, 0.208, 5.0, 0.208):
+        choice.observe_compute(960, 8, seconds)
+    assert 0.19 < choice.compute_s(960, 8) < 0.3
+    assert choice.compute_s(0, hit.tokens) == pytest.approx(whole_s)
 
 
 @pytest.mark.parametrize("token_s", [2e-6, 1e-4, 1e-2, 1.0])

@@ -124,7 +124,8 @@ def test_an_expectation_holds_until_something_was_loaded() -> None:
 
 def test_a_profile_belongs_to_a_model_a_thread_count_and_a_processor(tmp_path: Path) -> None:
     paths = {profile_path(tmp_path, "ab" * 16, threads) for threads in (1, 2)} | {profile_path(tmp_path, "cd" * 16, 1)}
-    assert len(paths) == 3 and {path.parent for path in paths} == {tmp_path / "profiles"}
+    paths |= {profile_path(tmp_path, "ab" * 16, 2, part=f"stage{stage}of2") for stage in range(2)}
+    assert len(paths) == 5 and {path.parent for path in paths} == {tmp_path / "profiles"}
     blocked = tmp_path / "file"
     blocked.write_text("")
     LearnedCosts().save(profile_path(blocked, "ef" * 16, 2))  # which cannot be kept, and is not missed

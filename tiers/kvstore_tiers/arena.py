@@ -87,7 +87,7 @@ class ArenaWitness(Protocol):
 
 
 class ChunkWitness(ArenaWitness, Protocol):
-    """Is told of the shadow of each chunk of device memory too, and gets a descriptor of that memory."""
+    """Receives the shadow of each chunk of device memory too, and a descriptor of that memory."""
 
     def has_memory(self, number: int, descriptor: int) -> None:
         """The chunk is there now, before any block is in it. The descriptor stays the tier's. May be called on another

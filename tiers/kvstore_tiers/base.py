@@ -94,6 +94,7 @@ class TierInfo:
     is_mapped: bool = False
     is_exported: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
+    dram_bytes: int = 0  # at most, of header pages in DRAM; the capacity of the mapped tier has to have room for them
     lends_files: bool = False
     loads_files: bool = False
 

@@ -3,8 +3,13 @@
 Imported only where a session is opened with `device`; the library is `cuda-bindings`: pip install 'kvstored[gpu]'.
 """
 
+from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, PoolPart
+from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.transfers import DeviceTransfers, LayerLoad
 
-__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory", "DevicePool", "DeviceTransfers", "LayerLoad", "PoolPart"]
+__all__ = [
+    "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DevicePool", "DeviceTransfers", "LayerLoad", "PoolPart",
+    "RegisteredMemory",
+]  # fmt: skip

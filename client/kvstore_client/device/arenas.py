@@ -3,8 +3,9 @@
 Owns which chunks are mapped, and how long: from when a lease first names one until no lease of this process refers to
 it and none has named it for `IDLE_S`. The daemon does not say when it gives a chunk up, and a mapping keeps the memory
 on the device, beyond the tier's capacity; mapping a chunk again takes well under a millisecond.
-Never copies a payload. Invariants: a place outside its chunk is never read; after an import failed none is tried for
-`RETRY_S`, and the session gets its blocks in host memory meanwhile.
+Never copies a payload. Invariants: a place outside its chunk is never read; after an import failed or was refused none
+is tried for `RETRY_S`, and the session gets its blocks in host memory meanwhile. A grant that is late is no failure: it
+is kept for the next lease (`ArenaGrants`).
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class DeviceArenas:
         self, arena_ids: Sequence[int], offsets: Sequence[int], timeout_s: float
     ) -> Mapping[int, tuple[DeviceChunk, Bytes]] | None:
         """By position in a lease, of the blocks on the device: chunk and header page. A place that no chunk has is left
-        out. None when a chunk cannot be imported or read: the device is off for a while then."""
+        out. None when a chunk is not granted in time, or cannot be had: then the device is off for a while."""
+        until = self._clock() + timeout_s
         found: dict[int, DeviceChunk] = {}
         for at, (arena_id, offset) in enumerate(zip(arena_ids, offsets, strict=True)):
             if arena_id < DEVICE_ARENAS:
                 continue
-            chunk = None if self.is_off else self._chunk(arena_id, timeout_s)
+            chunk = None if self.is_off else self._chunk(arena_id, until)
             if chunk is None:
-                self._turn_off()
                 return None
             if offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES <= chunk.nbytes:
                 found[at] = chunk
@@ -89,17 +90,20 @@ class DeviceArenas:
     def _turn_off(self) -> None:
         self._off_until = self._clock() + RETRY_S
 
-    def _chunk(self, arena_id: int, timeout_s: float) -> DeviceChunk | None:
+    def _chunk(self, arena_id: int, until: float) -> DeviceChunk | None:
         known = self._mapped.get(arena_id)
-        return self._keep(arena_id, known or self._import(arena_id, timeout_s))
+        return self._keep(arena_id, known or self._import(arena_id, until))
 
-    def _import(self, arena_id: int, timeout_s: float) -> DeviceChunk | None:
-        grant = self._grants.request_arena(arena_id, max(timeout_s, 0.001))
+    def _import(self, arena_id: int, until: float) -> DeviceChunk | None:
+        grant = self._grants.request_arena(arena_id, max(until - self._clock(), 0.001))
         if grant is None:
+            if self._clock() < until:  # refused, not late
+                self._turn_off()
             return None
         try:
             return self._memory.map(grant.descriptor, grant.size_bytes)
         except DeviceError:
+            self._turn_off()
             return None
         finally:
             os.close(grant.descriptor)

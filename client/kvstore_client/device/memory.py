@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_client.device.mappings import HostMappings
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES
@@ -57,6 +58,7 @@ class DeviceMemory:
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()  # of the buffer
         self.index = index
+        self.mappings = HostMappings()
         try:
             self._cuda = cuda_driver()
             self.call("cuInit", 0)

@@ -1,11 +1,12 @@
 """An engine's paged pool on its device, described by addresses: where the bytes of a block are, layer by layer.
 
-Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run.
+Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run; `memory` can keep it.
 Invariant: no page that a pool names is outside of what it was made of.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,43 +34,51 @@ class Piece(NamedTuple):
 
 
 class DevicePool:
-    """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; all layers have equally many
-    bytes. The pool has pages 0 to `pages` - 1, each for one block. Raises KVStoreError for parts that cannot be.
+    """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is of the largest
+    layer. The pool has pages 0 to `pages` - 1, each for one block. `memory` is kept as long as something refers to the
+    pool, as all copies do that are under way. Raises KVStoreError for parts that cannot be.
     """
 
-    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int) -> None:
+    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int, *, memory: object = None) -> None:
         self.layers = tuple(tuple(parts) for parts in layers)
         self.pages = pages
-        sizes = {sum(part.nbytes for part in parts) for parts in self.layers}
-        if len(sizes) != 1 or 0 in sizes or pages < 1:
-            raise invalid(
-                f"a pool has pages, and layers of one size: got {pages} pages, layers of {sorted(sizes)} bytes"
-            )
+        self._memory = memory
+        sizes = [sum(part.nbytes for part in parts) for parts in self.layers]
+        if not sizes or 0 in sizes or pages < 1:
+            raise invalid(f"a pool has pages, and layers with bytes: got {pages} pages, layers of {sizes} bytes")
         for part in (part for parts in self.layers for part in parts):
             if part.address <= 0 or part.nbytes <= 0 or (pages > 1 and part.stride < part.nbytes):
                 raise invalid(f"{part} is no part of a pool: its pages would overlap, or are nowhere")
-        (self.layer_bytes,) = sizes
+        self.layer_bytes = max(sizes)
+        self._starts = (0, *itertools.accumulate(sizes))
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
         """Of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a sequence of
-        them (K, V): [page, ...], any dtype, each page without gaps. Raises KVStoreError."""
+        them (K, V): [page, ...], any dtype, each page without gaps; all layers of one size. Raises KVStoreError."""
         parts = [[_part(array) for array in (each if isinstance(each, (tuple, list)) else [each])] for each in layers]
         pages = {count for each in parts for _, count in each}
         if len(pages) != 1:
             raise invalid(f"the arrays of a pool have equally many pages; these have {sorted(pages)}")
+        sizes = {sum(part.nbytes for part, _ in each) for each in parts}
+        if len(sizes) != 1:
+            raise invalid(f"the layers of a pool of arrays have one size; these have {sorted(sizes)} bytes")
         return cls([[part for part, _ in each] for each in parts], pages.pop())
 
     @property
     def block_bytes(self) -> int:
         """Of a whole payload: all layers, one after another."""
-        return self.layer_bytes * len(self.layers)
+        return self._starts[-1]
+
+    def extent(self, layer: int) -> tuple[int, int]:
+        """Where a layer begins in a payload, and its bytes."""
+        return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
     def pieces(self, layer: int, page: int) -> Iterator[Piece]:
         """The bytes of one layer in one page. Raises IndexError for a page that is not the pool's."""
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of a pool of {self.pages}")
-        offset = layer * self.layer_bytes
+        offset = self._starts[layer]
         for part in self.layers[layer]:
             yield Piece(part.address + page * part.stride, offset, part.nbytes)
             offset += part.nbytes

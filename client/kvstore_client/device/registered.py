@@ -1,4 +1,5 @@
-"""Host memory that the driver may copy from and to: arenas and staging memory, registered while they are in use.
+"""Host memory that the driver may copy from and to: arenas from when they are mapped, staging memory from its first use
+on, registered while they are in use.
 
 Owns the registrations and the thread that makes and ends them: registering takes about 0.1 s a GB, and no copy waits
 for it. What is not registered yet goes by a pinned buffer (`transfers`).
@@ -12,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore_client.device.memory import DeviceError, DeviceMemory
@@ -20,23 +21,26 @@ from kvstore_client.memory import Bytes
 
 REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
 IDLE_S = 60.0  # pages of an arena that the daemon has given up stay in memory as long as they are registered
+EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads its model and warms up meanwhile
 _PORTABLE, _READ_ONLY = 1, 8
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Of one part of a mapping, which it keeps. `users` copies need it now."""
+    """Of one part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
+    `used_at`."""
 
     memory: Bytes
     address: int
     is_made: bool = False
     users: int = 0
     used_at: float = 0.0
+    keep_s: float = IDLE_S
 
 
 class RegisteredMemory:
-    """See the module. `close` ends it."""
+    """See the module. `close` ends it. Implements `Follower`."""
 
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -51,19 +55,30 @@ class RegisteredMemory:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-register", daemon=True)
         self._thread.start()
+        device.mappings.follow(self)
 
-    def want(self, memory: Bytes) -> None:
-        """Register all of a mapping soon. `memory` is the array over the whole mapping."""
+    def want(self, memory: Bytes, keep_s: float = IDLE_S) -> None:
+        """Register all of a mapping soon, for at least `keep_s`. `memory` is the array over the whole mapping."""
         if not (memory.flags.writeable or self._can_read_only):
             return
         with self._changed:
-            for start in range(0, memory.nbytes, REGISTER_BYTES):
-                part = memory[start : start + REGISTER_BYTES]
-                address = part.__array_interface__["data"][0]
-                if address not in self._parts and not self._is_closed:
-                    self._parts[address] = Registration(part, address, used_at=self._clock())
+            for part, address in _parts(memory):
+                known = self._parts.get(address)
+                if known is not None:
+                    known.keep_s = max(known.keep_s, keep_s)
+                elif not self._is_closed:
+                    self._parts[address] = Registration(part, address, used_at=self._clock(), keep_s=keep_s)
                     self._wanted.append(self._parts[address])
                     self._changed.notify_all()
+
+    def mapped(self, memory: Bytes) -> None:
+        self.want(memory, EARLY_S)
+
+    def given_up(self, memory: Bytes) -> None:
+        with self._changed:
+            for _, address in _parts(memory):
+                if address in self._parts:
+                    self._parts[address].keep_s = 0.0
 
     def take(self, memory: Bytes, offset: int, nbytes: int) -> Registration | None:
         """The registration of these bytes of a mapping, for a copy, until `give_back`. None where there is none yet."""
@@ -82,7 +97,7 @@ class RegisteredMemory:
         """The copies that needed it have ended."""
         with self._changed:
             taken.users -= 1
-            taken.used_at = self._clock()
+            taken.used_at, taken.keep_s = self._clock(), min(taken.keep_s, IDLE_S)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until nothing waits to be registered; False when that took longer."""
@@ -91,6 +106,7 @@ class RegisteredMemory:
 
     def close(self) -> None:
         """Unregister everything; no copy may be under way. Idempotent."""
+        self._device.mappings.leave(self)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -101,7 +117,7 @@ class RegisteredMemory:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
                 part = self._wanted[0] if self._wanted and not self._is_closed else None
-                over = [each for each in self._parts.values() if each not in self._wanted and self._is_over(each)]
+                over = [each for each in self._parts.values() if self._is_over(each) and each not in self._wanted]
                 ending = [each for each in over if each.is_made]
                 for each in over:
                     each.is_made = False
@@ -115,7 +131,7 @@ class RegisteredMemory:
                 return
 
     def _is_over(self, part: Registration) -> bool:
-        return self._is_closed or (not part.users and self._clock() - part.used_at >= IDLE_S)
+        return self._is_closed or (not part.users and self._clock() - part.used_at >= part.keep_s)
 
     def _register(self, part: Registration) -> None:
         """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""
@@ -126,5 +142,14 @@ class RegisteredMemory:
             is_made = True
         with self._changed:
             part.is_made, part.used_at = is_made, self._clock()
+            if not is_made:
+                part.keep_s = min(part.keep_s, IDLE_S)
             self._wanted.popleft()
             self._changed.notify_all()
+
+
+def _parts(memory: Bytes) -> Iterator[tuple[Bytes, int]]:
+    """What is registered in one call each, and where it is."""
+    for start in range(0, memory.nbytes, REGISTER_BYTES):
+        part = memory[start : start + REGISTER_BYTES]
+        yield part, part.__array_interface__["data"][0]

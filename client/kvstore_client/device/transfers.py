@@ -1,7 +1,7 @@
 """Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
 
-Owns the stream, a pinned buffer for host memory that is not registered yet, and the registrations. Never touches the
-engine's streams but to let them wait. One thread at a time uses the stream.
+Owns the loads; stream, buffer and registrations are in its `means`. Never touches the engine's streams but to let them
+wait.
 Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
 copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
 """
@@ -9,47 +9,44 @@ copies out of it have ended; what is loaded counts only if the lease was valid a
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-import numpy as np
-
-from kvstore_client.device.copies import CopyStream
+from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.stores import Storing
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
-from kvstore_client.payload import FillSlot
+from kvstore_client.payload import FillSlot, Finish
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run
 
-BUFFER_BYTES = 8 << 20
-_PORTABLE, _NO_TIMING = 1, 2
+_NO_TIMING = 2
 
 
 class DeviceTransfers:
     """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
 
-    `device` is that of the session (`Session.device`). Host memory is registered in the background from when it is
-    first used; `registered.want` does it earlier.
+    `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
+    background from now on, other host memory from when it is first used; `registered.want` does it earlier. An engine
+    that has several pools gives all their transfers the same `means`, which are then its own to close.
     """
 
-    def __init__(self, device: DeviceMemory, pool: DevicePool) -> None:
+    def __init__(self, device: DeviceMemory, pool: DevicePool, *, means: CopyMeans | None = None) -> None:
         self.pool = pool
         self.device = device
-        with device.current():
-            self.stream = CopyStream(device)
-            memory = mmap.mmap(-1, max(BUFFER_BYTES, pool.block_bytes))
-            self.buffer: Bytes = np.frombuffer(memory, np.uint8)
-            self.buffer_address: int = self.buffer.__array_interface__["data"][0]
-            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
-        self.registered = RegisteredMemory(device)
-        self.using = threading.Lock()  # held by the thread that uses stream and buffer
-        self._is_closed = False
+        self._owns_means = means is None
+        self.means = means or CopyMeans(device, pool.block_bytes)
+        if self.means.buffer.nbytes < pool.block_bytes:
+            raise invalid(f"the buffer of {self.means.buffer.nbytes} bytes holds no block of {pool.block_bytes}")
+
+    @property
+    def registered(self) -> RegisteredMemory:
+        return self.means.registered
 
     def load(self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0) -> LayerLoad:
         """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
@@ -59,14 +56,23 @@ class DeviceTransfers:
         the daemon whenever they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of
         another size than the pool's, IndexError for blocks or pages that are not there.
         """
-        blocks = [lease.leased(block) for block in range(first_block, first_block + len(pages))]
-        for block, page in zip(blocks, pages, strict=True):
-            self._check_size(block.payload_bytes)
-            self._check_page(page)
-        return LayerLoad(self, lease, list(zip(blocks, pages, strict=True)), after)
+        return self.load_all([(lease, first_block, pages)], after=after)
+
+    def load_all(self, sources: Sequence[tuple[Lease, int, Sequence[int]]], *, after: int = 0) -> LayerLoad:
+        """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
+        the next one of any."""
+        blocks: list[tuple[LeasedBlock, int]] = []
+        for lease, first_block, pages in sources:
+            for block, page in enumerate(pages, first_block):
+                leased = lease.leased(block)
+                self._check_size(leased.payload_bytes)
+                self._check_page(page)
+                blocks.append((leased, page))
+        return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after)
 
     def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored.
+        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored. The
+        put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
@@ -77,16 +83,9 @@ class DeviceTransfers:
         return lambda destination: self._store(destination, page, after)
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory. Idempotent."""
-        with self.using:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            with self.device.current():
-                self.device.quietly("cuStreamSynchronize", self.stream.handle)
-                self.registered.close()
-                self.device.quietly("cuMemHostUnregister", self.buffer_address)
-                self.device.quietly("cuStreamDestroy", self.stream.handle)
+        """Wait for copies, unregister all memory. Idempotent. Means that were given stay open."""
+        if self._owns_means:
+            self.means.close()
 
     def __enter__(self) -> DeviceTransfers:
         return self
@@ -96,11 +95,6 @@ class DeviceTransfers:
     ) -> None:
         self.close()
 
-    def check_open(self) -> None:
-        """Raises KVStoreError after `close`; for the thread that holds `using`."""
-        if self._is_closed:
-            raise invalid("these transfers are closed")
-
     def _check_size(self, payload_bytes: int) -> None:
         if payload_bytes != self.pool.block_bytes:
             raise invalid(f"a block has {payload_bytes} bytes, a page of the pool {self.pool.block_bytes}")
@@ -109,44 +103,35 @@ class DeviceTransfers:
         if not 0 <= page < self.pool.pages:
             raise IndexError(f"page {page} of a pool of {self.pool.pages}")
 
-    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> None:
-        """Fill a slot of staging memory or of an arena from a page."""
+    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> Finish:
+        """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
-        whole = destination.base if isinstance(destination.base, np.ndarray) else destination
-        address = destination.__array_interface__["data"][0]
-        start = address - whole.__array_interface__["data"][0]
-        with self.using, self.device.current():
-            self.check_open()
-            taken = self.registered.take(whole, start, destination.nbytes)
-            to = address if taken is not None else self.buffer_address
-            try:
-                for layer in range(len(self.pool.layers)):
-                    if layer < len(after):
-                        self.stream.wait(after[layer])
-                    pieces = self.pool.pieces(layer, page)
-                    self.stream.queue(
-                        [Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host"
-                    )
-            finally:
-                self.stream.synchronize()
-                if taken is not None:
-                    self.registered.give_back(taken)
-        if taken is None:
-            ctypes.memmove(address, self.buffer_address, destination.nbytes)
+        with self.means.using, self.device.current():
+            self.means.check_open()
+            storing = self.means.stores.begin(self.pool, destination, page, after)
+        return lambda: self._finish_store(storing)
+
+    def _finish_store(self, storing: Storing) -> None:
+        with self.means.using, self.device.current():
+            if not storing.is_over:
+                self.means.stores.settle()
+        if storing.error is not None:
+            raise storing.error
 
 
 class LayerLoad:
     """Blocks on their way into pages, layer by layer. As a context manager it finishes."""
 
     def __init__(
-        self, transfers: DeviceTransfers, lease: Lease, blocks: Sequence[tuple[LeasedBlock, int]], after: int
+        self, transfers: DeviceTransfers, leases: Sequence[Lease], blocks: Sequence[tuple[LeasedBlock, int]], after: int
     ) -> None:
-        self._transfers, self._lease, self._blocks, self._after = transfers, lease, blocks, after
+        self._transfers, self._leases, self._blocks, self._after = transfers, leases, blocks, after
         self._taken: list[Registration] = []
         layers = range(len(transfers.pool.layers))
         self._queued = [threading.Event() for _ in layers]
         self._error: BaseException | None = None
         self._is_over = False
+        self._ending = threading.Lock()  # of that, and of the events until then
         with transfers.device.current():
             self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
         self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
@@ -154,27 +139,32 @@ class LayerLoad:
 
     def wait(self, layer: int, stream: int) -> None:
         """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
-        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError."""
+        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError. Another
+        thread may call `finish` meanwhile."""
         device = self._transfers.device
         self._queued[layer].wait()
-        if self._error is not None:
-            raise self._error
-        with device.current():
-            device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
+        with self._ending:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:  # all copies have ended, and the events are gone
+                return
+            with device.current():
+                device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def finish(self) -> bool:
-        """Wait until all copies have ended. Whether the lease was valid then: otherwise the pages hold nothing of use.
-        Raises what went wrong, such as DeviceError. Events that `wait` used are no longer needed then."""
+        """Wait until all copies have ended. Whether all leases were valid then: otherwise the pages hold nothing of
+        use. Raises what went wrong, such as DeviceError."""
         self._thread.join()
         device = self._transfers.device
-        if not self._is_over:
-            self._is_over = True
-            with device.current():
-                for event in self._events:
-                    device.quietly("cuEventDestroy", event)
+        with self._ending:
+            if not self._is_over:
+                self._is_over = True
+                with device.current():
+                    for event in self._events:
+                        device.quietly("cuEventDestroy", event)
         if self._error is not None:
             raise self._error
-        return self._lease.valid
+        return all(lease.valid for lease in self._leases)
 
     def __enter__(self) -> LayerLoad:
         return self
@@ -185,29 +175,34 @@ class LayerLoad:
         self.finish()
 
     def _run(self) -> None:
-        transfers = self._transfers
-        device = transfers.device
-        with transfers.using, device.current():
-            try:
-                transfers.check_open()
-                bounced = self._bounced()
-                if self._after:
-                    transfers.stream.wait(self._after)
-                for layer, queued in enumerate(self._queued):
-                    self._queue_layer(layer, bounced)
-                    device.call("cuEventRecord", self._events[layer], transfers.stream.handle)
-                    queued.set()
-                transfers.stream.synchronize()
-            except BaseException as error:  # raised again where the caller waits
-                self._error = error
-                device.quietly(
-                    "cuStreamSynchronize", transfers.stream.handle
-                )  # the lease's bytes are in use until then
-            finally:
-                for taken in self._taken:
-                    transfers.registered.give_back(taken)
-                for queued in self._queued:
-                    queued.set()
+        try:
+            with self._transfers.means.using, self._transfers.device.current():
+                self._copy()
+        except BaseException as error:  # raised again where the caller waits
+            self._error = error
+        finally:
+            for queued in self._queued:
+                queued.set()
+
+    def _copy(self) -> None:
+        means = self._transfers.means
+        means.check_open()
+        try:
+            means.stores.settle()  # they have the buffer
+            bounced = self._bounced()
+            if self._after:
+                means.stream.wait(self._after)
+            for layer, queued in enumerate(self._queued):
+                self._queue_layer(layer, bounced)
+                means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
+                queued.set()
+            means.stream.synchronize()
+        except BaseException:
+            means.device.quietly("cuStreamSynchronize", means.stream.handle)  # the lease's bytes are in use until then
+            raise
+        finally:
+            for taken in self._taken:
+                means.registered.give_back(taken)
 
     def _bounced(self) -> list[bool]:
         """Of each block whether it is in host memory that is not registered."""
@@ -216,33 +211,34 @@ class LayerLoad:
             taken = None
             if block.chunk is None:
                 start = block.offset + HEADER_BYTES
-                taken = self._transfers.registered.take(block.arena, start, block.payload_bytes)
+                taken = self._transfers.means.registered.take(block.arena, start, block.payload_bytes)
             if taken is not None:
                 self._taken.append(taken)
             found.append(block.chunk is None and taken is None)
         return found
 
     def _queue_layer(self, layer: int, bounced: Sequence[bool]) -> None:
-        transfers, nbytes = self._transfers, self._transfers.pool.layer_bytes
+        means, pool = self._transfers.means, self._transfers.pool
+        start, nbytes = pool.extent(layer)
         from_host: list[Run] = []
         on_device: list[Run] = []
         used = 0
         for (block, page), by_buffer in zip(self._blocks, bounced, strict=True):
             source, runs = _payload_address(block), from_host if block.chunk is None else on_device
             if by_buffer:
-                if used == 0 or used + nbytes > transfers.buffer.nbytes:
-                    transfers.stream.queue(from_host, "to device")
+                if used == 0 or used + nbytes > means.buffer.nbytes:
+                    means.stream.queue(from_host, "to device")
                     from_host.clear()
                     used = 0
-                    transfers.stream.synchronize()
-                at = transfers.buffer_address + used
-                ctypes.memmove(at, source + layer * nbytes, nbytes)
+                    means.stream.synchronize()
+                at = means.buffer_address + used
+                ctypes.memmove(at, source + start, nbytes)
                 used += nbytes
-                source = at - layer * nbytes
-            for piece in transfers.pool.pieces(layer, page):
+                source = at - start
+            for piece in pool.pieces(layer, page):
                 runs.append(Run(piece.address, source + piece.offset, piece.nbytes))
-        transfers.stream.queue(from_host, "to device")
-        transfers.stream.queue(on_device, "on device")
+        means.stream.queue(from_host, "to device")
+        means.stream.queue(on_device, "on device")
 
 
 def _payload_address(block: LeasedBlock) -> int:

@@ -10,7 +10,8 @@ sum is concave in n, so its least value is at an end of a run: only those are co
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
 few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
-each request may be lost to this. The first step of a process also warms the engine up: it counts until the second.
+each request may be lost to this. All blocks do where that is affordable and none did so for `WHOLE_TRIAL_EVERY`
+decisions: where the paths are close, what a part of one takes says too little of it.
 Owns what was learned, and its file. It loads and computes nothing. Safe for use by several threads.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -28,25 +29,20 @@ from time import time
 
 from kvstore_client.json_file import write_json
 from kvstore_client.restore.bias import Biases
-from kvstore_client.restore.features import (
-    COMPUTE_PRIOR,
-    LINK_PRIOR,
-    compute_cost,
-    compute_features,
-    link_cost,
-    load_features,
-)
+from kvstore_client.restore.features import LINK_PRIOR, link_cost, load_features
 from kvstore_client.restore.scaled_fit import ScaledFit
+from kvstore_client.restore.steps import StepCosts
 
-TRIAL_SHARE, TRIAL_EVERY = 0.015, 16
-_TRIAL_PART = 8  # at most one in so many blocks takes the other path in a trial
+TRIAL_SHARE, TRIAL_EVERY, WHOLE_TRIAL_EVERY = 0.015, 16, 128
+_TRIAL_PART = 8  # one in so many blocks takes the other path in a trial, unless all of them do
 _MOST_SAVED_S = 30.0
+_FIRST_SHARE = 0.1  # of one request may be lost in advance, while a process has seen no step but the first
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.05
 _MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the mapped one
 _LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
 _MOST_ENDS = 64  # of runs of blocks that are compared
 _SAVE_EVERY = 64  # loads that were observed
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +99,19 @@ class LoadChoice:
     """
 
     def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
-        self._step_tokens = step_tokens
         self._clock = clock
-        self._compute, self._own = ScaledFit(COMPUTE_PRIOR), ScaledFit(LINK_PRIOR)
+        self._steps, self._own = StepCosts(step_tokens), ScaledFit(LINK_PRIOR)
         self._biases = Biases(clock)
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
+        self._since_all = {True: WHOLE_TRIAL_EVERY, False: WHOLE_TRIAL_EVERY}  # since all was loaded; was computed
         self._informative_tokens = 0  # so many at once say what those of the latest hit cost
-        self._steps = 0  # that were observed in this process
-        self._is_provisional = False  # all that is known of computing is from the first of them
         self._path: Path | None = None
         self._unsaved = 0
         self._lock = threading.RLock()
 
     def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
-        """How many blocks to load. `all_or_none`: no number in between, so no trial either."""
+        """How many blocks to load. `all_or_none`: no number in between."""
         with self._lock:
             return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
 
@@ -125,16 +119,17 @@ class LoadChoice:
         whole = len(hit.tiers)
         self._since_load += 1
         self._since_compute += 1
+        self._since_all = {is_load: count + 1 for is_load, count in self._since_all.items()}
         self._informative_tokens = (hit.tokens - hit.first) // _TRIAL_PART
         waits = self._waits(hit)
-        if not self._compute.samples:
+        if not self._steps.is_known:
             return all_of(hit)
         nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
         ends = () if all_or_none else _ends_of_runs(hit)
         totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *ends, whole)}
         best = min(totals, key=lambda blocks: (totals[blocks], -blocks))
         self._saved_s = min(self._saved_s + TRIAL_SHARE * totals[best], _MOST_SAVED_S)
-        tried = None if all_or_none else self._tried(hit, best, totals[best], waits)
+        tried = self._tried(hit, best, totals[best], waits, all_or_none)
         if tried is None:
             return self._chosen(hit, best, waits, nothing_s)
         self._saved_s -= self._total_s(hit, tried, waits) - totals[best]
@@ -142,29 +137,20 @@ class LoadChoice:
 
     def compute_s(self, first: int, tokens: int) -> float:
         """Predicted seconds to compute `tokens` tokens from position `first` on."""
-        cost = compute_cost(self._compute.coefficients)
-        further_steps = -(-tokens // self._step_tokens) - 1 if self._step_tokens and tokens else 0
-        return cost.chunk_s(first, tokens) + further_steps * cost.fixed_s
+        return self._steps.seconds(first, tokens)
 
     def known_compute_s(self, first: int, tokens: int) -> float:
         """The same; infinite until something was computed."""
         with self._lock:
-            return self.compute_s(first, tokens) if self._compute.samples else math.inf
+            return self.compute_s(first, tokens) if self._steps.is_known else math.inf
 
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
         is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A
-        step much shorter than the latest hit is passed over: of many such ones a fit learns noise."""
+        step much shorter than the latest hit says only what every step takes: of many such ones a fit learns noise."""
         with self._lock:
-            if tokens < 1 or seconds <= 0 or (self._compute.samples and tokens < self._informative_tokens):
-                return
-            self._steps += 1
-            if self._steps == 1 and self._compute.samples:
-                return
-            features = compute_features(tokens, tokens * (first + tokens / 2))
-            self._compute.observe(features, seconds, is_to_scale=self._is_provisional)
-            self._is_provisional = self._steps == 1
-            self._since_compute = 0
+            if tokens >= 1 and seconds > 0 and self._steps.observe(first, tokens, seconds, self._informative_tokens):
+                self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
         """`blocks` of the chosen ones had been loaded after `seconds`; when fewer than chosen, that was given up."""
@@ -194,7 +180,7 @@ class LoadChoice:
             return
         kept = {
             "version": _VERSION,
-            "compute": self._compute.state(),
+            "steps": self._steps.state(),
             "own": self._own.state(),
             "biases": self._biases.state(),
         }
@@ -210,9 +196,9 @@ class LoadChoice:
             kept = json.loads(path.read_text())
             if kept["version"] != _VERSION:
                 return choice
-            compute, own = dict(kept["compute"]), dict(kept["own"])
+            steps, own = dict(kept["steps"]), dict(kept["own"])
             fresh = cls(step_tokens=step_tokens, clock=clock)
-            fresh._compute.restore(**compute)
+            fresh._steps.restore(**steps)
             fresh._own.restore(**own)
             fresh._biases.restore(kept["biases"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -240,6 +226,8 @@ class LoadChoice:
     ) -> Chosen:
         if blocks:
             self._since_load = 0
+        if blocks in (0, len(hit.tiers)):
+            self._since_all[blocks > 0] = 0
         held = hit.held(blocks)
         compute_s, load_s = self.compute_s(held, hit.tokens - held), self._load_s(hit, blocks, waits)
         if not blocks:
@@ -249,25 +237,32 @@ class LoadChoice:
         deadline_s = min(patience_s, max(nothing_s - compute_s, 2 * load_s))
         return Chosen(blocks, load_s, compute_s, deadline_s, sum(hit.load_s[:blocks]), _slowest(hit, blocks), is_trial)
 
-    def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float]) -> int | None:
-        """Some blocks more or fewer than the best, for what it teaches; None if that would cost too much now, or
-        teaches nothing."""
+    def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float], all_or_none: bool) -> int | None:
+        """More or fewer blocks than the best, for what it teaches; None if that would cost too much now, or teaches
+        nothing."""
         whole = len(hit.tiers)
         if best < whole and self._since_load >= TRIAL_EVERY:
             room, sign = whole - best, +1
-        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._steps, TRIAL_EVERY)):
+        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._steps.steps, TRIAL_EVERY)):
             room, sign = best, -1
         else:
             return None
-        step = -(-room // _TRIAL_PART)
-        while step:
+        affordable_s = self._saved_s + (_FIRST_SHARE * best_s if self._steps.is_provisional else 0.0)
+        in_whole = [room] if self._since_all[sign > 0] >= WHOLE_TRIAL_EVERY else []
+        in_part = [] if all_or_none else _halves(-(-room // _TRIAL_PART))
+        for step in (*in_whole, *in_part):
             blocks = best + sign * step
             if sign < 0 and hit.tokens - hit.held(blocks) < self._informative_tokens:
-                return None  # `observe_compute` would pass it over
-            if self._total_s(hit, blocks, waits) - best_s <= self._saved_s:
+                return None  # too short a step to say what tokens take
+            if self._total_s(hit, blocks, waits) - best_s <= affordable_s:
                 return blocks
-            step //= 2
         return None
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number:
+        yield number
+        number //= 2
 
 
 def _ends_of_runs(hit: Hit) -> list[int]:

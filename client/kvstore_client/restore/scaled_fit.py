@@ -47,6 +47,10 @@ class ScaledFit:
             self._scale = min(max(scale, 1 / _MOST), _MOST)
         self._fit.observe(features, cost_s / self._scale)
 
+    def rescale(self, factor: float) -> None:
+        """All that is predicted becomes `factor` times as much."""
+        self._scale = min(max(self._scale * factor, 1 / _MOST), _MOST)
+
     def state(self) -> dict[str, list[float] | int | float]:
         """What `restore` needs, as plain numbers."""
         return {**self._fit.state(), "scale": self._scale}

@@ -20,17 +20,12 @@ from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import TrieNode
 from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream
 from kvstore_engine.restore.link import Link, left_s
-from kvstore_engine.restore.record import WORK_ITEMS, RestorationRecord, Work
+from kvstore_engine.restore.record import PLAN_REASONS, WORK_ITEMS, RestorationRecord, Work
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
 
 MAPPED = "host"  # the tier that is read in place
 _CAUTION = 1.2  # a step that was begun in error cannot be ended
-_REASONS = {
-    "load": "loading is estimated to be faster than computing",
-    "compute": "computing is estimated to be faster than loading",
-    "tokens": "loading and computing at once is estimated to be fastest",
-}
 _SLOW = 2  # a load takes so many times what was planned: computing is thought of again
 
 
@@ -239,5 +234,5 @@ class Restoration:
         if missing:
             return f"{copied} of {copied + missing} planned blocks could be restored"
         if self.plan is not None:
-            return _REASONS[self.plan.axis]
-        return _REASONS["load"] if copied else self.lookup_reason or "nothing resident"
+            return PLAN_REASONS[self.plan.axis]
+        return PLAN_REASONS["load"] if copied else self.lookup_reason or "nothing resident"

@@ -36,7 +36,7 @@ def parser() -> Parser:
     """The parser; `namespace.command` names the command."""
     top = Parser(
         prog="kvengine",
-        description="Run GGUF models with their KV cache kept in kvstored, on the CPU or (not `serve`) with torch.",
+        description="Run GGUF models with their KV cache kept in kvstored, on the CPU or with torch.",
         epilog=f"{_EXAMPLES}\n{_MODELS}\n{_EXIT_CODES}",
     )
     top.add_argument("--version", action="version", version=f"kvengine {VERSION}")
@@ -156,13 +156,25 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="compute the layers in N stages, of which each has its own --threads (then 1 by default), and a prompt "
-        "in pieces, of which each stage computes another (default 1)",
+        "in pieces, of which each stage computes another; with --kvstore each restores and stores its own layers "
+        "(default 1)",
     )
     running.add_argument(
         "--kvstore",
         type=Path,
         metavar="DIR",
         help="the folder of kvstored's sockets; without it all is computed",
+    )
+    running.add_argument(
+        "--whole-blocks",
+        action="store_true",
+        help="with --stages: restore and store blocks of all layers, which engines without stages find, too",
+    )
+    running.add_argument(
+        "--no-hidden-states",
+        action="store_true",
+        help="with --stages: do not store the hidden states from which a stage computes without waiting for the one "
+        "before",
     )
     running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
     running.add_argument(
@@ -175,6 +187,12 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "--no-warm-up",
         action="store_true",
         help="let the first token pay for page faults and first-time set-up",
+    )
+    running.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for chrome://tracing or ui.perfetto.dev: every step, and what restored the prompt",
     )
 
 

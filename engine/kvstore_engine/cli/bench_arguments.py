@@ -94,6 +94,6 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as `kvengine generate`)")
     engine.add_argument("--block-sizes", action=ListAction, of=int, metavar="N", help="tokens in a block (default 16)")
-    engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="of K and V (default f16)")
+    engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="of K and V, as for serve (default f16)")
     engine.add_argument("--pool-tokens", type=int, metavar="N", help="size of the K/V pool (default: all clients fit)")
     engine.add_argument("--policy", default="fcfs", metavar="NAME", help="fcfs (default), shortest or priority")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstore_console.units import human_bytes, human_seconds
 from kvstore_engine.batching import RequestSettings
+from kvstore_engine.cli.restorations import restorations_table
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadedModel, LoadOptions, open_model
@@ -38,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
         warm_up=not options.no_warm_up,
         device=options.device,
         stages=options.stages,
+        whole_blocks=options.whole_blocks,
+        hidden_states=not options.no_hidden_states,
+        trace=options.trace,
     )
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)
@@ -86,6 +90,8 @@ def _report(options: argparse.Namespace, model: LoadedModel, generation: Generat
     sys.stdout.flush()
     if not options.quiet:
         print(_summary(generation, load_s, with_store=options.kvstore is not None), file=sys.stderr)
+        if any(each.stage is not None for each in generation.restorations):
+            print(restorations_table([each.as_json() for each in generation.restorations]), file=sys.stderr)
 
 
 def _summary(generation: Generation, load_s: float, *, with_store: bool) -> str:

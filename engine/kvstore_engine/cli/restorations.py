@@ -7,6 +7,7 @@ import argparse
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvstore_engine.errors import OperationError, UsageError
 
 _TIMEOUT_S = 10.0
 _HEADINGS = ["request", "plan", ">DRAM", ">loaded", ">computed", ">lost", ">predicted", ">took", ">link", ">compute"]
+_LEGEND = "DRAM, loaded, computed, lost: stored blocks; link, compute: share of the time that each worked"
+_STAGES_LEGEND = "loaded, computed: blocks of the stage's layers; states: blocks whose hidden states it loaded"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,11 +29,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(records))
     elif records:
-        print(render_table(_HEADINGS, [_cells(record) for record in records]))
-        print("DRAM, loaded, computed, lost: stored blocks; link, compute: share of the time that each worked")
+        print(restorations_table(records))
     else:
         print("nothing has been restored yet")
     return 0
+
+
+def restorations_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each of `records`, as `RestorationRecord.as_json` gives them, with a column more for stages."""
+    has_stages = any(record.get("stage") is not None for record in records)
+    headings = [*_HEADINGS, ">states"] if has_stages else _HEADINGS
+    rows = [[*_cells(record), str(record["inputs"])] if has_stages else _cells(record) for record in records]
+    return "\n".join([render_table(headings, rows), _LEGEND, *([_STAGES_LEGEND] if has_stages else [])])
 
 
 def _key(path: Path | None) -> str:
@@ -56,9 +66,13 @@ def _ask(url: str, last: int, key: str) -> list[dict[str, Any]]:
     return records
 
 
-def _cells(record: dict[str, Any]) -> list[str]:
+def _cells(record: Mapping[str, Any]) -> list[str]:
     actual_s = record["actual_s"]
     counts = [str(record[name]) for name in ("mapped", "loaded", "computed", "lost")]
     times = [human_seconds(record["predicted_s"]), "" if actual_s is None else human_seconds(actual_s)]
     shares = [human_share(record[f"{name}_busy_s"], actual_s) if actual_s else "" for name in ("load", "compute")]
-    return [f"{record['request_id']}/{record['index']}", record["plan"] or "DRAM", *counts, *times, *shares]
+    name, plan = f"{record['request_id']}/{record['index']}", record["plan"] or "DRAM"
+    if record.get("stage") is not None:
+        first, end = record["layers"]
+        name, plan = f"{name}, stage {record['stage']} (layers {first}-{end - 1})", record["plan"] or "compute"
+    return [name, plan, *counts, *times, *shares]

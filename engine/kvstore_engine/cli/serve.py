@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import UsageError
 from kvstore_engine.models import locate
 from kvstore_engine.server.options import EngineOptions, ServerOptions
 from kvstore_engine.server.run import run as run_server
@@ -14,6 +16,13 @@ from kvstore_engine.server.run import run as run_server
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit code, or an error that `main` turns into one."""
+    if options.stages > 1:
+        raise UsageError(
+            f"--stages {options.stages}: a server computes in one stage, since its ggml runs in a process of its own "
+            "with one executor; `kvengine generate` has stages"
+        )
+    device = DeviceName.parse(options.device)
+    device.check_kv_dtype(options.kv_dtype)
     path = locate(options.model)
     engine = EngineOptions(
         model=str(path),
@@ -29,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         hung_after_s=options.hung_after_s,
         trace=str(options.trace) if options.trace else None,
         has_tenants=options.api_keys is not None,
+        device=device.name,
     )
     known = path.stem if options.model == str(path) else options.model
     names: list[str] = [*options.served_name, known]

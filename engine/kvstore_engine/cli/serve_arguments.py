@@ -9,12 +9,12 @@ import argparse
 from pathlib import Path
 
 from kvstore_console.command_line import Commands, seconds, size, whole_number
+from kvstore_engine.devices import CPU, DEVICE_HELP, KV_TYPES
 
 _port = whole_number(0, 65535)
 _count = whole_number(1, 1 << 30)
 _POLICIES = ("fcfs", "shortest", "priority")
 MAX_SEQUENCES = 256  # the logits of a step take 4 bytes a token of the vocabulary for each, twice
-_KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
 _DESCRIPTION = """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models,
 and /tokenize, /detokenize, /health, /metrics. Requests run in one batch; their K/V is shared
 between requests of a tenant and, with --kvstore, kept in kvstored."""
@@ -76,6 +76,7 @@ def _add_http(command: argparse.ArgumentParser) -> None:
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine")
+    engine.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     engine.add_argument(
         "--context",
         type=_count,
@@ -83,6 +84,9 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="tokens of one prompt and answer together (default: 4096, or the model's limit if smaller)",
     )
     engine.add_argument("--threads", type=_count, metavar="N", help="compute threads (default: as kvengine generate)")
+    engine.add_argument(
+        "--stages", type=_count, default=1, metavar="N", help="1: a server computes in one stage (generate: in more)"
+    )
     engine.add_argument(
         "--max-sequences",
         type=_sequences,
@@ -95,7 +99,10 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--policy", choices=_POLICIES, default="fcfs", help="who goes first (default fcfs)")
     engine.add_argument(
-        "--kv-dtype", choices=_KV_TYPES, default="f16", help="type of K and V in the pool (default f16)"
+        "--kv-dtype",
+        choices=KV_TYPES,
+        default="f16",
+        help="type of K and V in the pool (default f16); q8_0 and q4_0 on cpu, int8 on the other devices",
     )
     engine.add_argument(
         "--pool",
@@ -112,7 +119,8 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         type=_patience_seconds,
         default=20.0,
         metavar="S",
-        help="end a ggml worker whose step takes so long, and 30 times what was predicted (default 20)",
+        help="end a ggml worker whose step takes so long, and 30 times what was predicted (default 20); on other "
+        "devices than cpu the scheduler, which is started again",
     )
     engine.add_argument(
         "--trace",

@@ -55,7 +55,7 @@ class StepExecutor(ABC):
 
         Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
         a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
-        RuntimeError if computing fails.
+        RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
         """
 
     def prefill(

@@ -104,13 +104,15 @@ def _write(file: GGUFFile, target_type: str, path: Path) -> None:
         targets.append(_Target(info, type_name, offset, nbytes))
         end = offset + nbytes
     with appearing(path) as out:
-        out.write(_header(file, targets, target_type))
-        start = -(-out.tell() // alignment) * alignment
+        header = _header(file, targets, target_type)
+        start = -(-len(header) // alignment) * alignment
+        at = out.write(header)
         for target in targets:
-            out.write(bytes(start + target.offset_bytes - out.tell()))
+            at += out.write(bytes(start + target.offset_bytes - at))
             for piece in _converted(file, target):
                 out.write(piece)
-        out.write(bytes(-out.tell() % alignment))
+                at += piece.nbytes
+        out.write(bytes(-at % alignment))
 
 
 def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:

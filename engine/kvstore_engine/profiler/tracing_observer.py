@@ -1,8 +1,8 @@
 """The engine's activity as a trace: a track for each sequence, each lane and each worker.
 
 Owns what is drawn where. Sequences: waiting, each chunk of the prompt, decoding, being swapped out. Lanes: what was
-restored and swapped, and for each restoration what steps computed of it, from the front, and what was loaded, from the
-back. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
+restored and swapped, and for each restoration, or stage of one, what steps computed of it, from the front, and what was
+loaded, from the back. Workers: the scheduler's steps with the forward pass inside, and counters of the pool's use.
 A sequence's track is its own from the moment it was queued, and used again by one that was queued after it had ended.
 Invariant: what is drawn on a sequence's track never overlaps; a chunk of a step in which it was admitted begins there.
 """
@@ -73,8 +73,9 @@ class TracingObserver(Observer):
         if drawn is None:
             return
         details = {"request": record.request_id, "plan": record.plan}
+        stage = "" if record.stage is None else f", stage {record.stage}"
         for work in record.work:
-            track = self._file.track(LANES, f"sequence {drawn.number}: restore, {work.kind}")
+            track = self._file.track(LANES, f"sequence {drawn.number}{stage}: restore, {work.kind}")
             place = {"position": work.first}
             self._file.span(track, f"{work.kind} {work.tokens}", work.begin_s, work.end_s, **details, **place)
 

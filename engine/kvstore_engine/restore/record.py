@@ -13,12 +13,22 @@ from typing import Literal
 RECORDS = 64  # that are kept
 WORK_ITEMS = 512  # of one record; the rest of a longer one is left out
 
+WorkKind = Literal["compute", "load", "states"]
+PLAN_REASONS = {
+    "load": "loading is estimated to be faster than computing",
+    "compute": "computing is estimated to be faster than loading",
+    "tokens": "loading and computing at once is estimated to be fastest",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`tokens` tokens from position `first` on were computed in a step, or loaded: readable at `end_s`."""
+    """`tokens` tokens from position `first` on were computed in a step, or loaded: readable at `end_s`.
 
-    kind: Literal["compute", "load"]
+    kind "states": what was loaded are the hidden states from which a stage computes.
+    """
+
+    kind: WorkKind
     first: int
     tokens: int
     begin_s: float
@@ -28,7 +38,7 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class RestorationRecord:
     """One restoration. Chunks are storage blocks; those that were in DRAM were copied first and are `mapped`. What
-    follows is about the rest, `chunks` of them.
+    follows is about the rest, `chunks` of them, which were in `tiers`.
 
     plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
     predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.
@@ -36,6 +46,11 @@ class RestorationRecord:
     loaded, computed, lost, wasted: chunks by how they came; lost ones could not be loaded and were computed, wasted
                  ones were done twice.
     load_busy_s, compute_busy_s: how long the link, and steps, worked for it; the rest of `actual_s` they were idle.
+    stage:       None, or the number of the pipeline stage that this is about, which has the layers [first, end) of
+                 `layers`. Its `chunks` are all whole ones of the prompt, also those that were in DRAM, and those that
+                 were not stored, which `tiers` does not count.
+    inputs:      chunks whose hidden states the stage loaded.
+    forwarded:   chunks that the stage had, and computed for the hidden states that the next one lacked.
     """
 
     request_id: str
@@ -62,6 +77,15 @@ class RestorationRecord:
     load_busy_s: float
     compute_busy_s: float
     work: tuple[Work, ...] = ()
+    stage: int | None = None
+    layers: tuple[int, int] | None = None
+    inputs: int = 0
+    forwarded: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Chunks that were found in some tier."""
+        return sum(self.tiers.values())
 
     def as_json(self) -> dict[str, object]:
         """Everything; the times of `work` count from the plan."""

@@ -44,10 +44,15 @@ class KvLease(Protocol):
 
 
 class KvLookup(Protocol):
-    """What is resident of a prefix: the tier of each block that was asked for, "absent" where there is none."""
+    """What is resident of a prefix: the tier of each block that was asked for, "absent" where there is none.
+    `load_s`: of each leading block that is resident, the seconds that it adds to loading them all, as the daemon
+    expects; empty where it does not know.
+    """
 
     @property
     def tiers(self) -> tuple[str, ...]: ...
+    @property
+    def load_s(self) -> tuple[float, ...]: ...
 
 
 class KvStream(Protocol):
@@ -65,10 +70,14 @@ class KvStream(Protocol):
 
 
 class KvReceipt(Protocol):
-    """What became of each block of a put: "stored", "present", or why it was not stored."""
+    """What became of each block of a put: "stored", "present", or why it was not stored; and `reason`, in words, where
+    more is known.
+    """
 
     @property
     def statuses(self) -> Sequence[str]: ...
+    @property
+    def reason(self) -> str: ...
 
 
 class KvSession(Protocol):

@@ -3,7 +3,7 @@
 Owns the order of those three, in one thread, and the reports on health and counters. It never tokenises or renders.
 
 Between two steps it looks, without waiting, at the socket: so a cancellation holds from the next step on. With nothing
-to compute it waits for the socket and for the worker's end.
+to compute it waits for the socket and for the end of the worker, where there is one.
 """
 
 from __future__ import annotations
@@ -65,14 +65,17 @@ class EngineLoop:
         poll.register(self._connection, select.POLLIN)
         try:
             while True:
-                worker = serving.executor.fileno()
-                poll.register(worker, select.POLLIN)
+                worker = serving.worker
+                handles = [] if worker is None else [worker.fileno()]
+                for handle in handles:
+                    poll.register(handle, select.POLLIN)
                 ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else None)}
-                poll.unregister(worker)
+                for handle in handles:
+                    poll.unregister(handle)
                 if self._connection.fileno() in ready:
                     self._receive(serving)
-                if worker in ready:
-                    serving.executor.revive()
+                if worker is not None and handles[0] in ready:
+                    worker.revive()
                 if serving.engine.has_work:
                     self._step(serving)
         except (EOFError, ConnectionError):
@@ -113,11 +116,11 @@ class EngineLoop:
         self.send({"refused": request_id, "kind": kind, "message": message, "retry_after_s": retry_after_s})
 
     def _status(self, serving: Serving) -> Header:
-        pool, executor = serving.pool, serving.executor
+        pool, worker = serving.pool, serving.worker
         return {
             "sequences": {"running": serving.engine.running, "waiting": serving.engine.waiting},
             "pool": {"blocks": pool.blocks, "free_blocks": pool.free_blocks, "block_tokens": pool.block_tokens},
-            "worker": {"pid": executor.pid, "deaths": executor.deaths},
+            "worker": {"pid": worker.pid, "deaths": worker.deaths} if worker else {"pid": 0, "deaths": 0},
             "kvstore": serving.sessions.state() if serving.sessions else "off",
             "counters": asdict(self._counters),
             "restored": asdict(serving.engine.restorations.totals),

@@ -30,7 +30,7 @@ def main(connection: socket.socket, options: EngineOptions) -> int:
     loop = EngineLoop(connection)
     try:
         with open_serving(options, loop.notice) as serving:
-            limits = serving.executor.limits
+            limits = serving.engine.compute.limits
             loop.send({"ready": {"context": serving.engine.context, "max_sequences": limits.max_sequences}})
             loop.run(serving)
     except (UsageError, GGUFError, OperationError) as error:

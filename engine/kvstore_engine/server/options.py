@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from kvstore_engine.devices import CPU
+
 DEFAULT_PORT = 8080
 DEFAULT_HOST = "127.0.0.1"
 
@@ -20,7 +22,8 @@ class EngineOptions:
     pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the memory that is free.
     swap_bytes: memory for preempted sequences; None: the engine's default.
     trace:       a file for a Chrome trace of all steps.
-    hung_after_s: seconds that any step may take before its worker is ended; a long one has more (worker.patience).
+    hung_after_s: seconds that any step may take before its process is ended; a long one has more (worker.patience).
+    device:      as `DeviceName.parse` takes it; on all but `cpu` the scheduler computes, and has no worker.
     has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.
     """
 
@@ -37,6 +40,7 @@ class EngineOptions:
     trace: str | None = None
     hung_after_s: float = 20.0
     has_tenants: bool = False
+    device: str = CPU
 
     def encode(self) -> dict[str, object]:
         return asdict(self)

@@ -5,7 +5,9 @@ Imports load ggml, like those of `executor`.
 """
 
 from kvstore_engine.stages.micro_batches import micro_batches
+from kvstore_engine.stages.opening import open_staged_prompts
 from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
+from kvstore_engine.stages.prompts import RestoredPrompt, StagedPrompts
 from kvstore_engine.stages.restorer import Restored, StagedRestorer
 from kvstore_engine.stages.stores import StageStore, stage_fingerprints
 from kvstore_engine.stages.storing import StageStored, store_prefix
@@ -13,11 +15,14 @@ from kvstore_engine.stages.storing import StageStored, store_prefix
 __all__ = [
     "Pipeline",
     "Restored",
+    "RestoredPrompt",
     "StageStore",
     "StageStored",
+    "StagedPrompts",
     "StagedRestorer",
     "micro_batches",
     "open_pipeline",
+    "open_staged_prompts",
     "stage_fingerprints",
     "stage_layers",
     "store_prefix",

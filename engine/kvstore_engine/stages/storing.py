@@ -20,12 +20,20 @@ from kvstore_engine.stages.stores import StageStore
 
 @dataclass(frozen=True, slots=True)
 class StageStored:
-    """What became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all were
-    offered.
+    """What became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of them
+    were stored.
     """
 
     kv: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """The statuses of a put's blocks, and why one of them was not stored."""
+
+    statuses: tuple[str, ...] = ()
     failure: str = ""
 
 
@@ -37,7 +45,7 @@ def store_prefix(
     inputs: Sequence[Mapping[int, FloatArray]] = (),
 ) -> list[StageStored]:
     """Put all whole storage blocks of `tokens`, whose K/V are in the blocks of `table`: of each stage what `stores` has
-    sessions for. `inputs`: `Restored.inputs`; a run of them from the first chunk on is put.
+    sessions for. `inputs`: `Restored.inputs`; of each stage the run from its first chunk on is put.
     """
     whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
     given = [*inputs] or [{}] * len(pipeline.stages)
@@ -57,22 +65,31 @@ def _store(
 ) -> StageStored:
     per_block = BLOCK_TOKENS // stage.pool.block_tokens
     tables = table[: len(tokens) // BLOCK_TOKENS * per_block].reshape(-1, per_block)
-    leading = next((chunk for chunk in range(len(tables)) if chunk not in inputs), len(tables))
-    kv: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
+    first = end = min(inputs, default=0)
+    while end in inputs and end < len(tables):
+        end += 1
+    # The states first: K/V without them can be loaded, but not computed in part.
+    given = [partial(_copy, inputs[chunk]) for chunk in range(first, end)]
+    states = _put(store.inputs, "hidden states", tokens, first, given)
+    kv = _put(store.kv, "K/V", tokens, 0, [partial(stage.pool.gather_block, each) for each in tables])
+    return StageStored(kv.statuses, states.statuses, states.failure or kv.failure)
+
+
+def _put(
+    session: KvSession | None, what: str, tokens: Tokens, first: int, payloads: Sequence[Callable[[Bytes], None]]
+) -> _Put:
+    if session is None or session.state != "connected" or not payloads:
+        return _Put()
     try:
-        # The states first: K/V without them can be loaded, but not computed in part.
-        states = _put(store.inputs, tokens, [partial(_copy, inputs[chunk]) for chunk in range(leading)])
-        kv = _put(store.kv, tokens, [partial(stage.pool.gather_block, each) for each in tables])
-    except Exception as error:
-        return StageStored(kv, states, f"storing failed: {type(error).__name__}: {error}")
-    return StageStored(kv, states)
-
-
-def _put(session: KvSession | None, tokens: Tokens, payloads: Sequence[Callable[[Bytes], None]]) -> tuple[str, ...]:
-    if session is None or not payloads:
-        return ()
-    return tuple(session.put(tokens[: len(payloads) * BLOCK_TOKENS], first_block=0, payloads=payloads).statuses)
+        receipt = session.put(tokens[: (first + len(payloads)) * BLOCK_TOKENS], first_block=first, payloads=payloads)
+    except Exception as error:  # a failure to store must not end an answer
+        return _Put(failure=f"storing failed: {type(error).__name__}: {error}")
+    statuses = tuple(receipt.statuses)
+    lost = next((at for at, status in enumerate(statuses) if status not in ("stored", "present")), None)
+    if lost is None:
+        return _Put(statuses)
+    why = f": {receipt.reason}" if receipt.reason else ""
+    return _Put(statuses, f"block {first + lost} of the {what} was {statuses[lost]}{why}")
 
 
 def _copy(states: FloatArray, dest: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a pool's planes and a model's layers are to attention: typed rows, tables of turns, kinds of layers.
+"""What a pool's planes and a model's layers are to attention: stored rows, tables of turns, kinds of layers.
 
 Owns the tables of turns. It never computes.
 """
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.devices import INT8
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.frequencies import rotation
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.torch_executor.library import torch_library
-
-_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+from kvstore_engine.torch_executor.stored_rows import Int8Rows, PlainRows, StoredRows
 
 
 class Cache:
@@ -38,18 +38,23 @@ class Cache:
             LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
             for layer in range(config.layers)
         ]
-        shape = pool.blocks * pool.block_tokens, config.kv_heads, config.head_dim
         self.planes = planes
-        self._rows = [plane.view(getattr(torch, _TYPES[pool.kv_dtype])).view(shape) for plane in planes.unbind()]
+        self._rows = [self._stored(plane) for plane in planes.unbind()]
         self._turns = {
             rope: torch.tensor(turns(max_context, *rotation(rope, factors)), device=planes.device)
             for rope in set(self.ropes)
         }
 
-    def rows(self, layer: int) -> tuple[Any, Any]:
-        """The layer's K and V, [slots, kv_heads, head_dim] of the pool's type."""
+    def rows(self, layer: int) -> tuple[StoredRows, StoredRows]:
+        """The layer's K and V."""
         return self._rows[2 * layer], self._rows[2 * layer + 1]
 
     def turns(self, layer: int) -> Any:
         """Cosines and sines, float32 [positions, pairs, 2]."""
         return self._turns[self.ropes[layer]]
+
+    def _stored(self, plane: Any) -> StoredRows:
+        config = self.config
+        if self.kv_dtype == INT8:
+            return Int8Rows(plane, self.block_tokens, config.kv_heads, config.head_dim)
+        return PlainRows(plane, self.kv_dtype, config.kv_heads, config.head_dim)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore_engine.executors.base import FloatArray, StepExecutor
 from kvstore_engine.executors.sizes import StepSizes
-from kvstore_engine.graph import SequenceSlice, plan_step
+from kvstore_engine.graph import SequenceSlice, StepInputs, plan_step
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.cuda.attention import PARTITION_KEYS
 from kvstore_engine.pool import BlockPool
@@ -22,7 +22,7 @@ from kvstore_engine.torch_executor.attention import AttentionBackend
 from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bound
 from kvstore_engine.torch_executor.decoder import Decoder
 from kvstore_engine.torch_executor.inputs import InputMemory
-from kvstore_engine.torch_executor.library import torch_library
+from kvstore_engine.torch_executor.library import check_answers, torch_library
 from kvstore_engine.torch_executor.recordings import DecodeSteps, Recorder
 from kvstore_engine.torch_executor.weights import TorchModel
 
@@ -49,7 +49,7 @@ class TorchExecutor(StepExecutor):
             config.vocabulary, pool.blocks, pool.block_tokens,
             sizes.max_tokens_per_step, sizes.max_sequences, sizes.max_context,
         )  # fmt: skip
-        self._decoder = Decoder(model, attention)
+        self._attention, self._decoder = attention, Decoder(model, attention)
         self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
         self._decodes = DecodeSteps(self._decode, recorder)
         self._is_closed = False
@@ -72,12 +72,21 @@ class TorchExecutor(StepExecutor):
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
+        try:
+            return self._computed(inputs, slices, out)
+        except RuntimeError:
+            check_answers(self._model.device)
+            raise
+
+    def _computed(self, inputs: StepInputs, slices: Sequence[SequenceSlice], out: FloatArray | None) -> FloatArray:
         count, outputs, bucket = len(inputs.tokens), len(inputs.outputs), bucket_of(slices)
         longest = int(inputs.sequences[:, 2].max())
         with self._torch.inference_mode():
             self._inputs.fill(inputs, slices, max(bucket, count))
+            whole = [piece.block_table[: piece.start // self.limits.block_tokens] for piece in slices]
+            variant = self._attention.begin(whole)
             if bucket:
-                logits = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS))[:count]
+                logits = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)[:count]
             else:
                 rows = self._inputs.rows(count, longest)
                 chosen = self._inputs.outputs(outputs) if outputs < count else None

@@ -6,29 +6,39 @@ tensors' addresses will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore_engine.kernels.cuda import CacheShape, Launcher, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda.program import address_of
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.torch_executor.attention import AttentionBackend, StepRows
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.library import torch_library
+from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 
 
 class KernelAttention(AttentionBackend):
-    """`stream()`: the address of the stream that the step's other work is queued on."""
+    """`stream()`: the address of the stream that the step's other work is queued on. `window`: of its L2 cache."""
 
-    def __init__(self, cache: Cache, launcher: Launcher, stream: Callable[[], int]) -> None:
+    def __init__(
+        self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None
+    ) -> None:
         """UnsupportedModel for heads that the kernels were not made for."""
-        self._cache, self._stream, self._torch = cache, stream, torch_library()
+        self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
         shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
         self.attention = PagedAttention(launcher, shape)
         self._ropes = {
             rope: RopeCache(launcher, shape, rotary=rope.dimensions, interleaved=not rope.neox)
             for rope in set(cache.ropes)
         }
+
+    def begin(self, tables: Sequence[npt.NDArray[np.int32]]) -> Hashable:
+        return self._window.choose(tables) if self._window else None
 
     def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
         rotated = self._torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -49,6 +59,8 @@ class KernelAttention(AttentionBackend):
         described = Rows(
             rows.count, rows.sequences, rows.contexts, rows.tables, rows.tables.stride(0), rows.longest_context
         )
+        if self._window:
+            self._window.place(address_of(self._planes(layer)[0]), self._stream())
         self.attention.attend(
             queries, output, self._planes(layer), described,
             kind=kind, scratch=scratch, version=version, stream=self._stream(),

@@ -5,11 +5,11 @@ The only file that imports torch at a call.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.host_memory import available_bytes
 
 _OLDEST = (2, 8)  # the first whose products of bf16 give float32
 
@@ -38,12 +38,21 @@ def check_device(device: DeviceName) -> None:
         raise UsageError(f"device {device.name}: this machine has {count} CUDA devices, cuda:0 is the first")
 
 
-def free_bytes(device: DeviceName, meminfo: Path = Path("/proc/meminfo")) -> int:
+def check_answers(device: DeviceName) -> None:
+    """OperationError if the device has failed for good: after a kernel's wrong access every call of its process
+    fails."""
+    if device.is_cuda:
+        try:
+            torch_library().cuda.synchronize(device.torch_name)
+        except RuntimeError as error:
+            raise OperationError(f"{device.name} computes nothing more in this process: {error}") from error
+
+
+def free_bytes(device: DeviceName) -> int:
     """Memory of the device that can be had."""
     if device.is_cuda:
         return int(torch_library().cuda.mem_get_info(device.torch_name)[0])
-    lines = (line.split() for line in meminfo.read_text().splitlines())
-    return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    return available_bytes()
 
 
 def numerics(device: DeviceName) -> str:

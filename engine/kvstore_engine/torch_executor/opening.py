@@ -22,6 +22,7 @@ from kvstore_engine.torch_executor.executor import TorchExecutor
 from kvstore_engine.torch_executor.kernel_attention import KernelAttention, kernel_shape
 from kvstore_engine.torch_executor.library import check_device, free_bytes, torch_library
 from kvstore_engine.torch_executor.planes import TorchPlanes
+from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 from kvstore_engine.torch_executor.recordings import CudaRecorder
 from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
 from kvstore_engine.torch_executor.weights import TorchModel, weight_bytes
@@ -64,6 +65,13 @@ def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[st
     return found
 
 
+def room_for_pool(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
+    """Bytes of the device's memory that the weights of `file`, which are not there yet, would leave free. UsageError if
+    there is no such device."""
+    check_device(device)
+    return max(0, free_bytes(device) - weight_bytes(file, config, device))
+
+
 def new_pool(model: TorchModel, setup: PoolSetup, sizes: StepSizes) -> tuple[BlockPool, Cache]:
     """A pool on the model's device, and its planes as attention sees them."""
     placed: list[TorchPlanes] = []
@@ -79,9 +87,14 @@ def new_pool(model: TorchModel, setup: PoolSetup, sizes: StepSizes) -> tuple[Blo
 def _on_gpu(cache: Cache, device: DeviceName, stack: contextlib.ExitStack) -> KernelAttention:
     from kvstore_engine.kernels.cuda import Device
 
-    launcher = Device(int(device.name.partition(":")[2]))
+    torch, launcher = torch_library(), Device(int(device.name.partition(":")[2]))
     stack.callback(launcher.close)
-    return KernelAttention(cache, launcher, partial(_current_stream, device.torch_name))
+    window = PrefixWindow.wanted(launcher, cache.planes.shape[2])
+    if window is not None:
+        stack.callback(launcher.set_aside_cache, 0)
+        torch.cuda.synchronize(device.torch_name)  # the weights were copied on the default stream
+        stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device.torch_name)))  # it can have no window
+    return KernelAttention(cache, launcher, partial(_current_stream, device.torch_name), window)
 
 
 def _current_stream(torch_name: str) -> int:

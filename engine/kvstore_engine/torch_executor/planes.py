@@ -33,6 +33,8 @@ class TorchPlanes(PoolPlanes):
         if needed > free:
             raise UsageError(f"the K/V pool takes {needed >> 20} MiB, and {device.name} has {free >> 20} MiB free")
         self.tensor = torch.zeros((count, blocks, block_bytes), dtype=torch.uint8, device=device.torch_name)
+        if device.is_cuda:
+            torch.cuda.current_stream(device.torch_name).synchronize()  # copies are queued on other streams
         self.array = self.tensor if device.is_cuda else self.tensor.numpy()
         self._in, self._out = (_Direction(device, max(_STAGE_BYTES, block_bytes)) for _ in range(2))
 

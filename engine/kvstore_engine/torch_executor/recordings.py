@@ -6,13 +6,16 @@ Owns the recordings and when one is made. `CudaRecorder` makes them as CUDA grap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvstore_engine.torch_executor.library import torch_library
 
 Compute = Callable[[int, int], Any]  # rows, longest context: logits
 Replay = Callable[[], None]
+
+_MOST_KEPT = 128  # buckets times lengths of a context are about half as many
 
 
 class Recorder(ABC):
@@ -39,26 +42,36 @@ class CudaRecorder(Recorder):
 
 
 class DecodeSteps:
-    """Computes decode steps; with a recorder, the second of a bucket is recorded, and later ones are replayed."""
+    """Computes decode steps; with a recorder, the second of a kind is recorded, and later ones are replayed.
+
+    At most `_MOST_KEPT` kinds are known; the one that was not seen for longest is forgotten first.
+    """
 
     def __init__(self, compute: Compute, recorder: Recorder | None) -> None:
         self._compute, self._recorder = compute, recorder
-        self._seen: set[tuple[int, int]] = set()
-        self._recorded: dict[tuple[int, int], tuple[Replay, Any]] = {}
+        self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
-    def run(self, rows: int, longest_context: int) -> Any:
-        """Logits [rows, vocabulary], for use before the next call. Both arguments are a bucket's."""
-        key = rows, longest_context
-        if self._recorder is None or key not in self._seen:
-            self._seen.add(key)
+    def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
+        """Logits [rows, vocabulary], for use before the next call. Rows and context are a bucket's; `variant` is what
+        else steps of one kind have in common.
+        """
+        key = rows, longest_context, variant
+        if self._recorder is None:
             return self._compute(rows, longest_context)
-        if key not in self._recorded:
-            self._recorded[key] = self._recorder.record(lambda: self._compute(rows, longest_context))
-        replay, logits = self._recorded[key]
+        if key not in self._known:
+            logits = self._compute(rows, longest_context)
+            self._known[key] = None
+            if len(self._known) > _MOST_KEPT:
+                self._known.popitem(last=False)
+            return logits
+        self._known.move_to_end(key)
+        recorded = self._known[key]
+        if recorded is None:
+            recorded = self._known[key] = self._recorder.record(lambda: self._compute(rows, longest_context))
+        replay, logits = recorded
         replay()  # recording computes nothing by itself
         return logits
 
     def drop(self) -> None:
         """Forget all recordings, which frees their memory."""
-        self._recorded.clear()
-        self._seen.clear()
+        self._known.clear()

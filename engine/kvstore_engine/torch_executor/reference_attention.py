@@ -25,7 +25,7 @@ class ReferenceAttention(AttentionBackend):
         kept = (rows.slots >= 0).nonzero().flatten()
         slots = rows.slots[kept].long()
         for plane, new in zip(cache.rows(layer), (self._rotated(layer, keys, turned), values), strict=True):
-            plane[slots] = new[kept].to(plane.dtype)
+            plane.store(slots, new[kept])
         return self._rotated(layer, queries, turned).to(queries.dtype)
 
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
@@ -44,8 +44,8 @@ class ReferenceAttention(AttentionBackend):
         kind: LayerAttention = cache.kinds[layer]
         positions = torch.arange(int(contexts.max()))
         slots = table.long()[positions // cache.block_tokens] * cache.block_tokens + positions % cache.block_tokens
-        group = queries.shape[1] // cache.rows(layer)[0].shape[1]
-        keys, values = (plane[slots].float().repeat_interleave(group, 1) for plane in cache.rows(layer))
+        group = cache.config.heads // cache.config.kv_heads
+        keys, values = (plane.load(slots).repeat_interleave(group, 1) for plane in cache.rows(layer))
         scores = torch.einsum("rhd,thd->rht", queries.float(), keys) * (kind.scale or queries.shape[2] ** -0.5)
         if kind.softcap:
             scores = kind.softcap * torch.tanh(scores / kind.softcap)

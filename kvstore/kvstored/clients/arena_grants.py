@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena import writable_owner
@@ -57,7 +58,8 @@ class ArenaGrants:
             return hs.ArenaGrant(arena_id=number, size_bytes=nbytes), descriptor
         owners = {writable_owner(index_name)} if request.writable else {index_name, writable_owner(index_name)}
         if self._host.owner(number) not in owners:
-            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no arena {number}")
+            what = "arena" if number < DEVICE_ARENAS else "chunk of device memory"
+            raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no {what} {number}")
         if request.writable and not self.puts_in_place(session.tenant):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}")
         arena = self._host.arena(number)

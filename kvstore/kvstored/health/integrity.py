@@ -56,18 +56,17 @@ class Integrity:
             wanted["books"] = lambda: self.books.run(scrub.books_s)
         if self.scrubber is not None:
             wanted["scrubber"] = self.scrubber.run
+        if self._store.device_check.tiers:
+            wanted["device-check"] = self._store.device_check.settle
         if self.device_scrubber is not None:
             wanted["device-scrubber"] = self.device_scrubber.run
         return wanted
 
     def _make_device_scrubber(self) -> DeviceScrubber | None:
         store = self._store
-        tiers = store.exporters
-        if not tiers or not store.config.scrub.enabled:
+        if not store.device_check.tiers or not store.config.scrub.enabled:
             return None
-        return DeviceScrubber(
-            store.config.scrub, store.residency, tiers, store.completions, store.damage, store.counters
-        )
+        return DeviceScrubber(store.config.scrub, store.residency, store.device_check, store.counters)
 
     def _make_scrubber(self) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub

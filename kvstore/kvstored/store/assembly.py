@@ -42,6 +42,7 @@ from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.backlog import Backlog
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
+from kvstored.store.transfer.device_check import DeviceCheck
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
@@ -123,6 +124,7 @@ class Store:
         self.orphans = OrphanQueue(residency)
         self.mover = Mover(make_lanes(config, residency, self.keyed, self._straight_to), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
+        self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.writeback: WriteBack | None = None
         self.copiers: list[Copier] = []
         self.remote_gates = {position: self._make_remote_gate(position) for position in self.keyed}
@@ -136,13 +138,12 @@ class Store:
             residency, [self._link(source, residency.mapped) for source in self._unmapped], self.room,
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
-        self.sharing = self._make_sharing()
-        self.straight = [self._make_straight(position) for position in self._straight_to]
+        self.sharing, self.straight = self._make_sharing(), [self._make_straight(at) for at in self._straight_to]
         self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_exits(self) -> list[SlotExit]:
-        leased = self.residency.readable(maps_device=True)
+        leased = 1 << self.residency.mapped | self.residency.exported
         return [
             self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
         ]

@@ -1,4 +1,4 @@
-"""The audit lines for what clients delete: one line for each user and second, whatever the number of calls.
+"""The audit lines for what clients delete: one line for each user and second, however many calls there are.
 
 A client may delete as often as it likes, so its calls are summed up: the log stays readable, and its other lines are
 not crowded out. The kernel names the caller: uid and pid are those of the session's connection. Unary calls have none.

@@ -2,8 +2,8 @@
 
 A sample holds levels as they were at its end, what was counted during it, and latency quantiles of what ran in it.
 Owns the rings; never reads a clock or asks a part: it is handed `Reading`s. Invariants: memory is bounded by
-`MAX_SERIES` 4-byte numbers a sample whatever the daemon does; samples are in order of time; a series that a sample does
-not know is NaN there.
+`MAX_SERIES` 4-byte numbers a sample, however busy the daemon is; samples are in order of time; a series that a sample
+does not know is NaN there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ chunk counts against the capacity from the moment it is planned.
 Each chunk has a *shadow* in DRAM, an arena of its size and number, of which only header pages are ever written: where a
 block is on the device, its header page is in the shadow, from the end of its write until its slot is freed. So it says
 at once, and without the device, which blocks there are, in this process and the next; and no engine can write it.
-Invariants: chunks never exceed the capacity; a chunk's number is never reused; a slot's generation only grows; a chunk
-that was another owner's is given back and not handed on, since an engine may still map it.
+Invariants: chunks never exceed the capacity, nor their header pages `header_room`; a chunk's number is never reused; a
+slot's generation only grows; a chunk that was another owner's is given back and not handed on, since an engine may
+still map it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, ForeignMemory
 from kvstore_tiers.base import ContainerReport
 from kvstore_tiers.slot import Slot
 
+HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
+
+
+def header_room(capacity_bytes: int) -> int:
+    """Bytes of DRAM that the header pages of a tier may take: all of it can have slots of 512 KiB and more; a small
+    tier, of any size."""
+    return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
+
 
 class Chunks:
     """Of the device `device` (`Driver.identity`). `make` and `drop` are called with a chunk that is to be made, and
-    with the number of one to give back; `witness` is told of each shadow."""
+    with the number of one to give back; `witness` receives each shadow."""
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
@@ -31,6 +41,7 @@ class Chunks:
     ) -> None:  # fmt: skip
         self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
         self.may_grow = True
+        self.lacks_headers = False  # blocks are so small that the header pages of more have no room
         self._device = device
         self._make, self._drop = make, drop
         self._witness = witness
@@ -43,6 +54,11 @@ class Chunks:
     @property
     def used_bytes(self) -> int:
         return len(self._chunks) * self.chunk_bytes
+
+    @property
+    def headers_bytes(self) -> int:
+        """DRAM that header pages take, or will once each slot was used."""
+        return sum(map(_headers_of, self._chunks.values()))
 
     @property
     def blocks(self) -> int:
@@ -99,6 +115,8 @@ class Chunks:
         if record.nbytes != self.chunk_bytes:
             raise ForeignMemory(f"it has {record.nbytes} bytes, and chunks have {self.chunk_bytes} now")
         if self.used_bytes + record.nbytes > self.capacity_bytes:
+            return None
+        if record.slot_bytes and not self._has_headers_for(record.slot_bytes):
             return None
         descriptor = os.dup(shadow)
         try:
@@ -174,12 +192,17 @@ class Chunks:
         empty = [each for each in self._chunks.values() if not each.used_slots and each.number not in unfit]
         own = next((each for each in empty if each.owner == owner), None)
         if own is not None:
+            if not self._has_headers_for(nbytes, in_place_of=own):
+                return None
             self._forget_room(own)
             return own
-        if self.used_bytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow:
+        is_full = self.used_bytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
+        if is_full or not self._has_headers_for(nbytes):
             if not empty:
                 return None
             self._discard(empty[0])
+            if not self._has_headers_for(nbytes):
+                return None
         try:
             chunk = Arena(
                 self._next_number, self.chunk_bytes, owner, witness=self._witness, home=ArenaHome(device=self._device)
@@ -192,6 +215,13 @@ class Chunks:
             self._witness.made(chunk)
         self._make(chunk)
         return chunk
+
+    def _has_headers_for(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
+        """Whether a chunk may be cut into slots of this size."""
+        others_bytes = self.headers_bytes - (_headers_of(in_place_of) if in_place_of is not None else 0)
+        needed_bytes = self.chunk_bytes // slot_bytes * HEADER_BYTES
+        self.lacks_headers = others_bytes + needed_bytes > header_room(self.capacity_bytes)
+        return not self.lacks_headers
 
     def _discard(self, chunk: Arena) -> None:
         self._forget_room(chunk)
@@ -206,3 +236,7 @@ class Chunks:
         rooms = self._with_room.get((chunk.owner, chunk.slot_bytes))
         if rooms and chunk in rooms:
             rooms.remove(chunk)
+
+
+def _headers_of(chunk: Arena) -> int:
+    return chunk.slots * HEADER_BYTES

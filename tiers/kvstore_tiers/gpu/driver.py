@@ -60,7 +60,7 @@ class Driver:
 
     @property
     def identity(self) -> int:
-        """A number of 64 bits that tells this device from others, also after a restart of the machine."""
+        """A number of 64 bits that no other device has, the same after a restart of the machine."""
         return int.from_bytes(bytes(self._call("cuDeviceGetUuid", self._device).bytes)[:8], "little") or 1
 
     def memory_bytes(self) -> tuple[int, int]:

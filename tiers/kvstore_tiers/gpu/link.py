@@ -149,7 +149,7 @@ class WorkerLink:
         self._queue.put((wire.pack(wire.IMPORT, number, nbytes), to_send, -1))
 
     def drop_chunk(self, number: int) -> None:
-        """Give device memory back. No transfer with it is under way."""
+        """Give device memory back. Nothing is written to it any more."""
         with self._lock:
             chunk = self._chunks.pop(number)
             if chunk.descriptor >= 0:

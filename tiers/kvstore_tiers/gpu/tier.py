@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
@@ -44,7 +45,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.chunks import Chunks
+from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, OFF, WorkerLink, WorkerSettings
 from kvstore_tiers.gpu.steps import Steps
@@ -80,7 +81,7 @@ class GpuTier(Tier):
         settings = settings or WorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
-            loads_files=settings.from_files != OFF,
+            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF,
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
@@ -172,7 +173,8 @@ class GpuTier(Tier):
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
-        By the device itself where it can (`verifies`), else the block is read."""
+        By the device itself where it can (`verifies`), else the block is read. The slot may be freed
+        meanwhile: then the answer means nothing."""
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
@@ -281,6 +283,9 @@ class GpuTier(Tier):
             state, message = TierState.FAILED, DOWN
         elif self._refused:
             state, message = TierState.FULL, f"the device gives no memory: {self._refused}"
+        elif chunks.lacks_headers:
+            room = human_bytes(self.info.dram_bytes)
+            message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
         used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
         return self._counters.report(
             state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,

@@ -4,8 +4,9 @@
         model.generate(input_ids, past_key_values=KVStoreCache(session, model))
 
 Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
-model's calls), `layers` (where K and V are), `restore`, `storer`, `fingerprint` and `sessions`. Needs torch and
-transformers 5, imported in this package alone.
+model's calls), `layers` (where K and V are), `copies` (how blocks get there and back, on the host and on a device),
+`restore`, `storer`, `compute_times`, `fingerprint` and `sessions`. Needs torch and transformers 5, imported in this
+package alone.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ tokens held.
 from __future__ import annotations
 
 import os
-import time
 from copy import deepcopy
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,12 +20,14 @@ from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
 from kvstore_client.hooks.transformers.calls import Call, listen, shorten, tokens_to_compute, why_not
+from kvstore_client.hooks.transformers.compute_times import ComputeTimes
+from kvstore_client.hooks.transformers.copies import BlockCopies, Moment
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.report import CacheReport
 from kvstore_client.hooks.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
-from kvstore_client.hooks.transformers.sessions import shared_session
-from kvstore_client.hooks.transformers.storer import Sequence, Tokens, storer_of
+from kvstore_client.hooks.transformers.sessions import copies_of, shared_session
+from kvstore_client.hooks.transformers.storer import Computed, Sequence, Tokens, storer_of
 from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.restore.choice import LoadChoice
@@ -57,7 +58,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
     `restore` before it does otherwise. `deadline_s` bounds what asking the daemon may cost. What is expected to be
-    computed faster than loaded is computed, unless `always_load`.
+    computed faster than loaded is computed, unless `always_load`. `copies`: how blocks get into the tensors and out of
+    them, by default as the device of the model needs it.
 
     Raises KVStoreError(INVALID) for a model whose state cannot be stored and for a session of another model.
     """
@@ -67,7 +69,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     _seen: list[torch.Tensor]  # read only when a block is full: on a GPU each reading waits for it
     _count: int  # tokens seen, and held as long as nothing is refused
     _coming: torch.Tensor | None  # the tokens of the call that runs
-    _called: float
+    _called: Moment | None  # when that began, of a prompt
     _whole: Call  # the call that runs, before it was shortened
     _before: tuple[int, int]  # tokens held, and restored, before that
     _asks: bool
@@ -85,6 +87,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
         always_load: bool = False,
+        copies: BlockCopies | None = None,
     ) -> None:
         inner = inner_model(model)
         if not isinstance(session, Session):
@@ -97,7 +100,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._model = model
         self._inner = inner
         self._deadline_s = deadline_s
+        self._copies = copies or copies_of(session, inner)
+        self._device = inner.device
         self._choice = None if always_load else choice_of(inner, session)
+        self._times = ComputeTimes(self._choice)
         self._shape = kv_shape(inner)
         super().__init__(config=inner.config)
         self._begin_anew()
@@ -143,6 +149,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def before(self, call: Call) -> Call:
         """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""
         self._coming = None
+        self._times.report()
         if not self._settle():  # the last call did not end
             self._refuse(ENDED)
         if self._refused or not self._may_go_on(call):
@@ -159,7 +166,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 held = self._count
                 self._take(self._restore(tokens, held + count - keep, beside=True), tokens)
                 ids, call = ids[:, self._count - held :], shorten(call, self._count - held)
-        self._coming, self._called = ids, time.perf_counter()
+        self._coming, self._called = ids, self._copies.moment() if count > 1 else None
         return call
 
     def after(self, output: Any) -> Any:
@@ -171,9 +178,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not self._settle():
             return self._again(whole)
         count = coming.shape[1]
-        is_prompt = whole["input_ids"].shape[1] > 1
-        if self._choice is not None and is_prompt and coming.device.type == "cpu":  # elsewhere it has not run yet
-            self._choice.observe_compute(self._count, count, time.perf_counter() - self._called)
+        if self._called is not None:
+            self._times.ended(self._count, count, self._called, self._copies.moment())
         self._seen.append(coming.clone())
         self._count += count
         if not self._stack.is_whole or self.get_seq_length() != self._count:
@@ -227,13 +233,13 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return copy
 
     def _begin_anew(self) -> None:
-        self._stack = KVStack(self._shape)
+        self._stack = KVStack(self._shape, self._copies)
         self.layers = list(self._stack.layers)
-        self._sequence = Sequence(self._session)
+        self._sequence = Sequence(self._session, self._copies)
         self._seen = []
         self._count = 0
         self._coming = None
-        self._called = 0.0
+        self._called = None
         self._whole, self._before = {}, (0, 0)
         self._asks = True
         self._refused = self._reason = ""
@@ -244,6 +250,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         reason = why_not(call, self._count)
         if not reason and self.get_seq_length() != self._count:
             reason = "tokens were computed in calls that this cache did not see"
+        if not reason and self._inner.device != self._device:
+            reason = "the model has been moved to another device"
         if not reason and self._inner.training:
             reason = "the model is in training mode: model.eval()"
         if not reason and self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
@@ -304,7 +312,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if self._session.state != "connected":
             return  # the blocks are announced with a later one, if the daemon comes back meanwhile
         tokens = self._tokens()[: blocks * self._session.block_tokens]
-        storer_of(self._session).advance(sequence, tokens, tensor, blocks)
+        storer_of(self._session).advance(sequence, Computed(tokens, tensor, blocks, self._copies.moment()))
 
     def _tokens(self) -> Tokens:
         """All tokens held, as one array."""

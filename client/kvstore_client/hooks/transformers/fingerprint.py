@@ -3,7 +3,8 @@
 Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
 V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
 edited weight or another dtype is another model. Never does: look at the attention implementation, which changes
-nothing that is meant.
+nothing that is meant. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
+the layout of its blocks is another one.
 Invariant: the digest of a model is computed again when a weight, an adapter or its state has changed.
 """
 
@@ -25,6 +26,7 @@ from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
 LAYOUT = "layer-major/k-then-v/head-major/token"
+DEVICE_LAYOUT = "layer-major/token/k-then-v/head"  # on a CUDA device: a block is one run of bytes in each layer
 ID_PREFIX = "id:"
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -58,6 +60,14 @@ def inner_model(model: Any) -> PreTrainedModel:
     if found is None:
         raise invalid(f"a Transformers model is needed, got {type(model).__name__}")
     return found
+
+
+def device_index(model: PreTrainedModel) -> int | None:
+    """The CUDA device that a model is on, as the driver counts in this process; None where it is on none."""
+    device = model.device
+    if device.type != "cuda" or torch.version.hip:  # AMD's go by the same name
+        return None
+    return int(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
@@ -101,7 +111,7 @@ def model_fingerprint(
         weights_digest=weights_identity(inner, model_id),
         rope=_rope(inner.config.get_text_config(decoder=True)),
         kv_dtype=_DTYPES[shape.dtype],
-        layout=LAYOUT,
+        layout=LAYOUT if device_index(inner) is None else DEVICE_LAYOUT,
         adapter_digest=_digest(state) if (state := _adapter_state(model, inner)) else "",
         block_tokens=block_tokens,
         engine_block_tokens=block_tokens,

@@ -4,37 +4,34 @@ Owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLa
 and `values` are views of it; anything else done to a layer (another batch, a reordering, gradients) makes it a
 plain `DynamicLayer` from then on, and the stack says that it is no longer whole.
 Never does: know tokens, or talk to a daemon. Invariant: bytes before a layer's length are not written again
-while the stack is whole, so another thread may read them.
+while the stack is whole, so another thread may read them; a layer that is coming is not touched before it is there.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from kvstore_client.hooks.transformers.copies import BlockCopies, Copying
 from kvstore_client.hooks.transformers.fingerprint import KVShape
-from kvstore_client.hooks.transformers.layerwise import LayerCopy
+from kvstore_client.hooks.transformers.host_copies import HostCopies
 
 LEAST_HEADROOM_TOKENS = 64
-Bytes = npt.NDArray[np.uint8]
 
 
 class KVStack:
-    """K and V of all layers. `lengths[i]` tokens of layer i are written."""
+    """K and V of all layers. `copies`: how blocks get into the tensor and out of it, by default with the CPU."""
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, copies: BlockCopies | None = None) -> None:
         self.shape = shape
+        self.copies = copies or HostCopies()
         self.is_whole = True
         self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
         self.tensor: torch.Tensor | None = None
-        self.coming: LayerCopy | None = None  # copies into the tensor, and the model may wait for it by layer
+        self.coming: Copying | None = None  # copies into the tensor, and the model may wait for it by layer
 
     @property
     def capacity(self) -> int:
@@ -60,42 +57,15 @@ class KVStack:
             return
         if self.coming is not None:
             self.coming.finish()
-        shape, room = self.shape, tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
+        room = tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
         with torch.inference_mode(False):  # else it could not be written to outside of inference mode, later on
-            larger = torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
+            larger = self.copies.empty(self.shape, room, device)
         if self.tensor is not None:
             kept = max(layer.length for layer in self.layers)
             larger[:, :, :, :kept].copy_(self.tensor[:, :, :, :kept])
         self.tensor = larger
         for layer in self.layers:
             layer.show(layer.length)
-
-    def scatter(
-        self, blocks: Sequence[Bytes], block_tokens: int, begin: int, end: int, layers: slice = slice(None)
-    ) -> None:
-        """Write tokens [begin, end) of `layers` from stored blocks, the first of which holds token `begin`; room must
-        be reserved. `extend_to` then shows them.
-        """
-        shape, tensor = self.shape, self.tensor
-        assert tensor is not None, "reserve() first"
-        tensor = tensor[layers]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
-            origin = begin // block_tokens * block_tokens
-            for run in _runs(blocks):
-                stored = torch.from_numpy(run).view(shape.dtype)
-                stored = stored.view(len(run), shape.layers, 2, shape.heads, block_tokens, shape.head_dim)[:, layers]
-                stop = origin + len(run) * block_tokens
-                first, last = max(begin, origin), min(end, stop)
-                if (first, last) == (origin, stop):
-                    place = tensor[:, :, :, first:last].unflatten(3, (len(run), block_tokens))
-                    place.copy_(stored.permute(1, 2, 3, 0, 4, 5))
-                else:  # a run that is wanted in part: of its first or last block only some tokens
-                    for index, block in enumerate(stored):
-                        at = origin + index * block_tokens
-                        low, high = max(first, at), min(last, at + block_tokens)
-                        tensor[:, :, :, low:high].copy_(block[:, :, :, low - at : high - at])
-                origin = stop
 
     def extend_to(self, tokens: int) -> None:
         for layer in self.layers:
@@ -104,37 +74,6 @@ class KVStack:
     def break_up(self) -> None:
         """From now on the layers keep K and V themselves; what they have shown stays readable."""
         self.is_whole = False
-
-
-def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
-    """Blocks as arrays [block, byte]: those at equal distances in memory together, in one array.
-
-    A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
-    stays by itself, for it may be wanted in part only.
-    """
-    starts = [block.__array_interface__["data"][0] for block in blocks]
-    first = 0
-    while first < len(blocks):
-        step, last = 0, first
-        while last + 2 < len(blocks) and starts[last + 1] - starts[last] >= len(blocks[first]):
-            if step not in (0, starts[last + 1] - starts[last]):
-                break
-            step, last = starts[last + 1] - starts[last], last + 1
-        count, block = last + 1 - first, blocks[first]
-        yield np.lib.stride_tricks.as_strided(block, (count, len(block)), (step or len(block), 1), writeable=False)
-        first = last + 1
-
-
-def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> None:
-    """Copy tokens [begin, end) of a stack's tensor into a block's payload. On the CPU not by torch's threads: they
-    belong to the model, which computes meanwhile.
-    """
-    source = tensor[:, :, :, begin:end]
-    if source.device.type == "cpu":
-        raw = source.view(torch.uint8).numpy()
-        np.copyto(destination.reshape(raw.shape), raw)
-    else:
-        torch.from_numpy(destination).view(tensor.dtype).view(source.shape).copy_(source)
 
 
 class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -151,6 +90,8 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stack = self._stack()
+        if stack is not None and stack.coming is not None:
+            stack.coming.wait(self._index)
         if stack is None or not (self.is_ours and stack.takes(key_states, value_states)):
             if stack is not None:
                 stack.break_up()
@@ -163,8 +104,6 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         own[0, :, begin:end].copy_(key_states[0])
         own[1, :, begin:end].copy_(value_states[0])
         self.show(end)
-        if stack.coming is not None:
-            stack.coming.wait(self._index)
         return self.keys, self.values
 
     @property

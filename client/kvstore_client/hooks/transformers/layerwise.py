@@ -12,8 +12,6 @@ from typing import Protocol
 
 from kvstore_client.hooks.layer_progress import LayerProgress
 
-LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
-
 
 class Source(Protocol):
     """The copy of one layer."""

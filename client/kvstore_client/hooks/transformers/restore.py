@@ -1,23 +1,20 @@
 """Brings the stored prefix of a sequence into a stack of layers, as far as that is faster than computing it.
 
 Never raises for a miss. Invariant: tokens count as restored only if their lease was still valid after they were copied.
-With `beside` that is known only at the end: `LayerCopy.finish` says it.
+With `beside` that is known only at the end: `Copying.finish` says it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstore_client.hooks.load import Leased, Prompt, lease_by_choice
+from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.layers import KVStack
-from kvstore_client.hooks.transformers.layerwise import LEAST_BYTES, LayerCopy
 from kvstore_client.hooks.transformers.storer import Tokens
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import REASON_DEADLINE
@@ -82,9 +79,8 @@ def restore(
         )
         end = wanted.covered(leased.blocks)
         copied_bytes = (end - wanted.held) * block_bytes // wanted.block_tokens
-        if beside and copied_bytes >= LEAST_BYTES:
-            stack.coming = _copy_beside(leased, stack, wanted, held.pop_all())
-        elif not _copy(leased, stack, wanted):
+        is_beside = beside and copied_bytes >= stack.copies.least_beside_bytes
+        if not _bring(leased, stack, wanted, held, beside=is_beside):
             return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
     restore_s = time.perf_counter() - begin - leased.lookup_s
     return Restored(end, leased.stored, copied_bytes, leased.lookup_s, restore_s, leased.reason)
@@ -95,31 +91,19 @@ def is_silent(restored: Restored) -> bool:
     return restored.reason == REASON_DEADLINE
 
 
-def _payloads(leased: Leased, stack: KVStack, wanted: Wanted) -> Sequence[npt.NDArray[np.uint8]]:
-    stack.reserve(len(wanted.tokens), wanted.device)
-    return [leased.lease.payload(block) for block in range(wanted.held // wanted.block_tokens, leased.blocks)]
-
-
-def _copy(leased: Leased, stack: KVStack, wanted: Wanted) -> bool:
-    """False if the lease did not outlive the copy."""
-    end = wanted.covered(leased.blocks)
-    if end > wanted.held:
-        stack.scatter(_payloads(leased, stack, wanted), wanted.block_tokens, wanted.held, end)
-        if not leased.lease.valid:
+def _bring(leased: Leased, stack: KVStack, wanted: Wanted, held: ExitStack, *, beside: bool) -> bool:
+    """False if the lease did not outlive the copy. What `held` has goes to one that is made beside the model."""
+    span = Span(wanted.held, wanted.covered(leased.blocks), wanted.block_tokens)
+    if span.begin < span.end:
+        stack.reserve(len(wanted.tokens), wanted.device)
+        assert stack.tensor is not None
+        if beside:
+            leased.copied(leased.blocks)  # the copy itself is the model's to wait for, if at all
+            stack.coming = stack.copies.start(leased.lease, stack.tensor, span, held)
+            stack.extend_to(span.end)
+            return True
+        if not stack.copies.copy(leased.lease, stack.tensor, span):
             return False
-        stack.extend_to(end)
+        stack.extend_to(span.end)
     leased.copied(leased.blocks)
     return True
-
-
-def _copy_beside(leased: Leased, stack: KVStack, wanted: Wanted, held: ExitStack) -> LayerCopy:
-    end = wanted.covered(leased.blocks)
-    payloads = _payloads(leased, stack, wanted)
-    leased.copied(leased.blocks)  # the copy itself is the model's to wait for, if at all
-
-    def copy(layer: int) -> None:
-        stack.scatter(payloads, wanted.block_tokens, wanted.held, end, slice(layer, layer + 1))
-
-    copying = LayerCopy(stack.shape.layers, copy, leased.lease, held).start()
-    stack.extend_to(end)
-    return copying

@@ -14,14 +14,13 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore_client.hooks.transformers.layers import gather
+from kvstore_client.hooks.transformers.copies import BlockCopies, Moment
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
@@ -33,13 +32,25 @@ FIRST_TOKEN_S = 0.02
 MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until it is stored
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The first `blocks` blocks of a sequence, whose tokens these are: computed at `ready`, in `tensor`, where they are
+    not written again.
+    """
+
+    tokens: Tokens
+    tensor: torch.Tensor
+    blocks: int
+    ready: Moment
+
+
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class Sequence:
-    """What is to be stored of one sequence. The worker reads `tensor` below `wanted_blocks`: that is not rewritten."""
+    """What is to be stored of one sequence, by `copies`. `computed` is there as long as something waits."""
 
     session: Session
-    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
-    tensor: torch.Tensor | None = None
+    copies: BlockCopies
+    computed: Computed | None = None
     wanted_blocks: int = 0
     done_blocks: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -59,10 +70,10 @@ class Storer:
         self._queue: deque[Sequence] = deque()
         self._thread: threading.Thread | None = None
 
-    def advance(self, sequence: Sequence, tokens: Tokens, tensor: torch.Tensor, blocks: int) -> None:
-        """The first `blocks` blocks of a sequence are computed, in `tensor`; `tokens` are theirs. Never waits."""
+    def advance(self, sequence: Sequence, computed: Computed) -> None:
+        """More of a sequence is computed. Never waits."""
         with self._changed:
-            sequence.tokens, sequence.tensor, sequence.wanted_blocks = tokens, tensor, blocks
+            sequence.computed, sequence.wanted_blocks = computed, computed.blocks
             if sequence.waiting_blocks <= 0 or sequence in self._queue:
                 return
             if len(self._queue) >= MOST_WAITING:
@@ -88,31 +99,29 @@ class Storer:
         while True:
             with self._changed:
                 while self._queue and self._queue[0].waiting_blocks <= 0:
-                    self._queue.popleft().tensor = None
+                    self._queue.popleft().computed = None
                 if not self._queue:
                     self._thread = None
                     self._changed.notify_all()
                     return
                 sequence = self._queue[0]
-                work = (sequence.tokens, sequence.tensor, sequence.done_blocks, sequence.wanted_blocks)
+                computed, first = sequence.computed, sequence.done_blocks
             try:
-                self._put(sequence, *work)
+                self._put(sequence, computed, first)
             except KVStoreError as error:
                 sequence.reason = f"storing was refused: {error}"
             except Exception as error:  # the thread's end: a bug in storing must not end the program it runs in
                 sequence.reason = f"storing failed: {type(error).__name__}: {error}"
 
-    def _put(self, sequence: Sequence, tokens: Tokens, tensor: torch.Tensor | None, first: int, wanted: int) -> None:
+    def _put(self, sequence: Sequence, computed: Computed | None, first: int) -> None:
         session = sequence.session
         block_tokens, block_bytes = session.block_tokens, session.fingerprint.payload_bytes()
-        assert tensor is not None, "a sequence that waits has a tensor"
-        count = min(wanted - first, max(1, BATCH_BYTES // block_bytes))
-        payloads = [
-            partial(gather, tensor, block * block_tokens, (block + 1) * block_tokens)
-            for block in range(first, first + count)
-        ]
-        end = (first + count) * block_tokens
-        receipt = session.put(tokens[:end], first_block=first, payloads=payloads)
+        assert computed is not None, "a sequence that waits has a tensor"
+        count = min(computed.blocks - first, max(1, BATCH_BYTES // block_bytes))
+        blocks = range(first, first + count)
+        payloads = sequence.copies.payloads(computed.tensor, blocks, block_tokens, computed.ready)
+        tokens = computed.tokens[: blocks.stop * block_tokens]
+        receipt = session.put(tokens, first_block=first, payloads=payloads)
         sequence.statuses.update(receipt.statuses)
         lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)
         if lost is not None:

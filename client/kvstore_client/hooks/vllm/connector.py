@@ -1,7 +1,7 @@
 """The class that vLLM loads: passes its hooks to the scheduler's half or the worker's.
 
-The only file that imports vLLM and torch. Owns the sessions, the choice of what to do without a daemon (nothing), and
-vLLM's types. One object lives in the scheduler's process, one in each worker's.
+Imports vLLM, and torch with it. Owns the sessions, the choice of what to do without a daemon (nothing),
+and vLLM's types. One object lives in the scheduler's process, one in each worker's.
 Invariants: wrong settings and models that cannot be served are refused when the engine starts; after that no hook
 raises and no request fails because of the store.
 """
@@ -26,13 +26,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.entry import connect
 from kvstore_client.hooks.vllm.answers import AnswerReporter
-from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_client.hooks.vllm.orders import LoadOrder, StepOrders, StepReport
 from kvstore_client.hooks.vllm.packing import packing
 from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
+from kvstore_client.hooks.vllm.tensors import kv_tensors
 from kvstore_client.hooks.vllm.worker import WorkerSide
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
@@ -75,6 +75,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         transfer = self._kv_transfer_config
         self._settings = parse_settings(transfer.kv_connector_extra_config)
         refused = refusal(vllm_config, kv_cache_config)
+        if not refused and vllm_config.device_config.device_type == "cuda":
+            refused = _missing_library()
         if refused:
             raise ValueError(f"kvstored cannot serve this engine: {refused}")
         self._loads = bool(transfer.is_kv_consumer)
@@ -144,19 +146,24 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        settings = self._settings
-        pool = PagedLayers(self._byte_views(kv_caches))
+        settings, group = self._settings, self._kv_cache_config.kv_cache_groups[0]
+        self._layers = {name: index for index, name in enumerate(group.layer_names)}
+        try:
+            tensors = kv_tensors(kv_caches, self._vllm_config, self._kv_cache_config)
+        except ValueError as error:
+            raise ValueError(f"kvstored cannot serve this engine: {error}") from None
         fingerprint = self._fingerprint(get_tensor_model_parallel_rank())
         staging_bytes = settings.staging_mib << 20 if self._saves else 0
-        session = self._connect(fingerprint, "vllm-worker", settings.load_deadline_ms / 1000, staging_bytes)
+        deadline_s = settings.load_deadline_ms / 1000
+        session = self._connect(fingerprint, "vllm-worker", deadline_s, staging_bytes, tensors.device)
         if session is None:
             return
-        saver = None
+        pages, saver = tensors.pages(session), None
         if self._saves:
-            saver = Saver(session, pool, deadline_s=settings.save_deadline_ms / 1000, say=logger.warning)
+            saver = Saver(session, pages, deadline_s=settings.save_deadline_ms / 1000, say=logger.warning)
         self._worker = WorkerSide(
             session,
-            pool,
+            pages,
             saver,
             reuse_wait_s=settings.reuse_wait_ms / 1000,
             say=logger.warning,
@@ -175,6 +182,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             return
         if orders.loads:
             self._worker.load(orders.loads)
+            if not _calls_each_layer(forward_context):
+                self._worker.wait_layer(len(self._layers) - 1)
         if orders.beside:
             self._worker.load_beside(orders.beside)
 
@@ -287,7 +296,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         )
 
     def _connect(
-        self, fingerprint: Fingerprint, client_name: str, deadline_s: float, staging_bytes: int = 0
+        self,
+        fingerprint: Fingerprint,
+        client_name: str,
+        deadline_s: float,
+        staging_bytes: int = 0,
+        device: int | None = None,
     ) -> Session | None:
         """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""
         settings = self._settings
@@ -299,6 +313,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
                 deadline_s=deadline_s,
                 connect_timeout_s=settings.connect_timeout_ms / 1000,
                 staging_bytes=staging_bytes,
+                device=device,
             )
         except KVStoreError as error:
             logger.error("kvstored refuses this engine, which goes on without it: %s", error)
@@ -311,21 +326,20 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             )
         return session
 
-    def _byte_views(self, kv_caches: dict[str, torch.Tensor]) -> list[Any]:
-        """uint8[num_blocks, page bytes] of each layer, sharing vLLM's memory."""
-        names = self._kv_cache_config.kv_cache_groups[0].layer_names
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self._layers = {name: index for index, name in enumerate(names)}
-        views = []
-        for name in names:
-            tensor = kv_caches.get(name)
-            expected = self._kv_cache_config.num_blocks * spec.page_size_bytes
-            if tensor is None or not tensor.is_contiguous() or tensor.nbytes != expected:
-                raise ValueError(
-                    f"kvstored cannot serve this engine: the KV cache of layer {name} is not one contiguous run of "
-                    f"{expected} bytes; a layout that vLLM {vllm.__version__} is not known to use on CPUs"
-                )
-            views.append(tensor.view(self._kv_cache_config.num_blocks, -1).view(torch.uint8).numpy())
-        if len({view.ctypes.data for view in views}) != len(views):
-            raise ValueError("kvstored cannot serve this engine: layers share KV memory, which is not supported")
-        return views
+
+def _calls_each_layer(forward_context: Any) -> bool:
+    """Whether the forward calls `wait_for_layer_load`: replaying a full CUDA graph runs no Python. vLLM's newer model
+    runner shows a context without attention metadata then."""
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return getattr(forward_context, "attn_metadata", None) is not None and getattr(mode, "name", "") != "FULL"
+
+
+def _missing_library() -> str:
+    """What keeps this process from using CUDA devices; "" when nothing does."""
+    from kvstore_proto.cuda_driver import cuda_driver
+
+    try:
+        cuda_driver()
+    except OSError as error:
+        return str(error)
+    return ""

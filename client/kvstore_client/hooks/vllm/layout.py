@@ -1,22 +1,41 @@
 """vLLM's paged KV memory as bytes: one storage block is one pool block of every layer, layers in order.
 
-Owns gathering and scattering whole blocks. Never looks inside a block: vLLM's CPU kernels pack keys and values in an
-order of their own instruction set, so no slice of a block means anything elsewhere (the fingerprint names the order).
+Owns gathering and scattering whole blocks in host memory. Never looks inside a block: vLLM's CPU kernels pack keys and
+values in an order of their own instruction set, so no slice of a block means anything elsewhere (the fingerprint names
+the order).
 Invariant: `layers[i][b]` is contiguous; copies run without the GIL.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from kvstore_client.hooks.layer_progress import LayerProgress
+from kvstore_client.hooks.vllm.pages import HeldBlocks
+from kvstore_client.memory import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostMoment:
+    """It has come: on CPUs vLLM has done what it has begun."""
+
+    at_s: float
+
+    def wait(self) -> None:
+        return
+
+    def seconds_since(self, earlier: HostMoment) -> float:
+        return self.at_s - earlier.at_s
 
 
 class PagedLayers:
-    """`layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape."""
+    """`layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape. Implements `Pages`."""
+
+    is_on_device = False
 
     def __init__(self, layers: Sequence[Bytes]) -> None:
         if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
@@ -24,6 +43,12 @@ class PagedLayers:
         self._layers = tuple(layers)
         self.blocks, self._page_bytes = layers[0].shape
         self.block_bytes = len(layers) * self._page_bytes
+
+    def now(self) -> HostMoment:
+        return HostMoment(time.perf_counter())
+
+    def load(self, sources: Sequence[tuple[HeldBlocks, Sequence[int]]], after: HostMoment) -> HostLoad:
+        return HostLoad(self, sources)
 
     def gather(self, block_id: int, destination: Bytes) -> None:
         """Copy a pool block of all layers to uint8[block_bytes]."""
@@ -37,6 +62,31 @@ class PagedLayers:
         start = layer * self._page_bytes
         np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
 
+    def close(self) -> None:
+        return
+
     def __len__(self) -> int:
         """Layers."""
         return len(self._layers)
+
+
+class HostLoad:
+    """The thread that calls `finish` copies; others wait for the layer that they will read. Implements `BlockLoad`."""
+
+    def __init__(self, pool: PagedLayers, sources: Sequence[tuple[HeldBlocks, Sequence[int]]]) -> None:
+        self._pool = pool
+        self._copies = [(held.payload(at), block_id) for held, ids in sources for at, block_id in enumerate(ids)]
+        self._progress = LayerProgress()
+
+    def wait(self, layer: int) -> None:
+        if not self._progress.is_over(layer):
+            self._progress.wait(lambda: self._progress.is_over(layer))
+
+    def finish(self) -> None:
+        try:
+            for layer in range(len(self._pool)):
+                for payload, block_id in self._copies:
+                    self._pool.scatter(payload, block_id, layer)
+                self._progress.advance()
+        finally:
+            self._progress.end()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 _NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 _READABLE_FORMATS = ("auto", "hf", "safetensors", "pt", "gguf")
+# On CUDA a block of these backends and types is K, then V, for each head and token, in the order of axes that the
+# fingerprint names. Others add scales, pack elements, or have an order of their own.
+_CUDA_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+_CUDA_CACHES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+_OWN_PACKING = ("num_head_slots", "state_content_bytes")  # of a specification whose page is not K and V of each head
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -28,13 +34,17 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
     device = vllm_config.device_config.device_type
-    if device != "cpu":
-        return f"its KV cache is in {device} memory, and this connector copies host memory only: use vLLM's CPU backend"
+    if device not in ("cpu", "cuda"):
+        return f"its KV cache is in {device} memory, and this connector copies that of CPUs and of CUDA devices only"
+    if device == "cuda" and str(cache.cache_dtype) not in _CUDA_CACHES:
+        return f"the order of bytes in a {cache.cache_dtype} KV cache is not known: set --kv-cache-dtype auto"
     if len(groups) != 1:
         return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
     spec = groups[0].kv_cache_spec
     if type(spec).__name__ != "FullAttentionSpec":
         return f"its layers keep {type(spec).__name__} caches, and only full attention can be stored"
+    if device == "cuda" and any(getattr(spec, name, None) is not None for name in _OWN_PACKING):
+        return "its kernels pack blocks in an order of their own, which is not known: set another --attention-backend"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is not supported: set --pipeline-parallel-size 1"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1 or (
@@ -50,6 +60,14 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
+def refused_backends(names: Collection[str]) -> str:
+    """Why a KV cache that these attention backends write on a CUDA device cannot be stored; "" when it can."""
+    unknown = sorted(set(names) - _CUDA_BACKENDS)
+    if unknown:
+        return f"the order of bytes in blocks of {', '.join(unknown)} is not known: set --attention-backend FLASH_ATTN"
+    return ""
+
+
 def model_fingerprint(
     vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
 ) -> Fingerprint:
@@ -57,6 +75,7 @@ def model_fingerprint(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
+    device = str(vllm_config.device_config.device_type)
     layers = len(group.layer_names)
     per_token, odd = divmod(spec.page_size_bytes, spec.block_size)
     layout = {
@@ -69,6 +88,7 @@ def model_fingerprint(
         "heads": f"{spec.num_kv_heads}x{spec.head_size}",
         "layers": layers,
         "page_bytes": spec.page_size_bytes,
+        **({"device": device} if device != "cpu" else {}),
         **rope_by_length(model),
     }
     return Fingerprint(

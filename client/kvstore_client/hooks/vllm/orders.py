@@ -68,7 +68,8 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step took apart from waiting for loads (0: it computed nothing), and the loads that ended in it."""
+    """What a step took apart from waiting for loads (0 tokens: nothing was measured), and the loads that ended since
+    the last report. On a device it is a step of a moment ago."""
 
     loads: tuple[LoadReport, ...] = ()
     tokens: int = 0
@@ -76,11 +77,13 @@ class StepReport:
     compute_s: float = 0.0
 
     def joined(self, other: StepReport) -> StepReport:
-        """Of two ranks: the slower one counts."""
+        """Of two ranks: the slower one counts. A step that one of them could not measure is left out."""
         loads = {load.request_id: load for load in self.loads}
         for load in other.loads:
             known = loads.get(load.request_id, load)
             blocks, seconds = min(known.blocks, load.blocks), max(known.seconds, load.seconds)
             loads[load.request_id] = LoadReport(load.request_id, blocks, seconds)
+        if (self.tokens, self.attended) != (other.tokens, other.attended):
+            return StepReport(tuple(loads.values()))
         compute_s = max(self.compute_s, other.compute_s)
         return StepReport(tuple(loads.values()), self.tokens, self.attended, compute_s)

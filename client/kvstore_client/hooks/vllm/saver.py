@@ -1,9 +1,10 @@
 """Stores filled blocks beside the running engine, and lets go of pool blocks before vLLM gives them to others.
 
-Owns one thread and the orders that wait for it. A put waits for the daemon, and a step of the model must not; so the
-thread copies out of the pool while the engine goes on. Filled blocks never change while their request holds them. When
-a request ended, `let_go` waits a little for its copies and then cuts them off: a dropped save is a later miss. A block
-that could not be stored (no daemon, no room) is tried again with the request's next order.
+Owns one thread and the orders that wait for it. A put waits for the daemon, and on a device for the step that fills the
+blocks, and a step of the model must not; so the thread copies out of the pool while the engine goes on. Filled blocks
+never change while their request holds them. When a request ended, `let_go` waits a little for its copies and then cuts
+them off: a dropped save is a later miss. A block that could not be stored (no daemon, no room) is tried again with the
+request's next order.
 Invariants: after `let_go` returns no byte of that request's pool blocks is read; nothing here raises at the engine; a
 block is stored only behind the one before it.
 """
@@ -19,8 +20,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvstore_client.hooks.vllm.identity import KeySource, address
-from kvstore_client.hooks.vllm.layout import Bytes, PagedLayers
 from kvstore_client.hooks.vllm.orders import SaveOrder
+from kvstore_client.hooks.vllm.pages import Moment, Pages
+from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED, PutReceipt
 from kvstore_proto.errors import KVStoreError
 
@@ -47,10 +49,11 @@ class _CutOff(Exception):
 
 
 class _Job:
-    """One order on its way. The lock is held while a block is copied, so that cutting off waits for that copy alone."""
+    """One order on its way, of blocks that are filled at the moment `after`. The lock is held while a block is copied:
+    cutting off waits for that copy alone."""
 
-    def __init__(self, order: SaveOrder) -> None:
-        self.order = order
+    def __init__(self, order: SaveOrder, after: Moment) -> None:
+        self.order, self.after = order, after
         self.blocks = len(order.block_ids) - order.first_block
         self.copied = threading.Event()
         self.is_copying = False  # the daemon has answered
@@ -59,12 +62,12 @@ class _Job:
         self._lock = threading.Lock()
         self._cut = False
 
-    def copy(self, pool: PagedLayers, block_id: int, destination: Bytes) -> None:
+    def copy(self, pages: Pages, block_id: int, destination: Bytes) -> None:
         with self._lock:
             if self._cut:
                 raise _CutOff
             self.is_copying = True
-            pool.gather(block_id, destination)
+            pages.gather(block_id, destination)
         self._left -= 1
         if not self._left:
             self.copied.set()
@@ -80,13 +83,13 @@ class Saver:
     def __init__(
         self,
         session: PutSession,
-        pool: PagedLayers,
+        pages: Pages,
         *,
         deadline_s: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session, self._pool = session, pool
+        self._session, self._pages = session, pages
         self._deadline_s = deadline_s
         self._say, self._said = say, set[str]()
         self._clock = clock
@@ -99,11 +102,12 @@ class Saver:
         self.stored_blocks = 0
         self.dropped_blocks = 0
 
-    def submit(self, order: SaveOrder) -> None:
-        """Returns at once. Begins with what an earlier order of the request could not store."""
+    def submit(self, order: SaveOrder, after: Moment) -> None:
+        """Returns at once. Begins with what an earlier order of the request could not store. The blocks are filled at
+        the moment `after`, and not read before."""
         with self._wake:
             first = min(order.first_block, self._gaps.pop(order.request_id, order.first_block))
-            job = _Job(replace(order, first_block=first))
+            job = _Job(replace(order, first_block=first), after)
             if self._closing:
                 self.dropped_blocks += job.blocks
                 return
@@ -165,13 +169,14 @@ class Saver:
         named = address(self._session, order.prefix)
         if named is None:
             return 0  # no daemon
-        payloads = [partial(job.copy, self._pool, block_id) for block_id in order.block_ids[order.first_block :]]
+        payloads = [partial(job.copy, self._pages, block_id) for block_id in order.block_ids[order.first_block :]]
         try:
+            job.after.wait()
             receipt = self._session.put(
                 **named,
                 payloads=payloads,
                 first_block=order.first_block,
-                payload_bytes=self._pool.block_bytes,
+                payload_bytes=self._pages.block_bytes,
                 deadline_s=self._deadline_s,
             )
         except _CutOff:

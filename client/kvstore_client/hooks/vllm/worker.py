@@ -3,22 +3,26 @@ took.
 
 Owns the loads under way, the blocks that failed, and the saver. Never does: raise at the engine for what the store
 does. Invariant: blocks computed in a step on top of a failed load are not stored.
+
+On a device vLLM calls `save` when a step is queued. So a step is measured by moments that come later, and reported with
+a later one; one whose stream waited for a load is not measured, and a load counts from its beginning to its end.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.loads import GetSession, Load
 from kvstore_client.hooks.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from kvstore_client.hooks.vllm.pages import Moment, Pages
 from kvstore_client.hooks.vllm.saver import PutSession, Saver
 
 IDLE_WAIT_S = 0.005  # vLLM asks in a loop while requests wait for nothing but their loads
+STEPS_LATER = 2  # on a device: the step before may still run; the same for all ranks, which report together
 
 
 class WorkerSession(PutSession, GetSession, Protocol):
@@ -27,11 +31,21 @@ class WorkerSession(PutSession, GetSession, Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start, for the log. `load_s` is by how much steps were held up."""
+    """Since the start, for the log. `load_s` is by how much steps were held up; on a device, at most."""
 
     loaded_blocks: int = 0
     failed_blocks: int = 0
     load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step that computed something, and waited for loads for `waited_s`."""
+
+    orders: StepOrders
+    began: Moment
+    ended: Moment
+    waited_s: float
 
 
 class WorkerSide:
@@ -40,39 +54,38 @@ class WorkerSide:
     def __init__(
         self,
         session: WorkerSession,
-        pool: PagedLayers,
+        pages: Pages,
         saver: Saver | None,
         *,
         reuse_wait_s: float,
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._session, self._pool, self._saver = session, pool, saver
+        self._session, self._pages, self._saver = session, pages, saver
         self._reuse_wait_s = reuse_wait_s
         self._say = say
-        self._clock = clock
         self._load: Load | None = None  # of this step
         self._failed: set[int] = set()
         self._reports: list[LoadReport] = []
         self._beside = 0  # loads under way beside steps
         self._ended: list[Load] = []  # of those
         self._changed = threading.Condition()  # of the two above
-        self._step: tuple[StepOrders, float] | None = None
-        self._compute_s = 0.0
+        self._step: tuple[StepOrders, Moment] | None = None
+        self._ran: deque[_Ran] = deque()  # not reported yet
         self.counts = Counts()
 
     def before_step(self, orders: StepOrders) -> None:
         """Before anything is written into the pool in this step."""
         if self._saver is not None and orders.ended:
             self._saver.let_go(orders.ended, self._reuse_wait_s)
-        self._step, self._compute_s = (orders, self._clock()), 0.0
+        self._step = (orders, self._pages.now())
 
     def load(self, loads: Sequence[LoadOrder]) -> None:
         """Begin to restore what this step's attention will read."""
-        self._load = Load(self._session, self._pool, loads, say=self._say).start()
+        self._load = Load(self._session, self._pages, loads, say=self._say).start()
 
     def wait_layer(self, layer: int) -> None:
-        """Until a layer is restored. Failed blocks are kept for `take_failed`."""
+        """What the engine begins from now on comes after this layer is restored. Failed blocks are kept for
+        `take_failed`."""
         if self._load is not None:
             self._load.wait_layer(layer)
 
@@ -81,18 +94,21 @@ class WorkerSide:
         for order in orders:
             with self._changed:
                 self._beside += 1
-            Load(self._session, self._pool, [order], say=self._say, on_end=self._beside_ended).start()
+            Load(self._session, self._pages, [order], say=self._say, on_end=self._beside_ended).start()
 
     def save(self, saves: Sequence[SaveOrder]) -> None:
         """After the step's forward: its filled blocks may be stored."""
-        waited_s = self._end_load()
-        if self._step is not None:
-            self._compute_s = max(self._clock() - self._step[1] - waited_s, 0.0)
+        load = self._end_load()
+        now = self._pages.now()
+        is_measured = load is None or not self._pages.is_on_device
+        if self._step is not None and self._step[0].tokens and is_measured:
+            orders, began = self._step
+            self._ran.append(_Ran(orders, began, now, 0.0 if load is None else load.waited_s))
         if self._saver is None:
             return
         for order in saves:
             if self._failed.isdisjoint(order.block_ids):
-                self._saver.submit(order)
+                self._saver.submit(order, now)
 
     def take_ended(self) -> set[str]:
         """Requests whose load beside the steps has ended, well or not; to be called before `take_failed`."""
@@ -112,31 +128,33 @@ class WorkerSide:
         return failed
 
     def take_report(self) -> StepReport | None:
-        """What this step took and which loads have ended; None where there is nothing to say."""
+        """What a step took and which loads have ended; None where there is nothing to say."""
         loads, self._reports = tuple(self._reports), []
-        orders = self._step[0] if self._step is not None else StepOrders()
         self._step = None
-        if not loads and not orders.tokens:
-            return None
-        return StepReport(loads, orders.tokens, orders.attended, self._compute_s)
+        is_due = len(self._ran) > (STEPS_LATER if self._pages.is_on_device else 0)
+        ran = self._ran.popleft() if is_due else None
+        took_s = None if ran is None else ran.ended.seconds_since(ran.began)
+        if ran is None or took_s is None:
+            return StepReport(loads) if loads else None
+        return StepReport(loads, ran.orders.tokens, ran.orders.attended, max(took_s - ran.waited_s, 0.0))
 
     def close(self, patience_s: float) -> str:
         """Store what waits, as far as the time reaches. One line for the log: what was done since the start."""
         counts = self.counts
         done = f"{counts.loaded_blocks} blocks restored in {counts.load_s:.3f} s, {counts.failed_blocks} could not be"
-        if self._saver is None:
-            return done
-        self._saver.close(patience_s)
-        return f"{done}; {self._saver.stored_blocks} stored, {self._saver.dropped_blocks} dropped"
+        if self._saver is not None:
+            self._saver.close(patience_s)
+            done += f"; {self._saver.stored_blocks} stored, {self._saver.dropped_blocks} dropped"
+        self._pages.close()
+        return done
 
-    def _end_load(self) -> float:
-        """Wait for this step's load, if there is one; how long the step was held up by it."""
+    def _end_load(self) -> Load | None:
+        """Wait for this step's load, if there is one."""
         load, self._load = self._load, None
-        if load is None:
-            return 0.0
-        load.join()
-        self._count(load, load.waited_s)
-        return load.waited_s
+        if load is not None:
+            load.join()
+            self._count(load, load.seconds if self._pages.is_on_device else load.waited_s)
+        return load
 
     def _count(self, load: Load, seconds: float) -> None:
         failed = load.failed()

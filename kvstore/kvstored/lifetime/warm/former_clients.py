@@ -105,7 +105,7 @@ class FormerClients:
         expires_ns: int,
     ) -> bool:
         """False when a slot of it will be used anew, or none of it was taken over. A chunk of a device that was not
-        taken over is nobody's: the client keeps it, and reads there what it read before."""
+        taken over is no daemon's: the client keeps it, and reads there what it read before."""
         rows, slots, tenant = [], [], -1
         for place in places:
             row = adopted.rows.get(place, -1)

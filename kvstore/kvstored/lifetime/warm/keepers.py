@@ -111,5 +111,5 @@ def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
     except KeeperError as error:
         if mode == "holder":
             raise
-        log.warning("what is in DRAM will not survive a restart: %s", error)
+        log.warning("what is in memory will not survive a restart: %s", error)
         return None

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
@@ -17,7 +18,7 @@ from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
 from kvstored.config.tiers import Start
 from kvstored.lifetime.warm.former_clients import FormerClients
-from kvstored.lifetime.warm.ledger import LEDGER_BYTES
+from kvstored.lifetime.warm.ledger import LEDGER_BYTES, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, WarmRestart, open_warm
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """In this order: `open`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a restart, None where
-    nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
+    """In this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a
+    restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
     """
 
     def __init__(self, config: Config) -> None:
@@ -49,6 +50,16 @@ class NodeMemory:
         if warm is not None and not tier.charge(LEDGER_BYTES, "ledger"):
             raise ValueError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
         return tier
+
+    def charge_headers(self, tier: Tier) -> None:
+        """Count the header pages that a tier keeps in DRAM of blocks that are elsewhere. Raises ValueError where the
+        host tier's capacity has no room for them."""
+        nbytes, name = tier.info.dram_bytes, tier.info.name
+        if nbytes and self._host is not None and not self._host.charge(nbytes, f"headers of {name}"):
+            raise ValueError(
+                f"host.capacity has no room for {human_bytes(nbytes)} of header pages of {name}: raise it, or lower "
+                f"{name}.capacity"
+            )
 
     @property
     def last_session_id(self) -> int:
@@ -85,15 +96,19 @@ class NodeMemory:
         former = FormerClients(self.warm.ledger, store.leases, store.counters)
         until_ns = clock.monotonic_ns() + self._config.limits.lease_ttl_ms * NS_PER_MS
         former.restore(self._adopted, store.residency, until_ns)
+        for (number, _), row in self._adopted.rows.items():
+            if number >= DEVICE_ARENAS:
+                store.device_check.owe(tier_of_chunk(number), row)
         self.warm.count(self._adopted, store.counters)
         self._adopted = Adopted()
         return former
 
     def after_stop(self) -> str:
-        """What becomes of DRAM, in a sentence."""
+        """What becomes of DRAM, and of device memory where blocks are there, in a sentence."""
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
-        return "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+        text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+        return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:
         """The last of the store to be closed. Memory that is kept stays as it is, blocks and all."""

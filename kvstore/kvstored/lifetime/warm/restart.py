@@ -46,6 +46,7 @@ failpoints.declare("warm.arena-taken-over", "an arena of the process before is t
 LEDGER_NAME = "ledger"
 GPU_KIND = "gpu"
 LOOK_S = 1.0
+_MEMORY = "g"  # what the name of a descriptor of device memory begins with
 SOON_S = 0.05  # between two tries to have kept what is not kept yet: a kill would lose it
 Place = tuple[int, int]
 
@@ -87,7 +88,8 @@ class WarmRestart:
             descriptor, memory = self._kept.pop(name, -1), self._kept.pop(memory_name, -1)
             found, why = _take_over(tier, record, descriptor, memory)
             if found is None:
-                log.warning("arena %d of the process before is dropped: %s", record.number, why)
+                what = "chunk of GPU memory" if on_device else "arena"
+                log.warning("%s %d of the process before is dropped: %s", what, record.number, why)
                 adopted.dropped_arenas += 1
                 self.ledger.forget_arena(record.number)
                 self._part_with(name, descriptor)
@@ -118,6 +120,10 @@ class WarmRestart:
         os.close(descriptor)  # the shadow has its own
         self._arenas[shadow.number] = shadow
         self._memories[shadow.number] = memory
+
+    @property
+    def keeps_device_memory(self) -> bool:
+        return bool(self._memories)
 
     def count(self, adopted: Adopted, counters: Counters) -> None:
         counters.add("warm_blocks", len(adopted.rows))
@@ -153,7 +159,7 @@ class WarmRestart:
         try:
             self.keeper.reopen()
         except KeeperError as error:
-            log.warning("what is in DRAM would not survive a restart now: %s", error)
+            log.warning("what is in memory would not survive a restart now: %s", error)
             return
         log.warning("the %s that keeps our memory had gone; a new one keeps it now", self.keeper.name)
         self.keeper.keep(LEDGER_NAME, self.ledger.fd)
@@ -251,14 +257,16 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
     descriptor = kept.pop(LEDGER_NAME, None)
     ledger = None
     if descriptor is not None and forget:
-        nbytes = sum(os.fstat(kept_one).st_blocks * 512 for kept_one in kept.values())
+        nbytes = sum(os.fstat(each).st_blocks * 512 for name, each in kept.items() if not name.startswith(_MEMORY))
         log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", human_bytes(nbytes))
+        if on_devices := sum(name.startswith(_MEMORY) for name in kept):
+            log.warning("dropped %d chunks of GPU memory that no secret reaches", on_devices)
         os.close(descriptor)
     elif descriptor is not None:
         try:
             ledger = Ledger(state_dir, descriptor)
         except (ForeignLedger, OSError) as error:
-            log.warning("what the process before kept in DRAM is dropped: %s", error)
+            log.warning("what the process before kept in memory is dropped: %s", error)
             os.close(descriptor)
     if ledger is None:
         ledger = Ledger(state_dir)
@@ -289,4 +297,4 @@ def _name(number: int) -> str:
 
 def _memory_name(number: int) -> str:
     """Of the device memory whose shadow is arena `number`."""
-    return f"g{number}"
+    return f"{_MEMORY}{number}"

@@ -53,8 +53,9 @@ class ResidencyView:
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
     one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
     given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client may
-    read in place, if it maps device memory. `changes` differs whenever a row or a copy was added,
-    removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by order.
+    read in place, if it maps device memory; `closed`: those of them that no new lease may name now. `changes` differs
+    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often
+    blocks were deleted by order.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ResidencyView:
         self.tiers = tuple(tiers)
         self.durable = (len(tiers) - 1 or -1) if durable is None else durable
         self.in_memory = in_memory or (self.durable if self.durable > 0 else len(tiers))
-        self.mapped, self.exported = mapped, exported
+        self.mapped, self.exported, self.closed = mapped, exported, 0
         self.rows = Rows()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
@@ -86,7 +87,7 @@ class ResidencyView:
 
     def readable(self, *, maps_device: bool) -> int:
         """The tiers that a client reads in place, as a mask."""
-        return 1 << self.mapped | (self.exported if maps_device else 0)
+        return 1 << self.mapped | (self.exported & ~self.closed if maps_device else 0)
 
     # Looking up
 

@@ -223,11 +223,11 @@ class Get:
     def _places(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> list[int]:
         """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
         for all, as most clients read no other."""
-        mapped, exported = self._residency.mapped, self._residency.exported
-        if not exported or not client.maps_device or wanted.host_only:
+        mapped, mask = self._residency.mapped, self._residency.rows.mask
+        others = self._readable(client, wanted) & ~(1 << mapped)
+        if not others:
             return []
-        mask = self._residency.rows.mask
-        on_device = [mask[row] & exported for row in rows]
+        on_device = [mask[row] & others for row in rows]
         return [(here & -here).bit_length() - 1 if here else mapped for here in on_device]
 
     def _until_ns(self, wanted: Wanted) -> int:

@@ -39,7 +39,7 @@ CREDIT = np.dtype(
 
 
 class Standing(IntEnum):
-    FULL = 0  # whatever is probable enough is brought
+    FULL = 0  # all that is probable enough is brought
     REDUCED = 1  # only what surely is of use
     OFF = 2  # nothing
 

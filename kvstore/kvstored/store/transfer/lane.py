@@ -14,8 +14,8 @@ Rules
 - Demotion and maintenance run while no demand is queued; but one that has waited `aged_s` runs even then, in
   a bounded share (`aged_share`) of the bytes that demand moves, so that neither starves. Prefetch never ages:
   it only gets stale.
-- A lane may have a budget for what is not demand (`spare_share`, `spare_bytes_per_s`): where others use the medium whom
-  nobody sees here, they have the rest of it. Demand neither waits for it nor spends it.
+- A lane may have a budget for what is not demand (`spare_share`, `spare_bytes_per_s`): where others use the medium
+  unseen, they have the rest of it. Demand neither waits for it nor spends it.
 - Everything is bounded: a full queue refuses, with the reason.
 
 Invariants: a ticket is queued, in flight or gone; no more than `max_in_flight` items in flight in all, nor

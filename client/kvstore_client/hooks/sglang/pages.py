@@ -36,7 +36,7 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
     return Fingerprint(
         str(config.model_name),
         weights_digest=str(extra.get("weights_digest") or f"SGLang model {config.model_name}"),
-        kv_dtype=dtype,
+        kv_dtype=_type(dtype, extra),
         layout=f"SGLang/{layout}/page={page_tokens}/{shape}",
         adapter_digest=str(extra.get("adapter_digest", "")),
         shard_index=index,
@@ -45,6 +45,16 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
         engine_block_tokens=page_tokens,
         groups=(LayerGroup(0),),
     )
+
+
+def _type(dtype: str, extra: dict[str, Any]) -> str:
+    """SGLang keeps values of every 8-bit type as bytes, and a pool does not say of which."""
+    if dtype == "torch.uint8" and not extra.get("kv_dtype"):
+        raise BackendMisconfigured(
+            'the K/V values are of an 8-bit type that SGLang does not name: give "kv_dtype" in the extra config, '
+            'such as "fp8_e4m3"'
+        )
+    return str(extra.get("kv_dtype") or dtype)
 
 
 def whole_prefixes(present: Sequence[bool]) -> set[int]:

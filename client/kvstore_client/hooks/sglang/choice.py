@@ -1,6 +1,6 @@
 """How many pages of a hit SGLang shall load, by the same choice as other connectors.
 
-HiCache asks, loads and stores in calls that do not name the request, and tells a backend nothing of what the server
+HiCache asks, loads and stores in calls that do not name the request, and a backend does not learn what the server
 computes. Pages tie the calls together: a load that begins with the first page of a question is the answer's, and pages
 that are stored just behind what was held or loaded were computed meanwhile. That time counts only if those pages came
 in one call and no other prompt was asked for in between: else other requests are in it.

@@ -1,0 +1,62 @@
+"""What all copies of a session to and from its device share: a stream, a pinned buffer, and registered host memory.
+
+Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
+`registered`, which is then their maker's to close, after them. Owns all three otherwise, until `close`.
+Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+
+from kvstore_client.device.copies import CopyStream
+from kvstore_client.device.memory import DeviceMemory
+from kvstore_client.device.registered import RegisteredMemory
+from kvstore_client.device.stores import Stores
+from kvstore_client.errors import invalid
+from kvstore_client.memory import Bytes
+
+BUFFER_BYTES = 8 << 20
+_PORTABLE = 1
+
+
+class CopyMeans:
+    """`least_bytes`: of the buffer, for host memory that is not registered yet. Raises DeviceError."""
+
+    def __init__(
+        self, device: DeviceMemory, least_bytes: int = 0, *, registered: RegisteredMemory | None = None
+    ) -> None:
+        self.device = device
+        with device.current():
+            self.stream = CopyStream(device)
+            memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
+            self.buffer: Bytes = np.frombuffer(memory, np.uint8)
+            self.buffer_address: int = self.buffer.__array_interface__["data"][0]
+            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
+        self._owned = RegisteredMemory(device) if registered is None else None
+        self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
+        self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
+        self.using = threading.Lock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Wait for copies, unregister all memory. Idempotent."""
+        with self.using:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with self.device.current():
+                self.stores.settle()
+                self.device.quietly("cuStreamSynchronize", self.stream.handle)
+                if self._owned is not None:
+                    self._owned.close()
+                self.device.quietly("cuMemHostUnregister", self.buffer_address)
+                self.device.quietly("cuStreamDestroy", self.stream.handle)
+
+    def check_open(self) -> None:
+        """Raises KVStoreError after `close`; for the thread that holds `using`."""
+        if self._is_closed:
+            raise invalid("these transfers are closed")

@@ -1,0 +1,113 @@
+"""vLLM's paged pool on a CUDA device: the driver copies beside the engine's stream, which itself waits for a layer.
+
+Owns the transfers of one pool, in and out. Each has a stream of its own, so that neither waits for the other,
+and what they register is not the same memory (puts write by mappings of their own). The engine's thread waits for the
+daemon's answer and until copies are queued, never for a copy, but at the end of a step that loads: vLLM wants to know
+then which blocks failed.
+Invariants: copies into a pool block begin behind all that the engine had queued when the load was ordered; a pool block
+is read only once the step that filled it has ended. The saver waits for that before it copies, since it must be able to
+give the copy up meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore_client.device import (
+    CopyMeans,
+    DeviceError,
+    DeviceMemory,
+    DevicePool,
+    DeviceTransfers,
+    LayerLoad,
+    RegisteredMemory,
+)
+from kvstore_client.hooks.vllm.pages import HeldBlocks
+from kvstore_client.lease import Lease
+from kvstore_client.memory import Bytes
+
+_BLOCKING = 1  # a thread that waits for the event sleeps
+
+
+class DeviceMoment:
+    """An event behind what is queued on a stream (a CUstream's address). Raises DeviceError."""
+
+    def __init__(self, device: DeviceMemory, stream: int) -> None:
+        self._device = device
+        with device.current():
+            self._event = device.call("cuEventCreate", _BLOCKING)
+            weakref.finalize(self, _destroy, device, self._event).atexit = False
+            device.call("cuEventRecord", self._event, device.driver.CUstream(stream))
+
+    @property
+    def event(self) -> int:
+        """The CUevent's address; good as long as the moment is kept."""
+        return int(self._event)
+
+    def wait(self) -> None:
+        with self._device.current():
+            self._device.call("cuEventSynchronize", self._event)
+
+    def seconds_since(self, earlier: DeviceMoment) -> float | None:
+        with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until it has come
+            return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
+        return None
+
+
+class DevicePages:
+    """`device` is the session's; `stream()` is the address of the CUstream that the calling thread computes on.
+    Implements `Pages`. Raises DeviceError. Loads and stores have a stream each: neither waits for the other."""
+
+    is_on_device = True
+
+    def __init__(self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int]) -> None:
+        self._device, self._stream = device, stream
+        self.block_bytes = pool.block_bytes
+        self._registered = RegisteredMemory(device)
+        self._means = [CopyMeans(device, pool.block_bytes, registered=self._registered) for _ in range(2)]
+        self.loads, self.stores = (DeviceTransfers(device, pool, means=means) for means in self._means)
+
+    def now(self) -> DeviceMoment:
+        return DeviceMoment(self._device, self._stream())
+
+    def load(self, sources: Sequence[tuple[HeldBlocks, Sequence[int]]], after: DeviceMoment) -> DeviceLoad:
+        leases: list[tuple[Lease, int, Sequence[int]]] = []
+        for held, block_ids in sources:
+            assert isinstance(held, Lease)  # it says where its blocks are
+            leases.append((held, 0, block_ids))
+        return DeviceLoad(self.loads.load_all(leases, after=after.event), after, self._stream)
+
+    def gather(self, block_id: int, destination: Bytes) -> None:
+        finish = self.stores.payload_of(block_id)(destination)
+        if finish is not None:
+            finish()
+
+    def close(self) -> None:
+        for means in self._means:
+            means.close()
+        self._registered.close()
+
+
+class DeviceLoad:
+    """Implements `BlockLoad`. `after` is kept until the copies wait for it."""
+
+    def __init__(self, load: LayerLoad, after: DeviceMoment, stream: Callable[[], int]) -> None:
+        self._load, self._after, self._stream = load, after, stream
+
+    def wait(self, layer: int) -> None:
+        try:
+            self._load.wait(layer, self._stream())
+        except Exception:  # of the load, which `finish` raises in its thread; or of this wait: then the thread waits
+            with contextlib.suppress(Exception):
+                self._load.finish()
+
+    def finish(self) -> None:
+        self._load.finish()
+
+
+def _destroy(device: DeviceMemory, event: Any) -> None:
+    with contextlib.suppress(DeviceError), device.current():
+        device.quietly("cuEventDestroy", event)

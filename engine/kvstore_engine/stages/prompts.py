@@ -1,0 +1,168 @@
+"""The prompts of one generator whose model is computed in stages: restored before their first step, stored after their
+answer.
+
+Owns the restorer, and the hidden states that are yet to be stored. It never schedules: the engine's steps find what was
+restored as blocks of a shared prefix. One prompt at a time. Invariant: no block is written once it is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.restore.learned import LearnedCosts
+from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.graph.plan import BLOCK_TOKENS
+from kvstore_engine.restore.record import RestorationRecord
+from kvstore_engine.restore.report import RestoreReport, StoreReport
+from kvstore_engine.restore.session import KvSession, Tokens
+from kvstore_engine.stages.pipeline import FloatArray, Pipeline
+from kvstore_engine.stages.restorer import Restored, StagedRestorer
+from kvstore_engine.stages.stores import StageStore
+from kvstore_engine.stages.storing import store_prefix
+
+_log = logging.getLogger(__name__)
+_TENANT = ""  # requests of a generator have none
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredPrompt:
+    """`report`: its `tokens` are those that each stage loaded, or more; its `bytes` those of all stages, hidden states
+    included. `records`: of each stage. `computing_s`: how long stages computed; all of the time if none loaded.
+    """
+
+    report: RestoreReport
+    records: tuple[RestorationRecord, ...]
+    computing_s: float
+
+
+class StagedPrompts:
+    """`stores`, `costs`: of each stage of `pipeline`. `keeps_inputs`: hidden states at boundaries are stored, too."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stores: Sequence[StageStore],
+        costs: Sequence[LearnedCosts] | None = None,
+        *,
+        keeps_inputs: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._pipeline, self._stores, self._clock = pipeline, tuple(stores), clock
+        self._restorer = StagedRestorer(pipeline, stores, costs, clock=clock)
+        self._keeps_inputs = keeps_inputs
+        self._inputs: tuple[dict[int, FloatArray], ...] = ()
+
+    @property
+    def is_connected(self) -> bool:
+        """Some stage's K/V can be asked for."""
+        return any(store.kv is not None and store.kv.state == "connected" for store in self._stores)
+
+    def wake(self) -> None:
+        """A prompt is about to come."""
+        for session in self._sessions():
+            session.wake()
+
+    def warm_up(self, table: npt.NDArray[np.int32]) -> None:
+        """Ping the daemon, and compute a chunk into the blocks of `table`, which teaches the stages' costs."""
+        for session in self._sessions():
+            session.ping()
+        self._restorer.warm_up(table)
+
+    def restore(self, space: BlockSpace, tokens: Tokens, request_id: str, *, is_stored: bool) -> RestoredPrompt:
+        """Bring the K/V of all whole storage blocks before the last of `tokens` to blocks of `space`, for the request
+        with these tokens that is admitted next. `is_stored`: `store` follows. Raises what computing raised.
+        """
+        whole = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        table = space.claim(_TENANT, tokens[:whole])
+        try:
+            keeps = is_stored and self._keeps_inputs
+            restored = self._restorer.restore(tokens, table.ids, keeps_inputs=keeps, request_id=request_id)
+            space.seal(table, tokens, 0, whole)
+        finally:
+            space.release(table)
+        self._inputs = restored.inputs
+        return _of(restored)
+
+    def store(self, space: BlockSpace, tokens: Tokens, answer_tokens: int) -> StoreReport:
+        """Store what `space` has of `tokens`, a prompt and its answer of `answer_tokens`, and the hidden states that
+        `restore` kept. The daemon learns how long the answer was.
+        """
+        begin_s = self._clock()
+        table = space.claim(_TENANT, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS])
+        try:
+            ready = space.ready_tokens(table, 0)
+            stored = store_prefix(self._pipeline, self._stores, tokens[:ready], table.ids, self._inputs)
+        finally:
+            space.release(table)
+        if answer_tokens:
+            self._hint(tokens[:ready], answer_tokens=answer_tokens)
+        counts = Counter(status for each in stored for status in (*each.kv, *each.inputs))
+        failures = [f"stage {number}: {each.failure}" for number, each in enumerate(stored) if each.failure]
+        reason = "; ".join(failures)
+        return StoreReport(**counts, store_s=self._clock() - begin_s, reason=reason)
+
+    def forget(self, space: BlockSpace, tokens: Tokens) -> None:
+        """Discard the blocks of `tokens`, and what `restore` kept: the next prompt has what the store provides."""
+        self._inputs = ()
+        space.discard(space.claim(_TENANT, tokens[: len(tokens) // space.block_tokens * space.block_tokens]))
+
+    def announce(self, tokens: Tokens, due_in_s: float) -> None:
+        """Have the daemon know that the conversation of `tokens` goes on in about `due_in_s`."""
+        self._hint(tokens, due_in_s=due_in_s, next_step="end_of_turn")
+
+    def close(self) -> None:
+        """Stop the threads; pipeline and sessions stay open."""
+        self._restorer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _hint(self, tokens: Tokens, **hint: Any) -> None:
+        whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
+        for session in self._sessions():
+            if len(whole) and session.state == "connected":
+                try:
+                    session.hint(whole, **hint)
+                except Exception as error:  # the answer is there: a hint that is lost costs nothing of it
+                    _log.debug("a hint was not sent: %s: %s", type(error).__name__, error)
+
+    def _sessions(self) -> Iterator[KvSession]:
+        for store in self._stores:
+            yield from (each for each in (store.kv, store.inputs) if each is not None)
+
+
+def _of(restored: Restored) -> RestoredPrompt:
+    records = restored.stages
+    working_s = restored.seconds - restored.lookup_s
+    is_loaded = any(each.loaded for each in records)
+    computing_s = min(working_s, max(each.compute_busy_s for each in records)) if is_loaded else working_s
+    report = RestoreReport(
+        tokens=min(each.loaded for each in records) * BLOCK_TOKENS,
+        bytes=restored.nbytes,
+        resident_blocks=min(each.stored for each in records),
+        lookup_s=restored.lookup_s,
+        restore_s=working_s - computing_s,
+        estimated_load_s=max(each.predicted_load_s for each in records),
+        estimated_compute_s=max(each.predicted_compute_s for each in records),
+        reason=_reason(records),
+    )
+    return RestoredPrompt(report, records, computing_s)
+
+
+def _reason(records: Sequence[RestorationRecord]) -> str:
+    if lost := sum(each.lost for each in records):
+        return f"{lost} stored blocks of stages could not be loaded"
+    if not any(each.stored for each in records):
+        return "nothing resident"
+    return f"each stage by a plan of its own: {', '.join(each.plan or 'compute' for each in records)}"

@@ -1,0 +1,74 @@
+"""Keeps the keys of the prefix that a step's sequences share in a device's L2 cache, while attention reads them.
+
+Owns the setting, and which window a stream has. Off unless $KVENGINE_L2_PREFIX sets bytes of the cache aside: what it
+gains has not been measured. It never changes a result. Decode steps that were recorded keep the window that they were
+recorded with: `choose` says which steps have the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore_console.units import parse_size
+from kvstore_engine.errors import UsageError
+from kvstore_engine.kernels.cuda.cache_window import CacheWindow
+from kvstore_engine.torch_executor.shared_prefix import Int32Array, most_shared
+
+VARIABLE = "KVENGINE_L2_PREFIX"
+_log = logging.getLogger(__name__)
+
+
+class KeepsInCache(Protocol):
+    """A device with windows of its L2 cache: `kernels.cuda.Device`."""
+
+    @property
+    def window_bytes(self) -> int: ...
+
+    def set_aside_cache(self, nbytes: int) -> int: ...
+
+    def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None: ...
+
+
+class PrefixWindow:
+    """Windows of `device` over planes of blocks of `block_bytes`. For one thread."""
+
+    def __init__(self, device: KeepsInCache, block_bytes: int) -> None:
+        self._device, self._block_bytes = device, block_bytes
+        self._chosen: CacheWindow | None = None  # as if planes began at address 0
+        self._streams: set[int] = set()  # that have a window
+
+    @classmethod
+    def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
+        """By the setting; None without it, and where the device has no windows. UsageError for a wrong size."""
+        text = os.environ.get(VARIABLE, "")
+        try:
+            nbytes = parse_size(text or "0")
+        except ValueError as error:
+            raise UsageError(f"{VARIABLE}: {error}") from None
+        if not nbytes:
+            return None
+        kept = device.set_aside_cache(nbytes) if device.window_bytes else 0
+        if not kept:
+            _log.warning("%s=%s has no effect: this device has no windows of its L2 cache", VARIABLE, text)
+            return None
+        return cls(device, block_bytes)
+
+    def choose(self, tables: Sequence[Int32Array]) -> CacheWindow | None:
+        """Before a step whose sequences only read the blocks of `tables`. Steps with equal results have equal windows,
+        in planes that begin at address 0."""
+        shared = most_shared(tables)
+        self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
+        return self._chosen
+
+    def place(self, plane: int, stream: int) -> None:
+        """The next launches on `stream` read the plane at address `plane`."""
+        chosen = self._chosen
+        if chosen is not None:
+            self._device.keep_in_cache(CacheWindow(plane + chosen.address, chosen.nbytes), stream=stream)
+            self._streams.add(stream)
+        elif stream in self._streams:
+            self._device.keep_in_cache(None, stream=stream)
+            self._streams.discard(stream)

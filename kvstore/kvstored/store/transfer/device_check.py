@@ -1,0 +1,79 @@
+"""Copies on devices, checked there: in passes (`health/scrub`), and those of the process before ahead of any lease.
+
+Owns which copies were taken over and are not checked yet: an engine could have written there while no daemon looked. A
+tier that has such copies is closed: leases name other copies, and where there is none the block is read from the
+device, which verifies it. What is damaged is dropped by `Damage`. No payload is moved.
+Invariants: a check pins nothing, so that no delete and no eviction waits for the device; its answer counts only where
+the block still has the slot that was checked, in the same generation; a closed tier opens once each copy that was taken
+over is checked or gone, or its device computes no checksums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstored.completions import CompletionQueue
+from kvstored.store.blocks import Residency
+from kvstored.store.transfer.damage import Damage
+
+if TYPE_CHECKING:
+    from kvstore_tiers.gpu import GpuTier
+
+AT_ONCE = 32  # one launch of the kernel has many, and engines have their turn between two
+AGAIN_S = 1.0  # after a worker that died
+
+
+class DeviceCheck:
+    """`tiers`: those whose memory clients import, by position."""
+
+    def __init__(
+        self, residency: Residency, tiers: Mapping[int, GpuTier], completions: CompletionQueue, damage: Damage
+    ) -> None:
+        self._residency = residency
+        self.tiers = tiers
+        self._completions = completions
+        self._damage = damage
+        self._owed: defaultdict[int, list[int]] = defaultdict(list)  # tokens, by position
+
+    async def check(self, position: int, row: int) -> tuple[OutcomeKind, bool]:
+        """What the device says of a copy, FAILED where it says nothing; and whether the copy was there until then,
+        damaged, and is dropped now."""
+        residency = self._residency
+        slot, key, token = residency.slot(row, position), residency.key(row), residency.token(row)
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.tiers[position].verify(slot, key, self._completions.to_loop(ended.set_result))
+        outcome = await asyncio.shield(ended)
+        is_there = residency.current(token) == row and residency.has(row, position)
+        is_damaged = outcome.kind is OutcomeKind.CORRUPT and is_there and residency.slot(row, position) == slot
+        if is_damaged:
+            self._damage.found(position, row, outcome.message)
+        return outcome.kind, is_damaged
+
+    def owe(self, position: int, row: int) -> None:
+        """This copy was taken over from the process before. `settle` checks it."""
+        if position in self.tiers and self.tiers[position].verifies:
+            self._owed[position].append(self._residency.token(row))
+            self._residency.closed |= 1 << position
+
+    async def settle(self) -> None:
+        """Check what is owed, as fast as the device does, and open the tiers."""
+        for position in list(self._owed):
+            owed = self._owed.pop(position)
+            while owed and self.tiers[position].verifies:
+                part, owed = owed[:AT_ONCE], owed[AT_ONCE:]
+                settled = await asyncio.gather(*(self._is_settled(position, token) for token in part))
+                if not all(settled):
+                    owed += [token for token, is_settled in zip(part, settled, strict=True) if not is_settled]
+                    await asyncio.sleep(AGAIN_S)
+            self._residency.closed &= ~(1 << position)
+
+    async def _is_settled(self, position: int, token: int) -> bool:
+        row = self._residency.current(token)
+        if row < 0 or not self._residency.has(row, position):
+            return True
+        kind, _ = await self.check(position, row)
+        return kind is not OutcomeKind.FAILED

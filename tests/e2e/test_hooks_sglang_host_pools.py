@@ -1,0 +1,158 @@
+"""Pages of SGLang's own host pools, in every layout, through the backend and a real daemon.
+
+The pools are SGLang's classes around buffers made here: their constructors need a device pool, and its memory. Needs
+most of what SGLang imports (docs/sglang.md); skipped by name elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstore_client.testing import DaemonProcess
+from tests.reference.sglang_storage import import_sglang_pools
+
+try:
+    import_sglang_pools()
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+except ImportError as missing:
+    pytest.skip(f"SGLang's host pools cannot be imported: {missing}", allow_module_level=True)
+
+import torch
+
+from tests.reference.sglang_engine import open_backend, page_hashes
+
+NAME, POLICY = PoolName, PoolHitPolicy
+PAGE, PAGES, LAYERS, HEADS, WIDTH = 8, 6, 3, 2, 4
+SIZE = PAGE * PAGES
+MHA = {
+    "layer_first": (2, LAYERS, SIZE, HEADS, WIDTH),
+    "page_first": (2, SIZE, LAYERS, HEADS, WIDTH),
+    "page_first_direct": (2, PAGES, LAYERS, PAGE, HEADS, WIDTH),
+    "page_head": (2, PAGES, HEADS, PAGE, LAYERS, WIDTH),
+}
+MLA = {
+    "layer_first": (LAYERS, SIZE, 1, WIDTH),
+    "page_first": (SIZE, LAYERS, 1, WIDTH),
+    "page_first_direct": (PAGES, LAYERS, PAGE, 1, WIDTH),
+}
+INDEXER = {"layer_first": (LAYERS, PAGES, 40), "page_first": (PAGES, LAYERS, 1, 40)}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as running:
+        yield running
+
+
+def made(kind: Any, layout: str, buffer: torch.Tensor, **fields: Any) -> Any:
+    """A pool of SGLang's around a buffer."""
+    pool = object.__new__(kind)
+    common = {"layout": layout, "page_size": PAGE, "layer_num": LAYERS, "size": SIZE, "device": "cpu"}
+    pool.__dict__.update(common, pin_memory=False, dtype=buffer.dtype, kv_buffer=buffer, **fields)
+    return pool
+
+
+def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def pool_of(kind: str, layout: str, seed: int) -> Any:
+    if kind == "mha":
+        return made(MHATokenToKVPoolHost, layout, random(MHA[layout], seed), head_num=HEADS, head_dim=WIDTH)
+    if kind == "mla":
+        return made(MLATokenToKVPoolHost, layout, random(MLA[layout], seed), kv_cache_dim=WIDTH)
+    buffer = random(INDEXER[layout], seed).view(torch.uint8)[..., :40].contiguous()
+    return made(
+        DSAIndexerPoolHost, layout, buffer,
+        index_k_with_scale_buffer=buffer, indexer_page_stride_size=40, indexer_dtype=torch.uint8,
+    )  # fmt: skip
+
+
+def mamba_of(seed: int) -> Any:
+    """A state for each slot, of two kinds."""
+    temporal, conv = random((SIZE, LAYERS, 4), seed).float(), random((SIZE, LAYERS, 6), seed + 1)
+    pool = made(MambaPoolHost, "page_first", conv)
+    pool.__dict__.update(
+        page_size=1, temporal_buffer=temporal, conv_buffer=[conv], slot_state_device_tensors=[], slot_state_buffers=[]
+    )
+    pool.__dict__.update(size_per_token=LAYERS * (4 * 4 + 6 * 2), temporal_state_elem_size=4)
+    return pool
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def page_bytes(pool: Any, page: int) -> torch.Tensor:
+    return pool.get_data_page(page * pool.page_size).contiguous().view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*(("mha", layout) for layout in MHA), *(("mla", layout) for layout in MLA)]
+)
+def test_pages_of_every_layout_come_back_at_other_places(daemon: DaemonProcess, kind: str, layout: str) -> None:
+    keys = page_hashes([len(layout) * 1000 + token for token in range(3 * 16)])
+    pools = [pool_of(kind, layout, seed) for seed in (1, 2)]
+    written, read = (
+        open_backend(
+            pool, socket=str(daemon.socket_dir), extra={"staging_bytes": 1 << 20, "always_load": True},
+            model_name=f"{kind} {layout}",
+        )
+        for pool in pools
+    )  # fmt: skip
+    try:
+        assert written.batch_set_v1(keys, indices([0, 1, 2])) == [True] * 3
+        untouched = page_bytes(pools[1], 0)
+        assert read.batch_get_v1(keys, indices([5, 1, 3])) == [True] * 3
+        for stored, loaded in zip([0, 1, 2], [5, 1, 3], strict=True):
+            assert torch.equal(page_bytes(pools[0], stored), page_bytes(pools[1], loaded))
+        assert torch.equal(page_bytes(pools[1], 0), untouched)
+    finally:
+        written.close()
+        read.close()
+
+
+@pytest.mark.parametrize("layout", INDEXER)
+def test_side_pools_of_a_hybrid_model_come_back(daemon: DaemonProcess, layout: str) -> None:
+    keys = page_hashes([len(layout) * 2000 + token for token in range(4 * 16)])
+    backends, sides = [], []
+    for seed in (1, 2):
+        storage = open_backend(
+            pool_of("mla", layout, seed), socket=str(daemon.socket_dir), is_mla_model=True,
+            extra={"staging_bytes": 1 << 20, "always_load": True}, model_name=f"hybrid {layout}",
+        )  # fmt: skip
+        side = {NAME.INDEXER: pool_of("indexer", layout, seed + 10), NAME.MAMBA: mamba_of(seed + 20)}
+        for name, pool in side.items():
+            storage.register_mem_host_pool_v2(pool, name)
+        backends.append(storage)
+        sides.append(side)
+
+    def transfers(pages: list[int], slot: int) -> list[Any]:
+        return [
+            PoolTransfer(name=NAME.INDEXER, host_indices=indices(pages), keys=keys),
+            PoolTransfer(
+                name=NAME.MAMBA, host_indices=torch.tensor([slot]), keys=keys[-1:], hit_policy=POLICY.TRAILING_PAGES
+            ),
+        ]
+
+    try:
+        written, read = backends
+        assert all(written.batch_set_v1(keys, indices([0, 1, 2, 3])))
+        stored = written.batch_set_v2(transfers([0, 1, 2, 3], 7))
+        assert stored == {NAME.INDEXER: [True] * 4, NAME.MAMBA: [True]}
+        found = read.batch_exists_v2(keys, transfers([0, 1, 2, 3], 7))
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+        assert read.batch_get_v2(transfers([5, 0, 2, 1], 9)) == {NAME.INDEXER: [True] * 4, NAME.MAMBA: [True]}
+        for source, target in zip([0, 1, 2, 3], [5, 0, 2, 1], strict=True):
+            assert torch.equal(page_bytes(sides[0][NAME.INDEXER], source), page_bytes(sides[1][NAME.INDEXER], target))
+        assert torch.equal(page_bytes(sides[0][NAME.MAMBA], 7), page_bytes(sides[1][NAME.MAMBA], 9))
+    finally:
+        for storage in backends:
+            storage.close()

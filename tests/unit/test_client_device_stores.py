@@ -1,0 +1,151 @@
+"""Payloads from pages of a pool: the device is waited for once for all that are begun, and no byte is taken early."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, PoolPart
+from kvstore_client.device.mappings import HostMappings
+from kvstore_client.payload import PayloadWriter
+from kvstore_proto import cuda_driver
+from kvstore_proto.arena import HEADER_BYTES
+
+PAGES, LAYERS, MIB = 6, 2, 1 << 20
+
+
+class Device:
+    """A driver whose copies happen when their stream is waited for; its memory is host memory."""
+
+    index = 0
+    CUdeviceptr = CUdevice_attribute = CUevent = int
+
+    def __init__(self) -> None:
+        self.driver = self
+        self.mappings = HostMappings()
+        self.queued: list[tuple[int, int, int]] = []
+        self.waits = 0
+        self.fails = self.refuses = False
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return cuda_driver.call(self, name, *arguments)  # type: ignore[arg-type]
+
+    def quietly(self, name: str, *arguments: Any) -> None:
+        self.call(name, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: (0, 0)
+
+    def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, _: int) -> tuple[int]:  # noqa: N802
+        self.queued.append((to, source, nbytes))
+        return (0,)
+
+    def cuStreamSynchronize(self, _: int) -> tuple[int]:  # noqa: N802
+        self.waits += 1
+        queued, self.queued = self.queued, []
+        if self.fails:
+            return (700,)
+        for run in queued:
+            ctypes.memmove(*run)
+        return (0,)
+
+    def cuMemHostRegister(self, *_: int) -> tuple[int]:  # noqa: N802
+        return (2 if self.refuses else 0,)
+
+    def cuDeviceGetAttribute(self, *_: int) -> tuple[int, int]:  # noqa: N802
+        return 0, 1
+
+    def cuGetErrorName(self, _: int) -> tuple[int, bytes]:  # noqa: N802
+        return 0, b"CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+class Engine:
+    """A pool whose pages have random bytes, and staging memory with a slot for each."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes, self.slot_bytes = block_bytes, HEADER_BYTES + block_bytes
+        self.pages = np.random.default_rng(1).integers(0, 256, (LAYERS, PAGES, block_bytes // LAYERS), dtype=np.uint8)
+        first, layer_bytes = self.pages.__array_interface__["data"][0], block_bytes // LAYERS
+        parts = [[PoolPart(first + at * PAGES * layer_bytes, layer_bytes, layer_bytes)] for at in range(LAYERS)]
+        self.device = Device()
+        anything: Any = self.device
+        self.transfers = DeviceTransfers(anything, DevicePool(parts, PAGES))
+        self.staging = np.zeros(PAGES * self.slot_bytes, np.uint8)
+
+    def put(self) -> int:
+        """All pages, as one put; how often the device was waited for."""
+        before = self.device.waits
+        with PayloadWriter(self.block_bytes) as writer:
+            for page in range(PAGES):
+                writer.write(self.staging, page * self.slot_bytes, self.transfers.payload_of(page))
+        return self.device.waits - before
+
+    @property
+    def stored(self) -> np.ndarray:
+        slots = self.staging.reshape(PAGES, self.slot_bytes)[:, HEADER_BYTES:]
+        return slots.reshape(PAGES, LAYERS, -1).transpose(1, 0, 2)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(64 << 10)
+    yield made
+    made.transfers.close()
+
+
+def test_many_blocks_are_waited_for_once_by_way_of_the_buffer_and_without(engine: Engine) -> None:
+    assert engine.put() == 1
+    assert np.array_equal(engine.stored, engine.pages)
+    assert engine.transfers.registered.settle(30.0)
+    engine.staging[:] = 0
+    assert engine.put() == 1
+    assert np.array_equal(engine.stored, engine.pages)
+    (part,) = engine.transfers.registered._parts.values()
+    assert part.is_made and part.users == 0
+
+
+def test_blocks_that_the_buffer_has_no_room_for_wait_for_those_before_them() -> None:
+    engine = Engine(3 * MIB)  # of a buffer of 8 MiB
+    engine.device.refuses = True
+    assert engine.put() == PAGES // 2
+    assert np.array_equal(engine.stored, engine.pages)
+    engine.transfers.close()
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_failure_is_raised_for_each_block_that_was_under_way(engine: Engine, is_registered: bool) -> None:
+    if is_registered:
+        engine.put()
+        assert engine.transfers.registered.settle(30.0)
+    fills = [engine.transfers.payload_of(page) for page in range(3)]
+    finishes = [fill(engine.staging[HEADER_BYTES : HEADER_BYTES + engine.block_bytes]) for fill in fills]
+    engine.device.fails = True
+    for finish in finishes:
+        assert finish is not None
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+            finish()
+    assert all(part.users == 0 for part in engine.transfers.registered._parts.values())
+    engine.device.fails = False
+
+
+def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
+    """They share the buffer."""
+    slot = engine.staging[HEADER_BYTES : HEADER_BYTES + engine.block_bytes]
+    finish = engine.transfers.payload_of(2)(slot)
+    lease: Any = SimpleNamespace(valid=True)
+    assert engine.transfers.load(lease, []).finish()
+    assert np.array_equal(slot.reshape(LAYERS, -1), engine.pages[:, 2])
+    assert finish is not None
+    waits = engine.device.waits
+    finish()
+    assert engine.device.waits == waits
