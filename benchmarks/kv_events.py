@@ -49,9 +49,10 @@ from kvstored.config.tiers import Start
 from kvstored.events.encoding import hash_of
 from kvstored.events.feed import EventFeed
 from kvstored.events.publisher import Publisher
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.offer import DurabilityMode, Offer
+from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
 
 BLOCKS, QUICK_BLOCKS = 1_000_000, 100_000  # stored with events, and as many removed

@@ -21,9 +21,10 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.config.schema import TenantSection
 from kvstored.config.tiers import Start
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.offer import DurabilityMode, Offer
+from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
 
 _FINGERPRINT = Fingerprint("benchmark", "none", groups=(LayerGroup(0),))

@@ -27,8 +27,9 @@ from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile
 from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from kvstored.lifetime.warm.node_memory import NodeMemory
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
+from kvstored.store.residency import make_residency
 
 log = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice devic
     case 108: *value = 4 << 20; return SUCCESS;  /* of the L2 cache: what may be set aside, */
     case 109: *value = 16 << 20; return SUCCESS; /* and the largest window */
     case 97: *value = 227 << 10; return SUCCESS; /* shared memory of a block that asks for it */
-    case 41: case 91: case 99: case 102: case 103: *value = 1; return SUCCESS;
+    case 41: case 91: case 99: case 102: case 103: case 110: *value = 1; return SUCCESS;
     case 113: *value = (int)setting("EMULATED_CUDA_READ_ONLY_REGISTER", 1); return SUCCESS;
     default: return INVALID_VALUE;
     }

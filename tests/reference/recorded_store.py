@@ -25,11 +25,12 @@ from kvstored.simulator.simulated_gpu import SimulatedGpuTier
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.trace import Op, Trace
 from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import RequestContext
+from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
 
 _FAST = 1e15  # bytes a second

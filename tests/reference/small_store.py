@@ -26,7 +26,8 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.config.tiers import Start
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
+from kvstored.store.residency import make_residency
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.remote_gate import RemoteWrites
 

@@ -157,6 +157,8 @@ def test_each_setting_says_where_it_was_written(tmp_path: Path) -> None:
         ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\nchunk = "3MiB"', "vram.chunk must be a multiple"),
         ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9MiB"', "vram.capacity 9.0 MiB does not hold one chunk"),
         ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\ndevice = -1', "vram.device must be the number"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\nfrom_nvme = "gds"', "'gds' is unknown"),
+        ('[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\nfrom_nvme = "direct"', "to a tier behind DRAM"),
         ('[[tier]]\nname = "far"\ncapacity = "2MiB"\nnuma_node = -2', "far.numa_node must be the number of a node"),
     ],
 )  # fmt: skip

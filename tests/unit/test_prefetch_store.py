@@ -17,11 +17,12 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import ConfigError, load_config
 from kvstored.config.tiers import Start
 from kvstored.predictor_names import PREDICTORS
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations.get import Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint
 from kvstored.store.prefetch.on_hint import OnHint
+from kvstored.store.residency import make_residency
 from kvstored.store.transfer.items import Refused
 from kvstored.store.transfer.link import Mover
 from tests.reference.driven_store import DrivenStore, keys_of

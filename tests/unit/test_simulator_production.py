@@ -22,8 +22,9 @@ from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
 from kvstored.simulator.simulated_tiers import SimulatedTier
 from kvstored.simulator.worth import models
 from kvstored.store import assembly
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.policies import POLICIES, resolve
+from kvstored.store.residency import make_residency
 from tests.reference.traces import sessions, trace_of
 
 TRACE = trace_of(sessions(1, 30))

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers.file_image import FileImage
 from kvstore_tiers.image import image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
@@ -36,6 +37,8 @@ from kvstore_tiers.slot import Slot
 __all__ = [
     "Completion",
     "ContainerReport",
+    "FileImage",
+    "Load",
     "MemoryKind",
     "Outcome",
     "OutcomeKind",
@@ -73,6 +76,7 @@ class Outcome:
 
 
 Completion = Callable[[Outcome], None]
+Load = Callable[[FileImage, Completion], None]
 Column = npt.NDArray[np.unsignedinteger]
 
 
@@ -80,7 +84,8 @@ Column = npt.NDArray[np.unsignedinteger]
 class TierInfo:
     """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
     clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
-    device memory may import its containers, to read."""
+    device memory may import its containers, to read. `lends_files`: another tier may read its slots from their file
+    (`lend`); `loads_files`: it can (`loader`)."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
@@ -90,6 +95,8 @@ class TierInfo:
     is_exported: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
     dram_bytes: int = 0  # at most, of header pages in DRAM; the capacity of the mapped tier has to have room for them
+    lends_files: bool = False
+    loads_files: bool = False
 
     @property
     def is_in_memory(self) -> bool:
@@ -233,6 +240,20 @@ class Tier(ABC):
             done(outcome)
 
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
+
+    def lend(self, slot: Slot, load: Load, done: Completion) -> None:
+        """Have another tier, whose `loader` it is, read the image in `slot` from its file: `load(image, ended)` is
+        called once, and the descriptor is its to close. How it ends is judged as the end of a `read`, and passed on."""
+        raise RuntimeError(f"the tier {self.info.name} lends no files")
+
+    def loader(self, slot: Slot, expect_key: bytes) -> Load:
+        """What stores in `slot` an image that this tier reads from a file by itself, from any thread; it closes the
+        descriptor, after a failure too.
+
+        The header is stored with this slot's generation. CORRUPT when the file does not hold the block `expect_key`
+        whole. FAILED with an `errno` says that the file cannot be read, without one that it is not the file's fault.
+        """
+        raise RuntimeError(f"the tier {self.info.name} loads no files")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays as

@@ -52,6 +52,22 @@ class ResidentThreads:
         if not self.post(lambda: complete(transfer, done)):
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
+    def begin(self, job: Callable[[], None], done: Completion) -> None:
+        """Run `job`, which has `done` called by itself unless it raises, on some thread. After `close`: CANCELLED, at
+        once."""
+
+        def attempt() -> Outcome:
+            job()
+            return Outcome(OutcomeKind.DONE)
+
+        def run() -> None:
+            outcome = run_transfer(attempt)
+            if not outcome.ok:
+                done(outcome)
+
+        if not self.post(run):
+            done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+
     def post(self, job: Callable[[], None]) -> bool:
         """Run `job`, which must not raise, on some thread. False after `close`."""
         with self._closing:

@@ -68,7 +68,10 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     parts = [render_table(_TIERS, rows, empty="no tiers are configured")]
     parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
     parts.extend(f"{tier.name} expects: {_by_class(tier)}" for tier in reply.tiers if tier.residency_bytes)
-    budget = budget_line(admin.call("Status", wire.StatusRequest(), wire.StatusReply))
+    status = admin.call("Status", wire.StatusRequest(), wire.StatusReply)
+    names = {tier.name for tier in reply.tiers}
+    parts.extend(warning for warning in status.warnings if warning.partition(":")[0] in names)
+    budget = budget_line(status)
     parts.extend([f"nvme writes: {budget}"] if budget else [])
     return Output("\n".join(parts), reply)
 

@@ -33,12 +33,13 @@ from kvstored.simulator.trace import Trace
 from kvstored.simulator.virtual_time import VirtualLoop
 from kvstored.simulator.visit import Visit
 from kvstored.simulator.worth import Model
-from kvstored.store.assembly import Store, make_residency
+from kvstored.store.assembly import Store
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.operations import Operations
 from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.residency import make_residency
 from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog

@@ -58,6 +58,7 @@ from kvstored.store.transfer.remote_gate import RemoteGate, RemoteWrites
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import Sharing, SharingCounts
 from kvstored.store.transfer.slot_exit import SlotExit, UnmappedExit, discard
+from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
@@ -71,22 +72,6 @@ KEYED_AT_ONCE, KEYED_WAIT_S = 16, 0.02  # demotions to a key-addressed tier: one
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
-
-
-def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
-    ValueError where clients map none of them."""
-    infos = [tier.info for tier in tiers]
-    durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
-    mapped = [info.is_mapped for info in infos].index(True)
-    return Residency(
-        [info.name for info in infos],
-        ghost_keys=config.limits.ghosts_per_tenant,
-        durable=durable,
-        in_memory=sum(info.is_memory for info in infos),
-        mapped=mapped,
-        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
-    )
 
 
 class Store:
@@ -137,7 +122,7 @@ class Store:
             self.discard[position] = partial(discard, tier)
         self.policies = self._make_policies()
         self.orphans = OrphanQueue(residency)
-        self.mover = Mover(make_lanes(config, residency, self.keyed), completions, clock)
+        self.mover = Mover(make_lanes(config, residency, self.keyed, self._straight_to), completions, clock)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, lambda: self.writeback)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.writeback: WriteBack | None = None
@@ -153,8 +138,8 @@ class Store:
             residency, [self._link(source, residency.mapped) for source in self._unmapped], self.room,
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
-        self.sharing = self._make_sharing()
-        self.copiers += self.sharing
+        self.sharing, self.straight = self._make_sharing(), [self._make_straight(at) for at in self._straight_to]
+        self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
 
     def _make_exits(self) -> list[SlotExit]:
@@ -196,6 +181,8 @@ class Store:
             if position == self.residency.durable and self.writeback is not None:
                 self.writeback.cancel_queued()
             self.promoter.fail_waiters()
+            for each in self.straight:
+                each.fail_waiters()
 
         return TierBreaker(
             self.tiers[position], self.residency.tiers[position], self.modes, self.completions, self.clock,
@@ -283,6 +270,19 @@ class Store:
         if made:
             residency.use_with(used)
         return made
+
+    @property
+    def _straight_to(self) -> list[int]:
+        """The tiers before the mapped one that read from the durable one's files."""
+        if self.nvme is None or not self.nvme.info.lends_files:
+            return []
+        return [at for at, tier in enumerate(self.tiers[: self.residency.mapped]) if tier.info.loads_files]
+
+    def _make_straight(self, position: int) -> StraightPromotion:
+        link, gate = self._link(self.residency.durable, position), self._make_device_gate(position)
+        return StraightPromotion(
+            self.residency, link, self.rooms[position], gate, self.promoter, self.damage, self.counters, self.flows
+        )
 
     def _sharing_counts(self, copied: str) -> SharingCounts:
         return SharingCounts(partial(self.counters.add, copied), partial(self.counters.add, "device_rate_waits"))

@@ -51,6 +51,7 @@ COUNTERS = {
     "shared_blocks": "blocks copied from DRAM to a key-addressed tier for other nodes, before they were evicted",
     "device_blocks": "blocks copied from DRAM to a tier that stands before it, since they are used often",
     "device_rate_waits": "times that such copies waited until the byte rate of that tier allowed more",
+    "straight_blocks": "blocks read from NVMe to such a tier, past DRAM, for a request of an engine on that device",
     "remote_unworthy_blocks": "evicted blocks that were not worth a write to a key-addressed tier",
     "remote_over_rate_blocks": "evicted blocks not written there because the byte rate was spent",
     "orphaned_blocks": "children of damaged blocks, cut off with them",

@@ -15,6 +15,7 @@ from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
 
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
+_DIRECT_TO_MAPPED_MEMORY_SUPPORTED = 110  # as GPUDirect calls it: RDMA with CUDA VMM
 _MAJOR, _MINOR = 75, 76
 _REGISTER_PORTABLE, _REGISTER_FOR_KERNELS, _REGISTER_READ_ONLY = 1, 2, 8
 _NON_BLOCKING, _NO_TIMING_BLOCKING_SYNC = 1, 3
@@ -45,6 +46,7 @@ class Driver:
         self.use_in_this_thread()
         if not self._attribute(_HANDLE_IS_DESCRIPTOR_SUPPORTED):
             raise NoDriver(f"CUDA device {index} cannot export memory as a file descriptor")
+        self._takes_direct = bool(self._attribute(_DIRECT_TO_MAPPED_MEMORY_SUPPORTED))
         self._has_batches = has_batches(self._cuda)
         self._registers_read_only = bool(self._attribute(_READ_ONLY_HOST_REGISTER_SUPPORTED))
 
@@ -201,6 +203,7 @@ class Driver:
         wanted.requestedHandleTypes = self._by_descriptor
         wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         wanted.location.id = self._index
+        wanted.allocFlags.gpuDirectRDMACapable = int(self._takes_direct)  # without it, no direct storage
         return wanted
 
     def _attribute(self, number: int) -> int:

@@ -31,15 +31,17 @@ PATIENCE_S = 30.0  # a transfer takes milliseconds
 LOOK_S = 0.5
 MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
 DOWN = "the GPU's worker is not running"
+AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks from files, or none
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
-Summed = Callable[[str, Sequence[int]], None]  # with what went wrong, or the checksums
+Done = Callable[[wire.End], None]
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass
 class _Transfer:
-    ended: Summed
+    ended: Done
     since_s: float
+    waits: bool = True  # for the next worker, where there is none now
     is_sent: bool = False
 
 
@@ -52,17 +54,24 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed. `checks`: whether it is to
-    checksum device memory, where it can. `variables`: of its environment, beside ours."""
+    checksum device memory, where it can. `from_files`: how it reads files, AUTO by direct storage where that is there.
+    `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     checks: bool = True
+    from_files: str = AUTO
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def wants_direct(self) -> bool:
+        return self.from_files in (AUTO, DIRECT)
 
 
 class WorkerLink:
     """A worker for `device`. `refused` is called with a chunk that is not there, and why; `made` with one that is, and
-    a descriptor of its memory, which stays the link's. `can_check` says whether the worker has `checksums`,
-    `cannot_check` why not where they are wanted. Raises OSError where no worker starts, with what it said."""
+    a descriptor of its memory, which stays the link's. `can_check` says whether the worker has `checksums`, and
+    `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where they are wanted.
+    Raises OSError where no worker starts, with what it said."""
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class WorkerLink:
         self._device = device
         self._settings = settings or WorkerSettings()
         self.can_check, self.cannot_check = False, ""
+        self.has_direct_storage, self.no_direct_storage = False, ""
         self._refused = refused
         self._made = made
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
@@ -152,27 +162,39 @@ class WorkerLink:
             chunk = self._chunks.get(number)
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
 
-    def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended) -> None:
-        """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker."""
-        self._begin(letter, pieces, lambda failure, _: ended(failure))
+    def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended, *, waits: bool = True) -> None:
+        """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker. Unless
+        it `waits`, it fails where only the next worker could do it."""
 
-    def checksums(self, places: Sequence[tuple[int, int, int]], summed: Summed) -> None:
+        def done(end: wire.End) -> None:
+            ended(end.failure)
+
+        self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
+
+    def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
+        """Have the worker read from a file; the descriptor, which can read it, is the link's from now on. `ended` as
+        that of `transfer`. It does not wait."""
+        self._begin(lambda number: wire.pack_load(number, load), ended, waits=False, descriptor=descriptor)
+
+    def checksums(self, places: Sequence[tuple[int, int, int]], summed: Done, *, waits: bool = True) -> None:
         """xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
         wire.MAX_CHECKED. `summed` is called as `ended` of `transfer`."""
         pieces = [wire.Piece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
-        self._begin(wire.CHECK, pieces, summed)
+        self._begin(lambda number: wire.pack_transfer(wire.CHECK, number, pieces), summed, waits=waits)
 
-    def _begin(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Summed) -> None:
+    def _begin(self, pack: Callable[[int], bytes], ended: Done, *, waits: bool, descriptor: int = -1) -> None:
         with self._lock:
-            is_up = self.is_up
+            is_up = self.is_up and (waits or (self._has_socket.is_set() and self._ready_s > 0))
             if is_up:
                 self._next_transfer += 1
                 number = self._next_transfer
-                self._pending[number] = _Transfer(ended, time.monotonic())
+                self._pending[number] = _Transfer(ended, time.monotonic(), waits)
         if not is_up:
-            ended(self.message or DOWN, ())
+            if descriptor >= 0:
+                os.close(descriptor)
+            ended(wire.End(self.message or DOWN))
             return
-        self._queue.put((wire.pack_transfer(letter, number, pieces), -1, number))
+        self._queue.put((pack(number), descriptor, number))
 
     def close(self) -> None:
         """End the worker; transfers under way fail. Idempotent."""
@@ -220,7 +242,7 @@ class WorkerLink:
         for end in (own, others):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
         command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
-        options = ["--checksums"] if self._settings.checks else []
+        options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._settings.wants_direct
         with others:
             process = subprocess.Popen(
                 [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],
@@ -296,23 +318,24 @@ class WorkerLink:
     def _fail(self, *, only_sent: bool) -> int:
         """End transfers as failed; how many."""
         with self._lock:
-            failed = [number for number, each in self._pending.items() if each.is_sent or not only_sent]
+            failed = [
+                number for number, each in self._pending.items() if each.is_sent or not (only_sent and each.waits)
+            ]
             transfers = [self._pending.pop(number) for number in failed]
         for transfer in transfers:
-            transfer.ended(DOWN, ())
+            transfer.ended(wire.End(DOWN))
         return len(transfers)
 
     def _hear(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
         number, nbytes, text = wire.unpack(packet)
-        if letter in (wire.ENDED, wire.SUMS):
-            sums = wire.unpack_sums(packet) if letter == wire.SUMS else []
-            failure = text if letter == wire.ENDED else ""
+        if letter in (wire.ENDED, wire.UNREAD, wire.SUMS):
+            number, end = wire.unpack_end(packet)
             with self._lock:
                 found = self._pending.pop(number, None)
-            self._was_useful = self._was_useful or not failure
+            self._was_useful = self._was_useful or not end.failure
             if found is not None:
-                found.ended(failure, sums)
+                found.ended(end)
         elif letter == wire.MADE:
             with self._lock:
                 chunk = self._chunks.get(number)
@@ -325,6 +348,8 @@ class WorkerLink:
             self._refused(number, text)
         elif letter == wire.ABLE:
             self.can_check, self.cannot_check = bool(number), text
+        elif letter == wire.DIRECT:
+            self.has_direct_storage, self.no_direct_storage = bool(number), text
         elif letter == wire.READY:
             self.device_identity, self.device_bytes, self.device_name = number, nbytes, text
             self._keeps_dying = False
@@ -339,7 +364,7 @@ class WorkerLink:
         while (item := self._queue.get()) is not None:
             self._send(*item)
             packet, descriptor, _ = item
-            if packet[:1] == wire.IMPORT:
+            if packet[:1] in (wire.IMPORT, wire.LOAD):  # descriptors that were handed over
                 os.close(descriptor)
 
     def _send(self, packet: bytes, descriptor: int, number: int) -> None:

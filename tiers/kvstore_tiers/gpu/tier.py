@@ -1,10 +1,10 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers` the steps of a transfer. Holds no CUDA context: the link
+Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
 (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
 witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`).
 A slot holds the whole image, header page first. Payloads in memory that was shared (`share`) are copied by the device
-itself, from and to where they are; all others by way of the bounce buffer.
+itself, from and to where they are; all others by way of the bounce buffer. What a file has, the worker reads itself.
 Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
 there, before it may be read. Without NVRTC that is not possible, and `statistics` says so.
 Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
@@ -14,10 +14,12 @@ checksummed in the copy that no client can write; a transfer under way when the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -29,6 +31,7 @@ from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
+    Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -41,8 +44,11 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
+from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
-from kvstore_tiers.gpu.link import DOWN, WorkerLink, WorkerSettings
+from kvstore_tiers.gpu.file_loads import FileLoads
+from kvstore_tiers.gpu.link import DOWN, OFF, WorkerLink, WorkerSettings
+from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.segments import buffer_at
 from kvstore_tiers.sizes import require_slot_size
@@ -50,6 +56,7 @@ from kvstore_tiers.sizes import require_slot_size
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
 DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
 REGROW_S = 10.0  # after the device had no memory
+_LOG = logging.getLogger(__name__)
 
 
 class GpuTier(Tier):
@@ -71,9 +78,10 @@ class GpuTier(Tier):
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
+        settings = settings or WorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
-            dram_bytes=header_room(capacity_bytes),
+            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF,
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
@@ -87,7 +95,19 @@ class GpuTier(Tier):
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
             witness,
         )  # fmt: skip
-        self._transfers = GpuTransfers(self._link, max(bounce_bytes, chunk_bytes), 2, self._counters, name)
+        self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
+        self._link.add_region(wire.BOUNCE_REGION, self._steps.bounce.descriptor, self._steps.bounce.nbytes)
+        self._transfers = GpuTransfers(self._link, self._steps, self._counters)
+        self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
+
+    def _make_loads(self, way: str) -> FileLoads:
+        try:
+            loads = FileLoads(self._link, self._steps, self._counters, way)
+        except OSError:
+            self.close()
+            raise
+        _LOG.info("%s %s", self.info.name, loads.sentence)
+        return loads
 
     # Places
 
@@ -141,6 +161,11 @@ class GpuTier(Tier):
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.read(slot, self._shadow(slot), expect_key, segments, done)
+
+    def loader(self, slot: Slot, expect_key: bytes) -> Load:
+        if self._loads is None:
+            return super().loader(slot, expect_key)
+        return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def _shadow(self, slot: Slot) -> Segment:
         """Raises RuntimeError for a slot that is not allocated."""
@@ -250,6 +275,8 @@ class GpuTier(Tier):
         state, message = TierState.OK, self._link.device_name
         if self._link.cannot_check:
             message += f"; what arrives on it is not verified there: {self._link.cannot_check}"
+        if self._loads is not None:
+            message += f"; {self._loads.sentence}"
         if self._closed:
             state = TierState.CLOSED
         elif not self._link.is_up:
@@ -270,7 +297,9 @@ class GpuTier(Tier):
         if self._closed:
             return
         self._closed = True
-        self._transfers.close()
+        self._steps.close()
+        self._link.close()
+        self._steps.bounce.close()
         self._chunks.leave()
 
 

@@ -1,33 +1,26 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
-Owns the threads that gather and verify, the bounce buffer and the host memory shared with the worker. The slots'
-shadows (`chunks`) say which were written whole: a header page is put there when the copies have ended. `starts` wait
-for room in the bounce buffer, so they are not the threads that give it back.
-Engines of the tenant may import device memory, and read it without this process: where the worker can, it checksums
-what a copy has written there before the write is reported. They could also write there: a header that comes back is
-believed only if it is the one that was written, and with it the payload's checksum.
-Invariants: a range of the bounce buffer is given back once, when the copies that use it have ended; each transfer is
-counted and delivered once.
+Owns the host memory shared with the worker. The slots' shadows (`chunks`) say which were written whole: a header page
+is put there when the copies have ended, and the device has checked them where it can (`written`). An engine could also
+write to device memory: a header that comes back is believed only if it is the one that was written, and with it the
+payload's checksum.
+Invariant: a range of the bounce buffer is given back once, when the copies that use it have ended.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import NamedTuple
-
-import xxhash
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.bounce import Bounce
 from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.gpu.regions import Place, Regions
+from kvstore_tiers.gpu.steps import Steps
+from kvstore_tiers.gpu.written import Written, blamed, check
 from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -40,42 +33,19 @@ from kvstore_tiers.segments import (
     scatter,
     total_bytes,
 )
-from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
-
-BOUNCE_REGION = 0
-_LOG = logging.getLogger(__name__)
-
-
-class _Written(NamedTuple):
-    """What was written to a slot whole."""
-
-    key: bytes
-    payload_bytes: int
-    checksum: int
-    page_digest: int  # of the header page
-
-    @classmethod
-    def of(cls, header: BlockHeader, page: bytes) -> _Written:
-        return cls(header.key, header.payload_bytes, header.checksum, xxhash.xxh3_64_intdigest(page))
+from kvstore_tiers.threads import run_transfer
 
 
 class GpuTransfers:
-    """Transfers over `link` by `threads` threads that start them and as many that end them."""
+    """Transfers over `link`, counted in `counters`."""
 
-    def __init__(
-        self, link: WorkerLink, bounce_bytes: int, threads: int, counters: TransferCounters, name: str
-    ) -> None:
+    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters) -> None:
         self._link = link
         self._counters = counters
-        self._bounce_bytes = bounce_bytes
-        self._bounce = Bounce(bounce_bytes)
+        self._steps = steps
+        self._bounce = steps.bounce
         self._regions = Regions()
-        self._region_numbers = count(BOUNCE_REGION + 1)
-        self._starts = ResidentThreads(f"{name}-start", threads)
-        self._ends = ResidentThreads(f"{name}-end", threads)
-        self._under_way = 0
-        self._quiet = threading.Condition()
-        link.add_region(BOUNCE_REGION, self._bounce.descriptor, bounce_bytes)
+        self._region_numbers = count(wire.BOUNCE_REGION + 1)
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
         number = next(self._region_numbers)
@@ -93,8 +63,8 @@ class GpuTransfers:
         self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], done: Completion
     ) -> None:
         erase_header(shadow)  # until the copies have ended
-        end = self._begin(self._counters.wrote, done)
-        self._start(lambda: self._store(slot, shadow, header, segments, end), end)
+        end = self._steps.expect(self._counters.wrote, done)
+        self._steps.begin(lambda: self._store(slot, shadow, header, segments, end), end)
 
     def _store(
         self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], end: Completion
@@ -113,19 +83,19 @@ class GpuTransfers:
             stamped = header.stamped(slot.generation, checksum)
             page = stamped.pack()
             put_bytes(address, page)
-            pieces = [wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset, bounced_bytes)]
+            pieces = [wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
             if is_direct and places is not None:
                 pieces += _pieces(slot, places)
         except BaseException:
             self._bounce.give_back(offset, bounced_bytes)
             raise
 
-        written = _Written.of(stamped, page)
+        written = Written.of(stamped, page)
         payload = segments if is_direct else [Segment(address + HEADER_BYTES, header.payload_bytes)]
 
         def finish(outcome: Outcome) -> None:
             if outcome.kind is OutcomeKind.CORRUPT:
-                outcome = run_transfer(lambda: _blamed(slot, payload, written))
+                outcome = run_transfer(lambda: blamed(slot, payload, written))
             self._bounce.give_back(offset, bounced_bytes)
             if outcome.ok:
                 put_bytes(shadow.address, page)
@@ -136,7 +106,7 @@ class GpuTransfers:
             if failure:
                 finish(Outcome(OutcomeKind.FAILED, message=failure))
             elif self._link.can_check:
-                self._check(slot, written, finish)
+                check(self._link, slot, written, finish)
             else:
                 finish(Outcome(OutcomeKind.DONE))
 
@@ -147,7 +117,7 @@ class GpuTransfers:
     def read(
         self, slot: Slot, shadow: Segment, expect_key: bytes, segments: Sequence[Segment], done: Completion
     ) -> None:
-        end = self._begin(self._counters.read, done)
+        end = self._steps.expect(self._counters.read, done)
         written = buffer_at(shadow.address, HEADER_BYTES).raw
         header = judge_header(written, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
         if isinstance(header, str):
@@ -156,7 +126,7 @@ class GpuTransfers:
             end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination"))
         else:
             own, expected = list(clipped(segments, header.payload_bytes)), header
-            self._start(lambda: self._fetch(slot, own, expected, written, end), end)
+            self._steps.begin(lambda: self._fetch(slot, own, expected, written, end), end)
 
     def _fetch(
         self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion
@@ -166,7 +136,7 @@ class GpuTransfers:
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
         offset = self._bounce.take(bounced_bytes)
-        pieces = [wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset, bounced_bytes)]
+        pieces = [wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
         if is_direct and places is not None:
             pieces += _pieces(slot, places)
 
@@ -192,7 +162,7 @@ class GpuTransfers:
                 self._bounce.give_back(offset, bounced_bytes)
                 end(Outcome(OutcomeKind.FAILED, message=failure))
             else:
-                self._ends.post(finish)  # open until nothing is under way
+                self._steps.finish(finish)
 
         self._link.transfer(wire.READ, pieces, copied)
 
@@ -206,28 +176,10 @@ class GpuTransfers:
         if isinstance(header, str):
             done(_no_such_block(slot, header))
         elif self._link.can_check:
-            self._check(slot, _Written.of(header, page), self._begin(lambda outcome: outcome, done))
+            check(self._link, slot, Written.of(header, page), self._steps.expect(lambda outcome: outcome, done))
         else:
             whole = AlignedBuffer(header.payload_bytes).segment(header.payload_bytes)
             self.read(slot, shadow, expect_key, [whole], done)
-
-    def _check(self, slot: Slot, written: _Written, checked: Completion) -> None:
-        """`checked` is called on a thread of the link's, which is soon done with it."""
-
-        def summed(failure: str, sums: Sequence[int]) -> None:
-            if failure:
-                outcome = Outcome(OutcomeKind.FAILED, message=failure)
-            elif sums[0] != written.page_digest:
-                outcome = Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
-            elif sums[1] != written.checksum:
-                outcome = Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
-            else:
-                outcome = Outcome(OutcomeKind.DONE)
-            checked(outcome)
-
-        payload = slot.offset + HEADER_BYTES
-        places = [(slot.container, slot.offset, HEADER_BYTES), (slot.container, payload, written.payload_bytes)]
-        self._link.checksums(places, summed)
 
     # For a start
 
@@ -235,14 +187,16 @@ class GpuTransfers:
         """What is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be read.
         For a start: no other transfer is under way."""
         pages: list[bytes] = []
-        batch = min(wire.MAX_PIECES, self._bounce_bytes // HEADER_BYTES)
+        batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)
         for first in range(0, len(slots), batch):
             part = slots[first : first + batch]
             nbytes = len(part) * HEADER_BYTES
             offset = self._bounce.take(nbytes)
             try:
                 pieces = [
-                    wire.Piece(slot.container, slot.offset, BOUNCE_REGION, offset + at * HEADER_BYTES, HEADER_BYTES)
+                    wire.Piece(
+                        slot.container, slot.offset, wire.BOUNCE_REGION, offset + at * HEADER_BYTES, HEADER_BYTES
+                    )
                     for at, slot in enumerate(part)
                 ]
                 copied: Future[str] = Future()
@@ -254,44 +208,6 @@ class GpuTransfers:
             finally:
                 self._bounce.give_back(offset, nbytes)
         return pages
-
-    # Their ends
-
-    def _begin(self, counted: Callable[[Outcome], Outcome], done: Completion) -> Completion:
-        with self._quiet:
-            self._under_way += 1
-
-        def end(outcome: Outcome) -> None:
-            deliver(counted(outcome), done)
-            with self._quiet:
-                self._under_way -= 1
-                self._quiet.notify_all()
-
-        return end
-
-    def _start(self, job: Callable[[], None], end: Completion) -> None:
-        """Run `job`, which ends the transfer by itself unless it raises."""
-
-        def run() -> None:
-            def attempt() -> Outcome:
-                job()
-                return Outcome(OutcomeKind.DONE)
-
-            outcome = run_transfer(attempt)
-            if not outcome.ok:
-                end(outcome)
-
-        if not self._starts.post(run):
-            end(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
-
-    def close(self) -> None:
-        """Finish what is under way, then end the threads and the worker."""
-        self._starts.close()
-        with self._quiet:
-            self._quiet.wait_for(lambda: not self._under_way)
-        self._ends.close()
-        self._link.close()
-        self._bounce.close()
 
 
 def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
@@ -306,12 +222,3 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
 
 def _no_such_block(slot: Slot, why: str) -> Outcome:
     return Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {why}")
-
-
-def _blamed(slot: Slot, payload: Sequence[Segment], written: _Written) -> Outcome:
-    """Why the device has other bytes than were to be written: the source was damaged, or the way is."""
-    if checksum_of(payload, written.payload_bytes) != written.checksum:
-        return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
-    message = f"other bytes arrived in {slot} on the device than were sent"
-    _LOG.error("%s: block %s", message, written.key.hex())
-    return Outcome(OutcomeKind.FAILED, message=message)

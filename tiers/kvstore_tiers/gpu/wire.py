@@ -6,6 +6,7 @@ ignored: the tier repeats all that is there after a restart.
 
     to the worker                                    from the worker
                                                      k can why              before ready: whether it can checksum
+                                                     d can why              and whether it has direct storage
     M region bytes + descriptor   map it             r device total name    ready
     U region                      unmap it           f text                 it cannot start
     C chunk bytes                 make it            c chunk + descriptor   made
@@ -13,6 +14,7 @@ ignored: the tier repeats all that is there after a restart.
     D chunk                       unmap, release it  t transfer text        ended; well when the text is empty
     W/R transfer pieces           copy to / from the device
     S transfer pieces             checksum them      s transfer sums        of a transfer S that went well; else t
+    L transfer load + descriptor  read from a file   u transfer errno text  its file cannot be read; else t
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ MAX_PIECES = 2048
 MAX_CHECKED = 64  # pieces of one transfer S
 MAX_TEXT_BYTES = 400
 
-MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ, CHECK = b"M", b"U", b"C", b"I", b"D", b"W", b"R", b"S"
-ABLE, READY, FATAL, MADE, REFUSED, ENDED, SUMS = b"k", b"r", b"f", b"c", b"x", b"t", b"s"
+MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ, CHECK, LOAD = b"M", b"U", b"C", b"I", b"D", b"W", b"R", b"S", b"L"
+ABLE, DIRECT, READY, FATAL, MADE, REFUSED = b"k", b"d", b"r", b"f", b"c", b"x"
+ENDED, UNREAD, SUMS = b"t", b"u", b"s"
+
+BOUNCE_REGION = 0  # the number of the bounce buffer, which is always there
 
 _NUMBERS = struct.Struct("<QQ")
+_LOAD = struct.Struct("<8Q")
 
 
 class Piece(NamedTuple):
@@ -43,6 +49,27 @@ class Piece(NamedTuple):
     region: int
     region_offset: int
     nbytes: int
+
+
+class FileLoad(NamedTuple):
+    """A slot image in a file, from `offset` on: its header page goes to a region, its payload to a chunk, both in whole
+    pages. `is_direct`: by direct storage; else the payload comes by way of the region, behind the header page."""
+
+    offset: int
+    payload_bytes: int
+    region: int
+    region_offset: int
+    chunk: int
+    chunk_offset: int  # of the payload
+    is_direct: bool
+
+
+class End(NamedTuple):
+    """How a transfer ended: well when `failure` is empty. `errno`: that of a file that cannot be read."""
+
+    failure: str = ""
+    errno: int = 0
+    sums: Sequence[int] = ()
 
 
 def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
@@ -66,6 +93,24 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
     number, count = _NUMBERS.unpack_from(packet, 1)
     rows = np.frombuffer(packet, dtype="<i8", offset=1 + _NUMBERS.size).reshape(count, len(Piece._fields))
     return number, [Piece(*row) for row in rows.tolist()]
+
+
+def pack_load(number: int, load: FileLoad) -> bytes:
+    return LOAD + _LOAD.pack(number, *load)
+
+
+def unpack_load(packet: bytes) -> tuple[int, FileLoad]:
+    number, *fields, is_direct = _LOAD.unpack_from(packet, 1)
+    return number, FileLoad._make([*fields, bool(is_direct)])
+
+
+def unpack_end(packet: bytes) -> tuple[int, End]:
+    """Of a packet ENDED, UNREAD or SUMS: its transfer, and how that ended."""
+    letter = packet[:1]
+    number, errno, text = unpack(packet)
+    if letter == SUMS:
+        return number, End(sums=unpack_sums(packet))
+    return number, End(text, errno if letter == UNREAD else 0)
 
 
 def pack_sums(number: int, sums: Sequence[int]) -> bytes:

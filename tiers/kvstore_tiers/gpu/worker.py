@@ -21,15 +21,19 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies
+from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
 from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
+from kvstore_tiers.gpu.file_reads import FileRead, FileReads
 from kvstore_tiers.passing import receive_packet, send_packet
+from kvstore_tiers.sizes import aligned_up
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1
@@ -44,9 +48,10 @@ class _Chunk:
 
 
 class Worker:
-    """See the module. `checks`: whether the kernel is wanted that checksums device memory."""
+    """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
+    storage is."""
 
-    def __init__(self, sock: socket.socket, driver: Driver, *, checks: bool = False) -> None:
+    def __init__(self, sock: socket.socket, driver: Driver, *, checks: bool = False, direct: bool = False) -> None:
         self._sock = sock
         self._driver = driver
         self._events = Events(driver)
@@ -54,6 +59,7 @@ class Worker:
         self._checksums: Checksums | None = None
         if checks:
             self._checksums = self._load_checksums()
+        self._reads = FileReads(driver, self._events, self._load_direct_storage() if direct else None, self._ended)
         self._regions: dict[int, tuple[mmap.mmap, int]] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._missing: dict[int, str] = {}  # chunks that are not there, and why
@@ -100,11 +106,23 @@ class Worker:
         self._say(wire.pack(wire.ABLE, int(made is not None), text=why))
         return made
 
+    def _load_direct_storage(self) -> DirectStorage | None:
+        made, why = None, ""
+        try:
+            made = DirectStorage()
+        except DirectStorageFailed as error:
+            why = str(error)
+        self._say(wire.pack(wire.DIRECT, int(made is not None), text=why))
+        return made
+
     def _obey(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
         if letter in self._waiting or letter == wire.CHECK:
             number, pieces = wire.unpack_transfer(packet)
             self._take(letter, number, pieces)
+            return
+        if letter == wire.LOAD:
+            self._load(*wire.unpack_load(packet), descriptors.pop() if descriptors else -1)
             return
         self._flush()
         number, nbytes, _ = wire.unpack(packet)
@@ -186,6 +204,33 @@ class Worker:
             absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
             self._say_ended(number, absent or "its memory is not mapped")
 
+    def _load(self, number: int, load: wire.FileLoad, descriptor: int) -> None:
+        payload_pages = aligned_up(load.payload_bytes)
+        host_bytes = HEADER_BYTES + (0 if load.is_direct else payload_pages)
+        try:
+            device, _ = self._range(wire.Piece(load.chunk, load.chunk_offset, 0, 0, payload_pages))
+            mapping, address = self._regions[load.region]
+            host = memoryview(mapping)[load.region_offset : load.region_offset + host_bytes]
+            if descriptor < 0 or len(host) < host_bytes:
+                raise KeyError("no descriptor came, or outside its memory")
+        except KeyError:
+            if descriptor >= 0:
+                os.close(descriptor)
+            self._say_ended(number, self._missing.get(load.chunk) or "its file or memory is not there")
+            return
+        self._reads.start(
+            FileRead(
+                number,
+                descriptor,
+                load.offset,
+                load.payload_bytes,
+                host,
+                address + load.region_offset,
+                device,
+                load.is_direct,
+            )
+        )
+
     def _range(self, piece: wire.Piece) -> Range:
         chunk = self._chunks[piece.chunk]
         if piece.chunk_offset + piece.nbytes > chunk.nbytes:
@@ -214,11 +259,14 @@ class Worker:
             for number, _ in batch:
                 self._say_ended(number, "this worker has no kernel for checksums")
 
-    def _ended(self, number: int, failure: DriverError | None) -> None:
-        if failure is not None and failure.is_final:
+    def _ended(self, number: int, failure: OSError | None) -> None:
+        if isinstance(failure, DriverError) and failure.is_final:
             print(f"kvstored-gpu: the context is broken ({failure}); a new process takes over", file=sys.stderr)
             os._exit(BROKEN_STATUS)  # the tier fails what was under way
-        self._say_ended(number, str(failure or ""))
+        if failure is not None and failure.errno:
+            self._say(wire.pack(wire.UNREAD, number, failure.errno, str(failure)))
+        else:
+            self._say_ended(number, str(failure or ""))
 
     def _summed(self, number: int, sums: Sequence[int], failure: DriverError | None) -> None:
         if failure is None:
@@ -252,13 +300,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", type=int, required=True, metavar="FD", help="an inherited SOCK_SEQPACKET socket")
     parser.add_argument("--device", type=int, required=True, metavar="N", help="the CUDA device, counted from 0")
     parser.add_argument("--checksums", action="store_true", help="compute checksums of blocks on the device, too")
+    parser.add_argument("--direct-storage", action="store_true", help="read files by GPUDirect Storage, if it is there")
     chosen = parser.parse_args(arguments)
     for meant_for_the_daemon in (signal.SIGINT, signal.SIGTERM):  # of a terminal, of a service manager
         signal.signal(meant_for_the_daemon, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:
-            worker = Worker(sock, Driver(chosen.device), checks=chosen.checksums)
+            worker = Worker(sock, Driver(chosen.device), checks=chosen.checksums, direct=chosen.direct_storage)
             worker.run()
             worker.close()
         except NoDriver as error:

@@ -166,6 +166,12 @@ class SlabFile:
                 run += bytes(aligned_up(end) - end)
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
 
+    def open_to_read(self) -> int:
+        """A new descriptor of the file for another process, which cannot write with it; the caller closes it. Raises
+        OSError. The file is found by our own descriptor: another one may have its name by now."""
+        direct = os.O_DIRECT if self.direct else 0
+        return os.open(f"/proc/self/fd/{self.slot_fd}", os.O_RDONLY | os.O_CLOEXEC | direct)
+
     def remove(self) -> None:
         """Delete the file: nothing of it is needed any more. Raises OSError."""
         self._is_removed = True

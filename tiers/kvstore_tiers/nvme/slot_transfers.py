@@ -1,4 +1,4 @@
-"""What the I/O threads of an NVMe tier do with a slot: store a block there, load one from there, copy one.
+"""What the I/O threads of an NVMe tier do with a slot: store a block there, load one from there, copy one, lend one.
 
 Owns the order of these steps and the judgement of what was read. Knows no allocation: the caller names slots that are
 out. Invariants: a slot's old record is withdrawn, on the medium too, before its bytes are overwritten; a load is DONE
@@ -7,13 +7,14 @@ only when magic, key, generation, header checksum and payload checksum hold.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot
+from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header
 from kvstore_tiers.nvme.health import TierHealth
@@ -21,6 +22,9 @@ from kvstore_tiers.nvme.io import SlotIO
 from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.segments import checksum_of, total_bytes
+from kvstore_tiers.under_way import UnderWay
+
+_OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
 class Place(NamedTuple):
@@ -36,6 +40,7 @@ class SlotTransfers:
 
     def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters) -> None:
         self._io = SlotIO()
+        self._lent = UnderWay()
         self._journal = journal
         self._health = health
         self._counters = counters
@@ -66,6 +71,28 @@ class SlotTransfers:
             raise
         return self._health.watch_read(self._counters.read(outcome))
 
+    def lend(self, place: Place, load: Load, done: Completion) -> None:
+        """See `Tier.lend`. What the other tier is to blame for is no failure of this medium."""
+        slab, index, slot = place
+        ended = self._lent.begin(done)
+
+        def end(outcome: Outcome) -> None:
+            if outcome.kind is not OutcomeKind.FAILED or outcome.errno:
+                self._health.watch_read(self._counters.read(outcome))
+            ended(outcome)
+
+        if slab.states[index] == SlotState.ALLOCATED:
+            end(Outcome(OutcomeKind.CORRUPT, message=f"{slot} was allocated and never written"))
+            return
+        try:
+            failpoints.hit("nvme.read")
+            descriptor = slab.file.open_to_read()
+        except OSError as error:
+            medium = 0 if error.errno in _OUR_LIMITS else error.errno or 0
+            end(Outcome(OutcomeKind.FAILED, message=str(error), errno=medium))
+            return
+        load(FileImage(descriptor, slot.offset, slab.payload_bytes[index], slot.generation), end)
+
     def copy(self, source: Place, target: Place, expect_key: bytes) -> Outcome:
         pages = [self._io.scratch(source.slab.payload_bytes[source.slot_index])]
         outcome = self.load(source, expect_key, pages)
@@ -74,6 +101,10 @@ class SlotTransfers:
         stored = self.store(target, outcome.header, [pages[0].part(0, outcome.header.payload_bytes)])
         failpoints.hit("nvme.after-relocation")
         return stored
+
+    def close(self) -> None:
+        """Wait for those that read lent slots."""
+        self._lent.wait()
 
     def _ready(self, slab: Slab, index: int) -> None:
         """Make the slab's file if it is new, and withdraw the record of the slot's former block."""

@@ -21,6 +21,7 @@ from kvstore_tiers.base import (
     Column,
     Completion,
     ContainerReport,
+    Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -79,7 +80,9 @@ class NvmeTier(Tier):
         recovered: RecoveredBlocks,
         options: TierOptions,
     ) -> None:
-        self.info = TierInfo(options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes)
+        self.info = TierInfo(
+            options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes, lends_files=True
+        )  # fmt: skip
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
         self._is_as_recovered = True  # no slot was freed or quarantined since
@@ -264,6 +267,9 @@ class NvmeTier(Tier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._threads.submit(partial(self._transfers.load, self._place(slot), expect_key, segments), done)
 
+    def lend(self, slot: Slot, load: Load, done: Completion) -> None:
+        self._threads.begin(partial(self._transfers.lend, self._place(slot), load, done), done)
+
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         copy = partial(self._transfers.copy, self._place(source), self._place(target), expect_key)
         self._threads.submit(copy, self._pending.begin(done))
@@ -319,6 +325,7 @@ class NvmeTier(Tier):
             return
         self._closed = True
         self._threads.close()
+        self._transfers.close()
         if self._commit.close():
             self._write_seal()
         else:

@@ -19,6 +19,8 @@ from kvstore_tiers.base import (
     Column,
     Completion,
     ContainerReport,
+    FileImage,
+    Load,
     Outcome,
     OutcomeKind,
     Segment,
@@ -38,8 +40,8 @@ class Fault:
 
     `fail`: FAILED with `errno`, the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
     CORRUPT, whatever the inner tier says. `hang`: the completion comes at `let_go`, as FAILED, or at `close`, as
-    CANCELLED. `refuse`: `allocate` finds no room. `write` and `read` stand for `move_in` and `move_out` too. `gone` and
-    `hung` make the plans of media that answer with errors alone, or not at all.
+    CANCELLED. `refuse`: `allocate` finds no room. `write` stands for `move_in` and `loader`, `read` for `move_out` and
+    `lend`. `gone` and `hung` make the plans of media that answer with errors alone, or not at all.
     """
 
     operation: Operation
@@ -122,6 +124,21 @@ class FaultyTier(Tier):
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         if passed := self._apply("read", done):
             self.inner.move_out(slot, destination, expect_key, passed)
+
+    def lend(self, slot: Slot, load: Load, done: Completion) -> None:
+        if passed := self._apply("read", done):
+            self.inner.lend(slot, load, passed)
+
+    def loader(self, slot: Slot, expect_key: bytes) -> Load:
+        inner = self.inner.loader(slot, expect_key)
+
+        def load(image: FileImage, done: Completion) -> None:
+            if passed := self._apply("write", done):
+                inner(image, passed)
+            else:
+                os.close(image.descriptor)
+
+        return load
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         if passed := self._apply("relocate", done):

@@ -7,12 +7,16 @@ Invariants: counts a slot as `nbytes`, as the others do; a slot read before it w
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader, payload_checksum
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, payload_checksum
 from kvstore_tiers.base import (
     Completion,
+    FileImage,
+    Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -25,7 +29,8 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.segments import buffer_at, put_bytes, total_bytes
+from kvstore_tiers.image import judge_header
+from kvstore_tiers.segments import AlignedBuffer, buffer_at, put_bytes, total_bytes
 from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
 
@@ -66,6 +71,12 @@ class MemoryTier(Tier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._threads.submit(lambda: self._load(slot, expect_key, segments), done)
 
+    def loader(self, slot: Slot, expect_key: bytes) -> Load:
+        def load(image: FileImage, done: Completion) -> None:
+            self._threads.submit(lambda: self._read_file(slot, image, expect_key), done)
+
+        return load
+
     def statistics(self) -> TierStatistics:
         return self._counters.report(
             state=TierState.CLOSED if self._closed else TierState.OK,
@@ -102,3 +113,20 @@ class MemoryTier(Tier):
             put_bytes(segment.address, rest[: segment.nbytes])
             rest = rest[segment.nbytes :]
         return self._counters.read(Outcome(OutcomeKind.DONE, header, len(payload)))
+
+    def _read_file(self, slot: Slot, image: FileImage, expect_key: bytes) -> Outcome:
+        pages = AlignedBuffer(image.nbytes)
+        try:
+            got = os.preadv(image.descriptor, [buffer_at(pages.address, image.nbytes)], image.offset)
+        finally:
+            os.close(image.descriptor)
+        if got != image.nbytes:
+            return Outcome(OutcomeKind.FAILED, message=f"{got} of {image.nbytes} bytes read", errno=errno.EIO)
+        raw = buffer_at(pages.address, HEADER_BYTES).raw
+        header = judge_header(raw, expect_key, slot.nbytes - HEADER_BYTES, image.generation)
+        if isinstance(header, str):
+            return self._counters.wrote(Outcome(OutcomeKind.CORRUPT, message=header))
+        payload = pages.segment(image.nbytes).part(HEADER_BYTES, header.payload_bytes)
+        if payload_checksum(buffer_at(payload.address, payload.nbytes).raw) != header.checksum:
+            return self._counters.wrote(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
+        return self._store(slot, header, [payload])

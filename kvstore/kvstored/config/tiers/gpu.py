@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
 
 GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
+OFF = "off"
+FROM_NVME = (AUTO, "direct", "bounce", OFF)
 LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests and for the engine's own copies
 
 
@@ -27,13 +29,15 @@ LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests 
 class GpuSection(TierSection):
     """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which blocks get a copy in a tier
     before the host's. `rate_bytes` bounds copies that no request waits for; None: `LINK_SHARE` of what the link is seen
-    to move, 0: no limit. `verify`: on the device, what was copied there."""
+    to move, 0: no limit. `verify`: on the device, what was copied there. `from_nvme`: how a tier before the host's gets
+    blocks that NVMe alone has, past DRAM."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "verify": True, "before_host": False, "admission": SECOND_TOUCH, "rate": AUTO, "policy": "lfu-ttl", "ttl_s": 0,
+        "verify": True, "before_host": False, "from_nvme": AUTO, "admission": SECOND_TOUCH, "rate": AUTO,
+        "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
     admission: str
@@ -42,6 +46,8 @@ class GpuSection(TierSection):
     chunk_bytes: int
     bounce_bytes: int
     verify: bool
+    before_host: bool
+    from_nvme: str
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
@@ -66,6 +72,12 @@ class GpuSection(TierSection):
             f"{name}.bounce must be more than nothing, and at most a quarter of this machine's memory",
         )
         one_of(f"{name}.admission", self.admission, ADMISSIONS)
+        one_of(f"{name}.from_nvme", self.from_nvme, FROM_NVME)
+        need(
+            self.before_host or self.from_nvme in (AUTO, OFF),
+            f"{name}.from_nvme {self.from_nvme} means nothing to a tier behind DRAM: leave it out, or set "
+            f"{name}.before_host = true",
+        )
         self._need_one("chunk", self.chunk_bytes)
         super().check(machine)
 
@@ -81,7 +93,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
-                settings=WorkerSettings(checks=self.verify),
+                settings=WorkerSettings(checks=self.verify, from_files=self.from_nvme if self.before_host else OFF),
                 first_number=start.first_chunk or DEVICE_ARENAS,
                 witness=start.witness,
             )

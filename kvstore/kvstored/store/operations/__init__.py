@@ -37,7 +37,7 @@ class Operations:
             clock,
             counters,
         )
-        loader = Loader(residency, promoter, store.dram_check, self.discovery, clock)
+        loader = Loader(residency, promoter, store.dram_check, self.discovery, clock, store.straight)
         self.get = Get(
             residency, store.leases, loader, clock, counters, store.flows, store.feed,
             GetLimits(limits.lease_ttl_ms, movement.acquire_wait_ms),

@@ -330,10 +330,11 @@ class Get:
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(client, len(rows))
-        leased_in = Counter(places) if places else {residency.mapped: len(rows)}
-        for position, blocks in leased_in.items():
-            self._flows.hit(position, max(0, blocks - (promoted.total() if position == residency.mapped else 0)))
-        for position, blocks in promoted.items():
+        if places:  # some may have been promoted past the mapped tier
+            leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)
+        else:
+            leased_in = Counter({residency.mapped: len(rows) - promoted.total()})
+        for position, blocks in (leased_in + promoted).items():
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 

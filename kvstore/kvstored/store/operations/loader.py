@@ -17,14 +17,23 @@ from kvstored.store.operations.discovery import Discovery
 from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.promote import Promoter
+from kvstored.store.transfer.straight import StraightPromotion
 
 
 class Loader:
-    """Finds what can be had, verifies what is mapped as far as the configuration asks for it, and promotes the rest."""
+    """Finds what can be had, verifies what is mapped as far as the configuration asks for it, and promotes the rest:
+    to the mapped tier, or past it by one of `straight`."""
 
     def __init__(
-        self, residency: Residency, promoter: Promoter, dram_check: DramCheck, discovery: Discovery, clock: Clock
+        self,
+        residency: Residency,
+        promoter: Promoter,
+        dram_check: DramCheck,
+        discovery: Discovery,
+        clock: Clock,
+        straight: Sequence[StraightPromotion],
     ) -> None:
+        self._straight = straight
         self.promoter = promoter
         self.dram_check = dram_check
         self.discovery = discovery
@@ -33,7 +42,8 @@ class Loader:
 
     def load(self, rows: Sequence[int], readable: int) -> Loading:
         """The leading run of a chain, for a client that reads the tiers of this mask. Nothing moves before `begin`."""
-        return Loading(self._residency, self.promoter, self._clock, rows, readable)
+        straight = [each for each in self._straight if readable >> each.destination & 1]
+        return Loading(self._residency, self.promoter, straight, self._clock, rows, readable)
 
     async def verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
         """Verify copies in the mapped tier; how many leading blocks can still be had. One that another tier has too
@@ -56,8 +66,16 @@ class Loading:
     """
 
     def __init__(
-        self, residency: Residency, promoter: Promoter, clock: Clock, rows: Sequence[int], readable: int
+        self,
+        residency: Residency,
+        promoter: Promoter,
+        straight: Sequence[StraightPromotion],
+        clock: Clock,
+        rows: Sequence[int],
+        readable: int,
     ) -> None:
+        self._straight = straight
+        self._taken: dict[int, StraightPromotion] = {}  # by position of a block that goes past the mapped tier
         self._residency = residency
         self._promoter = promoter
         self._clock = clock
@@ -98,10 +116,28 @@ class Loading:
                 self.sources[position] = residency.fastest(row)
                 lacking.append((position, row))
         patience_ms = promoter.patience_ms([row for _, row in lacking])
+        ways = self._ways(lacking)
         for position, row in lacking:
-            self._coming[position] = promotion = promoter.promote(row, Priority.DEMAND, due_ns)
+            self._coming[position] = promotion = self._promote(position, row, ways.get(row), due_ns)
             promotion.add_done_callback(partial(self._ended, position))
         return patience_ms
+
+    def _ways(self, lacking: Sequence[tuple[int, int]]) -> dict[int, StraightPromotion]:
+        """By row, those that should go past the mapped tier, of positions and rows."""
+        ways: dict[int, StraightPromotion] = {}
+        rows = [row for _, row in sorted(lacking)] if self._straight else []
+        for each in self._straight:
+            ways |= dict.fromkeys(each.choose([row for row in rows if row not in ways]), each)
+        return ways
+
+    def _promote(
+        self, position: int, row: int, straight: StraightPromotion | None, due_ns: int
+    ) -> asyncio.Future[bool]:
+        taken = straight.promote(row, due_ns) if straight is not None else None
+        if straight is None or taken is None:
+            return self._promoter.promote(row, Priority.DEMAND, due_ns)
+        self._taken[position] = straight
+        return taken
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
         """Ascending positions of blocks that are mapped now and were not reported before: as soon as there are any, or
@@ -132,7 +168,7 @@ class Loading:
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():
-                self._promoter.give_up(self.tokens[position])
+                (self._taken.get(position) or self._promoter).give_up(self.tokens[position])
         pinned, self._pinned = self._pinned, set()
         self._residency.unpin_run(self.tokens[position] for position in pinned)
 

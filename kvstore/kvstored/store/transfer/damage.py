@@ -48,12 +48,12 @@ class Damage:
         self._writeback = writeback
 
     def found(self, position: int, row: int, reason: str) -> None:
-        """The copy of a block in the tier at `position` is bad. A copy in memory that waits or is on its way to another
-        tier stays where it is, and is found again: what is written fails its checksum."""
+        """The copy of a block in the tier at `position` is bad. While another read or copy of the block is under way it
+        stays where it is, and is found again: what is written fails its checksum."""
         residency, writeback = self._residency, self._writeback()
         is_durable = position == residency.durable
         is_coming = writeback is not None and writeback.is_coming(row)  # it is about to read this copy
-        if not is_durable and (residency.being_filled(row) or is_coming):
+        if residency.being_filled(row) or (is_coming and not is_durable):
             return
         key, slot, tenant = residency.key(row).hex(), residency.slot(row, position), residency.tenant_of(row)
         self._counters.add("corrupt_blocks")

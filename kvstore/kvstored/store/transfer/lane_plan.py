@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from kvstored.config import Config
@@ -17,9 +17,11 @@ KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits
 KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 
 
-def make_lanes(config: Config, residency: ResidencyView, keyed: Container[int]) -> list[Lane[Transfer]]:
+def make_lanes(
+    config: Config, residency: ResidencyView, keyed: Container[int], straight: Sequence[int] = ()
+) -> list[Lane[Transfer]]:
     """Lanes of one tier share its medium, so that prefetch waits for demand on any of them. `keyed`: the positions of
-    tiers that are addressed by key."""
+    tiers that are addressed by key; `straight`: of those to which the durable tier has a lane of its own."""
     movement, limits = config.movement, config.limits
     settings = LaneSettings(
         max_in_flight=movement.in_flight,
@@ -57,6 +59,8 @@ def make_lanes(config: Config, residency: ResidencyView, keyed: Container[int]) 
         names = [lane_name(residency.tiers, other, mapped), lane_name(residency.tiers, source, other)]
         if other in keyed and source != mapped:
             names.append(lane_name(residency.tiers, mapped, other))
+        if other == residency.durable:
+            names += [lane_name(residency.tiers, other, to) for to in straight]
         pair: list[Lane[Transfer]] = [Lane(name, of_other) for name in names]
         for lane in pair:
             lane.share_medium(pair)

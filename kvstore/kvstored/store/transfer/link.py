@@ -120,8 +120,9 @@ class Link:
     the two; None where that is memory.
 
     The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
-    destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does; where
-    neither can, they pass through a buffer that the source fills.
+    destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does. A source
+    that lends files is read by a destination that loads them; where neither can, they pass through a buffer that the
+    source fills.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Link:
         self._mover = mover
         self._clock = clock
         self._is_upwards = destination < source
+        self._is_by_file = self._from.info.lends_files and self._to.info.loads_files
 
     @property
     def destination_tier(self) -> Tier:
@@ -181,9 +183,11 @@ class Link:
 
         def start(done: Completion) -> None:
             nonlocal number
-            if self.breaker is not None:
+            if self.breaker is not None and not self._is_by_file:
                 number = self.breaker.began()
-            if self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
+            if self._is_by_file:  # the reader's delay says nothing of the medium: the breaker hears of the end alone
+                self._from.lend(source, self._to.loader(slot, key), done)
+            elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
                 self._from.move_out(source, self._to.slot_segment(slot), key, done)
             elif self._from.info.is_in_memory:
                 self._to.move_in(slot, self._from.slot_segment(source), key, done)
@@ -197,9 +201,7 @@ class Link:
             was_unreadable = True
 
         def end(outcome: Outcome) -> None:
-            if self.breaker is not None:
-                judged = Outcome(OutcomeKind.CANCELLED) if was_unreadable else outcome
-                self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
+            self._judge(number, outcome, is_of_another=was_unreadable)
             if outcome.ok:
                 residency.publish(row, self.destination, self._clock.monotonic_ns())
             else:
@@ -211,6 +213,16 @@ class Link:
             self._to.free(residency.detach(row, self.destination))
             return None
         return ticket
+
+    def _judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
+        """Say to the breaker how its transfer `number` ended. `is_of_another`: the tier that it is not of failed."""
+        if self.breaker is None:
+            return
+        if self._is_by_file:
+            number = self.breaker.began()
+            is_of_another = outcome.kind is OutcomeKind.FAILED and not outcome.errno
+        judged = Outcome(OutcomeKind.CANCELLED) if is_of_another else outcome
+        self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
 
     def _through_buffer(
         self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]

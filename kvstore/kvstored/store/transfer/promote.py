@@ -339,6 +339,8 @@ class Promoter:
             if len(self._suspects) > MAX_SUSPECTS:
                 self._suspects.popitem(last=False)
             return
+        if self._residency.being_filled(row):
+            return  # another read of it is under way
         del self._suspects[promotion.token]
         self._counters.add("given_up_blocks")
         log.error("block %s cannot be read (%s): given up, will be recomputed", key, outcome.message)

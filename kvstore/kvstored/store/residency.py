@@ -1,0 +1,26 @@
+"""The index over a store's tiers: which of them clients map, which is durable, which are memory. Owns that reading of
+their `TierInfo`, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore_tiers.base import Tier
+from kvstored.config import Config
+from kvstored.store.blocks import Residency
+
+
+def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
+    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
+    ValueError where clients map none of them."""
+    infos = [tier.info for tier in tiers]
+    durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
+    mapped = [info.is_mapped for info in infos].index(True)
+    return Residency(
+        [info.name for info in infos],
+        ghost_keys=config.limits.ghosts_per_tenant,
+        durable=durable,
+        in_memory=sum(info.is_memory for info in infos),
+        mapped=mapped,
+        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
+    )

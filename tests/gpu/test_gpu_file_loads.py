@@ -1,0 +1,295 @@
+"""The worker of a GPU reads blocks from slabs of NVMe: what it brought is verified before it is readable, also by
+direct storage, which is not trusted; and its deaths lose nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import HEADER_BYTES, slot_bytes
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.testing.transfers import block, finish, get
+from tests.gpu.emulated import emulated_node
+from tests.gpu.emulated_storage import EmulatedStorage
+from tests.gpu.test_gpu_verification import without_nvrtc
+from tests.gpu.test_gpu_worker import order, wait_for_worker
+from tests.reference.nvrtc import need_nvrtc
+from tests.reference.stored_blocks import stored_slot
+
+pytestmark = pytest.mark.slow
+CHUNK_BYTES = 2 << 20
+PAYLOAD_BYTES = 1_400_000  # more than half of the bounce buffer: a range that is not given back stops everything
+
+
+def open_tier(variables: dict[str, str], **settings: Any) -> GpuTier:
+    return GpuTier(
+        4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
+        settings=WorkerSettings(variables=variables, **settings),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[NvmeTier]:
+    with closing(NvmeTier.open(tmp_path / "nvme", 32 << 20, slab_bytes=8 << 20)) as tier:
+        yield tier
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> EmulatedStorage:
+    need_nvrtc()
+    return EmulatedStorage(tmp_path)
+
+
+def stored(nvme: NvmeTier, number: int = 1) -> Slot:
+    return stored_slot(nvme, *block(number, PAYLOAD_BYTES))
+
+
+def load(tier: GpuTier, nvme: NvmeTier, source: Slot, number: int = 1) -> tuple[Outcome, Slot]:
+    """From NVMe to a new slot on the device, which the caller frees unless it went well."""
+    slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+    assert slot is not None
+    key = block(number, PAYLOAD_BYTES)[0].key
+    return finish(lambda done: nvme.lend(source, tier.loader(slot, key), done)), slot
+
+
+def must_hold(tier: GpuTier, slot: Slot, number: int = 1) -> None:
+    header, payload = block(number, PAYLOAD_BYTES)
+    outcome, copy = get(tier, slot, header.key, PAYLOAD_BYTES)
+    assert outcome.ok and np.array_equal(copy, payload), outcome
+    assert outcome.header is not None and outcome.header.tokens == header.tokens
+
+
+def must_hold_nothing(tier: GpuTier, slot: Slot, number: int = 1) -> None:
+    key = block(number, PAYLOAD_BYTES)[0].key
+    assert get(tier, slot, key, PAYLOAD_BYTES)[0].kind is OutcomeKind.CORRUPT
+    tier.free(slot)
+
+
+def change(nvme: NvmeTier, slot: Slot, at: int) -> None:
+    """Change a byte of a slot on the medium."""
+    path, _, offset = nvme.location(slot).rpartition(":")
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(int(offset) + at)
+        byte = file.read(1)[0]
+        file.seek(int(offset) + at)
+        file.write(bytes([byte ^ 255]))
+        os.fsync(file.fileno())
+
+
+def wait_until_ready(tier: GpuTier, starts: int = 1) -> None:
+    """A write waits for the worker, a load does not."""
+    wait_for_worker(tier, starts)
+    tier.free(stored_slot(tier, *block(9, 10_000)))
+
+
+def files_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_block_comes_from_a_slab_and_both_tiers_count_it(nvme: NvmeTier) -> None:
+    with closing(open_tier(emulated_node())) as tier:
+        source = stored(nvme)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok and outcome.nbytes == PAYLOAD_BYTES
+        must_hold(tier, slot)
+        assert tier.statistics().writes == 1 and nvme.statistics().reads == 1
+        tier.free(slot)
+        before = files_open()
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok
+        must_hold(tier, slot)
+        assert files_open() == before, "the descriptor that was lent is closed"
+        assert get(nvme, source, block(1, PAYLOAD_BYTES)[0].key, PAYLOAD_BYTES)[0].ok
+
+
+@pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + PAYLOAD_BYTES - 1])
+@pytest.mark.parametrize("checks", [True, False])
+def test_damage_on_nvme_does_not_become_readable(nvme: NvmeTier, at: int, checks: bool) -> None:
+    """By the device's checksum, or by this process in the bounce buffer."""
+    with closing(open_tier(emulated_node(), checks=checks)) as tier:
+        source = stored(nvme)
+        change(nvme, source, at)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.kind is OutcomeKind.CORRUPT, outcome
+        must_hold_nothing(tier, slot)
+        assert nvme.statistics().corrupt == 1 and nvme.statistics().errors == 0
+        change(nvme, source, at)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok
+        must_hold(tier, slot)
+
+
+def test_another_block_in_the_slot_is_not_taken_for_it(nvme: NvmeTier) -> None:
+    with closing(open_tier(emulated_node())) as tier:
+        outcome, slot = load(tier, nvme, stored(nvme), 2)
+        assert outcome.kind is OutcomeKind.CORRUPT and "holds block" in outcome.message
+        must_hold_nothing(tier, slot, 2)
+
+
+def test_a_file_that_was_cut_is_a_failure_of_the_medium(nvme: NvmeTier) -> None:
+    with closing(open_tier(emulated_node())) as tier:
+        source = stored(nvme)
+        path, _, offset = nvme.location(source).rpartition(":")
+        os.truncate(path, int(offset) + HEADER_BYTES + 8192)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.kind is OutcomeKind.FAILED and outcome.errno and "bytes read" in outcome.message
+        must_hold_nothing(tier, slot)
+        assert nvme.statistics().errors == 1
+
+
+def test_without_a_compiler_damage_is_found_on_the_way(nvme: NvmeTier, tmp_path: Path) -> None:
+    with closing(open_tier(without_nvrtc(tmp_path))) as tier:
+        assert not tier.verifies
+        source = stored(nvme)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok
+        must_hold(tier, slot)
+        tier.free(slot)
+        change(nvme, source, HEADER_BYTES + 5)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.kind is OutcomeKind.CORRUPT
+        must_hold_nothing(tier, slot)
+
+
+@pytest.mark.parametrize("death", ["run:1=kill", "cuMemcpyHtoDAsync:1=kill", "cuLaunchKernel:1=kill"])
+def test_a_worker_that_dies_meanwhile_is_no_fault_of_nvme(nvme: NvmeTier, tmp_path: Path, death: str) -> None:
+    need_nvrtc()
+    control = tmp_path / "control"
+    control.touch()
+    with closing(open_tier(emulated_node(control=control))) as tier:
+        source = stored(nvme)
+        warm, slot = load(tier, nvme, source)
+        assert warm.ok
+        tier.free(slot)
+        wait_until_ready(tier)
+        before = files_open()
+        for deaths in (1, 2):
+            order(control, death)
+            outcome, slot = load(tier, nvme, source)
+            assert outcome.kind is OutcomeKind.FAILED and not outcome.errno, outcome
+            order(control, "")
+            must_hold_nothing(tier, slot)
+            wait_until_ready(tier, deaths + 1)
+            outcome, slot = load(tier, nvme, source)
+            assert outcome.ok
+            must_hold(tier, slot)
+            tier.free(slot)
+        statistics = nvme.statistics()
+        assert (statistics.errors, statistics.corrupt) == (0, 0)
+        assert files_open() == before
+
+
+def test_a_load_does_not_wait_for_another_worker(nvme: NvmeTier) -> None:
+    with closing(open_tier(emulated_node())) as tier:
+        source = stored(nvme)
+
+        os.kill(tier.worker_process, signal.SIGKILL)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.kind is OutcomeKind.FAILED and not outcome.errno and tier.worker_starts <= 2
+        tier.free(slot)
+        wait_until_ready(tier, 2)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok
+        must_hold(tier, slot)
+
+
+def test_without_the_library_the_tier_says_which_extra_brings_it() -> None:
+    node = emulated_node(must_emulate=True)  # kvikio may be on a machine with a GPU
+    with closing(open_tier(node)) as tier:
+        message = tier.statistics().message
+        assert "reads NVMe through host memory: " in message and "pip install 'kvstored[gds]'" in message
+    with closing(open_tier(node, from_files="bounce")) as tier:
+        assert tier.statistics().message.endswith("reads NVMe through host memory")
+    with closing(open_tier(node, from_files="off")) as tier:
+        assert not tier.info.loads_files and "reads NVMe" not in tier.statistics().message
+    with pytest.raises(OSError, match=r"there is no direct storage: .*kvstored\[gds\]"):
+        open_tier(emulated_node(), from_files="direct")
+
+
+def test_direct_storage_brings_the_payload(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    with closing(open_tier(emulated_node() | storage.variables, from_files="direct")) as tier:
+        assert tier.statistics().message.endswith("reads NVMe by direct storage")
+        source, other = stored(nvme), stored(nvme, 2)
+        for number, lent in ((1, source), (2, other), (1, source)):
+            outcome, slot = load(tier, nvme, lent, number)
+            assert outcome.ok
+            must_hold(tier, slot, number)
+            tier.free(slot)
+        assert storage.reads == 3
+
+
+def test_damage_on_nvme_is_not_blamed_on_direct_storage(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    with closing(open_tier(emulated_node() | storage.variables)) as tier:
+        source, other = stored(nvme), stored(nvme, 2)
+        change(nvme, source, HEADER_BYTES + 7)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.kind is OutcomeKind.CORRUPT
+        must_hold_nothing(tier, slot)
+        assert load(tier, nvme, other, 2)[0].ok
+        assert storage.reads == 2 and tier.statistics().message.endswith("by direct storage")
+
+
+@pytest.mark.parametrize("fault", ["spoil", "short", "refuse", "fail"])
+def test_direct_storage_that_fails_or_lies_is_not_used_again(
+    nvme: NvmeTier, storage: EmulatedStorage, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The block is read through host memory, and is right."""
+    with closing(open_tier(emulated_node() | storage.variables)) as tier:
+        source = stored(nvme)
+        storage.order(fault)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok, outcome
+        must_hold(tier, slot)
+        tier.free(slot)
+        assert "direct storage is not used any more" in caplog.text
+        assert "reads NVMe through host memory: " in tier.statistics().message
+        storage.order("")
+        reads = storage.reads
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok and storage.reads == reads
+        must_hold(tier, slot)
+        assert nvme.statistics().errors == nvme.statistics().corrupt == 0
+
+
+def test_direct_storage_that_kills_the_worker_is_given_up(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    with closing(open_tier(emulated_node() | storage.variables)) as tier:
+        source = stored(nvme)
+        storage.order("kill")
+        for deaths in range(1, 4):
+            outcome, slot = load(tier, nvme, source)
+            assert outcome.kind is OutcomeKind.FAILED and not outcome.errno
+            tier.free(slot)
+            wait_until_ready(tier, deaths + 1)
+        outcome, slot = load(tier, nvme, source)
+        assert outcome.ok
+        must_hold(tier, slot)
+
+
+def test_what_the_device_cannot_verify_is_not_read_past_host_memory(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    node = emulated_node() | storage.variables
+    with closing(open_tier(node, checks=False)) as tier:
+        assert "the device cannot verify" in tier.statistics().message
+        outcome, slot = load(tier, nvme, stored(nvme))
+        assert outcome.ok and not storage.reads
+        must_hold(tier, slot)
+    with pytest.raises(OSError, match="the device cannot verify"):
+        open_tier(node, checks=False, from_files="direct")
+
+
+def test_a_library_without_cufile_is_not_used(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    node = emulated_node() | storage.variables | {"EMULATED_KVIKIO_NO_CUFILE": "1"}
+    with closing(open_tier(node)) as tier:
+        assert "cuFile does not start" in tier.statistics().message
+        outcome, slot = load(tier, nvme, stored(nvme))
+        assert outcome.ok and not storage.reads
+        must_hold(tier, slot)

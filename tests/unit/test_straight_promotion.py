@@ -1,0 +1,232 @@
+"""Blocks that NVMe alone has go straight to a tier of device memory before DRAM, or by DRAM where that is not right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import HEADER_BYTES
+from kvstore_tiers.base import MemoryKind, Outcome
+from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.segments import segment_of
+from kvstore_tiers.testing.faulty import Fault, FaultyTier, hung
+from kvstore_tiers.testing.memory import MemoryTier
+from kvstore_tiers.testing.transfers import block
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks.check import check
+from kvstored.store.degraded import Mode
+from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.straight import StraightPromotion
+from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store
+
+DEVICE, HOST, NVME = (1 << position for position in range(3))
+IN_DEVICE = 8  # blocks
+DUE_NS = 1 << 62
+CHAIN = range(1, 6)
+Drive = Callable[[SmallStore, FaultyTier, StraightPromotion], Coroutine[None, None, None]]
+
+
+def drive(directory: Path, what: Drive, *settings: str) -> None:
+    async def main() -> None:
+        device = FaultyTier(MemoryTier(IN_DEVICE * SLOT_BYTES, name="vram", memory=MemoryKind.DEVICE))
+        device.info = replace(device.info, loads_files=True)
+        async with small_store(directory, *settings, before=[device]) as small:
+            (straight,) = small.store.straight
+            await what(small, device, straight)
+            device.plan()
+            await small.settle()
+            assert check(small.residency) == [] and not small.residency.pins
+            for tier in small.store.tiers:
+                assert tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+
+    asyncio.run(main())
+
+
+async def on_nvme_alone(small: SmallStore, numbers: range = CHAIN, uses: int = 2) -> list[int]:
+    """The rows of a chain. Its uses are only noted afterwards: else it would be copied to the device from DRAM."""
+    for number in numbers:
+        assert await small.is_durable(number, number - 1 if number > numbers[0] else None)
+    small.drop_from_dram(*numbers)
+    await small.until(lambda: not any(each.waiting for each in small.store.sharing))
+    rows = [small.find(number) for number in numbers]
+    for row in rows:
+        small.residency.rows.accesses[row] = uses
+    return rows
+
+
+async def promote(straight: StraightPromotion, rows: list[int]) -> list[bool | None]:
+    """What becomes of each row; None: it is to go to DRAM."""
+    promotions = [straight.promote(row, DUE_NS) for row in rows]
+    async with asyncio.timeout(FAR_S):
+        return [None if each is None else await each for each in promotions]
+
+
+def places(small: SmallStore, rows: list[int]) -> list[int]:
+    return [small.residency.tier_mask(row) for row in rows]
+
+
+async def read_back(small: SmallStore, number: int) -> Outcome:
+    """From the device."""
+    row, copy = small.find(number), np.zeros(PAYLOAD_BYTES, np.uint8)
+    ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    slot = small.residency.slot(row, 0)
+    small.store.tiers[0].read(slot, small.key(number), [segment_of(copy)], small.completions.to_loop(ended.set_result))
+    outcome = await ended
+    assert not outcome.ok or np.array_equal(copy, block(number, PAYLOAD_BYTES)[1])
+    return outcome
+
+
+def damage(small: SmallStore, row: int) -> None:
+    """Change a byte of the payload on NVMe."""
+    path, _, offset = small.nvme.location(small.residency.slot(row, 2)).rpartition(":")
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(int(offset) + HEADER_BYTES)
+        byte = file.read(1)[0]
+        file.seek(int(offset) + HEADER_BYTES)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_chain_comes_to_the_device_and_dram_has_nothing_of_it(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small)
+        host_bytes = small.store.host.statistics().blocks
+        assert straight.choose(rows) == set(rows)
+        assert await promote(straight, rows[::-1]) == [True] * len(rows)
+        assert places(small, rows) == [DEVICE | NVME] * len(rows)
+        assert small.store.host.statistics().blocks == host_bytes
+        assert all([(await read_back(small, number)).ok for number in CHAIN])
+        counters = small.store.counters
+        assert counters["straight_blocks"] == counters["promoted_blocks"] == len(rows)
+        assert small.store.flows.tiers[2].promoted_blocks == len(rows)
+        lanes = small.store.mover.lanes
+        assert lanes["nvme→vram"].neighbours == [lanes["nvme→host"], lanes["host→nvme"]], "prefetch waits for it too"
+
+    drive(tmp_path, what)
+
+
+def test_only_what_the_device_wants_goes_there_with_what_precedes_it(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows, once = await on_nvme_alone(small), await on_nvme_alone(small, range(11, 14), uses=1)
+        assert straight.choose(once) == set(), "used once"
+        assert straight.choose(rows[2:]) == set(), "the device has not the block before it"
+        assert straight.choose(rows[:3]) == set(rows[:3])
+        assert await promote(straight, rows[:2]) == [True, True]
+        assert straight.choose(rows[2:]) == set(rows[2:])
+        assert await small.fetch(3)
+        assert straight.choose(rows[2:]) == set(), "DRAM has it"
+
+    drive(tmp_path, what)
+
+
+def test_one_read_serves_two_requests(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        (row,) = await on_nvme_alone(small, range(1, 2))
+        reads = small.nvme.statistics().reads
+        first, second = straight.promote(row, DUE_NS), straight.promote(row, DUE_NS)
+        assert first is not None and second is not None and straight.choose([row]) == {row}
+        assert await first and await second
+        assert small.nvme.statistics().reads == reads + 1
+
+    drive(tmp_path, what)
+
+
+def test_a_device_that_fails_costs_a_way_and_nvme_is_not_blamed(tmp_path: Path) -> None:
+    """Not even while the next failure would be the last: NVMe has just come back, on trial."""
+
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows, others = await on_nvme_alone(small), range(101, 101 + ERRORS_IN_A_ROW)
+        await on_nvme_alone(small, others)
+        small.disk.plan(Fault("read", "fail"))
+        assert not any([await small.fetch(number) for number in others]) and not small.breaker.serves_reads
+        small.disk.plan()
+        await small.pass_time(5)
+        assert small.breaker.serves_reads
+        device.plan(Fault("write", "fail", errno=0))
+        for row in rows:
+            assert await promote(straight, [row]) == [True]
+        assert places(small, rows) == [HOST | NVME] * len(rows)
+        assert small.breaker.mode is Mode.OK and small.store.counters["straight_blocks"] == 0
+        assert device.statistics().used_bytes == 0
+
+    drive(tmp_path, what)
+
+
+def test_damage_on_nvme_is_a_miss_with_its_cause(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small)
+        damage(small, rows[2])
+        assert await promote(straight, rows) == [True, True, False, True, True]
+        assert small.find(3) < 0
+        assert small.residency.why_missing(small.residency.tenant("tenant"), small.key(3)).cause is Cause.CORRUPT
+        assert len(small.nvme.quarantined()) == 1 and small.store.counters["corrupt_blocks"] == 1
+        assert small.breaker.mode is Mode.OK
+
+    drive(tmp_path, what)
+
+
+def test_a_medium_that_cannot_be_read_is_shed(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small, range(1, ERRORS_IN_A_ROW + 1))
+        small.disk.plan(Fault("read", "fail"))
+        assert await promote(straight, rows[:1]) == [False]
+        await promote(straight, rows)
+        assert not small.breaker.serves_reads
+        assert straight.choose(rows) == set()
+
+    drive(tmp_path, what)
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: bool) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        before = range(101, 101 + IN_DEVICE)
+        there = await on_nvme_alone(small, before)
+        assert await promote(straight, there) == [True] * IN_DEVICE
+        if is_in_dram:
+            assert all([await small.fetch(number) for number in before])
+        (row,) = await on_nvme_alone(small, range(1, 2))
+        assert straight.choose([row]) == {row}
+        assert await promote(straight, [row]) == ([True] if is_in_dram else [None])
+        assert places(small, [row]) == [DEVICE | NVME if is_in_dram else NVME]
+
+    drive(tmp_path, what, "tier.vram.kind=gpu", "tier.vram.capacity=64MiB", "tier.vram.before_host=true")
+
+
+def test_a_read_that_nothing_waits_for_is_not_begun(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small)
+        small.disk.plan(*hung())
+        hanging, queued = straight.promote(rows[0], DUE_NS), straight.promote(rows[1], DUE_NS)
+        assert hanging is not None and queued is not None
+        await small.until(lambda: small.residency.is_in(rows[1], 0))
+        straight.give_up(small.residency.token(rows[1]))
+        async with asyncio.timeout(FAR_S):
+            assert not await queued
+        assert places(small, rows[:2]) == [NVME, NVME] and not small.residency.is_in(rows[1], 0)
+        small.disk.plan()
+        small.disk.let_go()
+        async with asyncio.timeout(FAR_S):
+            assert await hanging, "by DRAM"
+        assert places(small, rows[:1]) == [HOST | NVME]
+
+    drive(tmp_path, what, "movement.in_flight=1")
+
+
+def test_damage_that_two_reads_find_is_dealt_with_once(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small)
+        damage(small, rows[-1])
+        here = straight.promote(rows[-1], DUE_NS)
+        there = small.store.promoter.promote(rows[-1], Priority.DEMAND)
+        assert here is not None
+        async with asyncio.timeout(FAR_S):
+            assert [await here, await there] == [False, False]
+        assert small.find(CHAIN[-1]) < 0
+        assert small.store.counters["corrupt_blocks"] == len(small.nvme.quarantined()) == 1
+
+    drive(tmp_path, what)
