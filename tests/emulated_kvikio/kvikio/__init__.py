@@ -3,7 +3,8 @@ that put `tests/emulated_kvikio` on the path of a worker.
 
 What is read is what the file has, unless the file that EMULATED_KVIKIO_ORDERS names says otherwise, in one word:
 `spoil` (a bit is wrong), `short` (a page less comes), `refuse` (files cannot be registered), `fail` (reads raise),
-`kill` (the process dies in the middle of a read). Each read appends a line to the file of EMULATED_KVIKIO_READS.
+`kill` (the process dies in the middle of a read). A read is cut into tasks, as the library does; each appends a line to
+the file of EMULATED_KVIKIO_READS.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from cuda.bindings import driver
 
 PAGE_BYTES = 4096
+TASK_BYTES = 1 << 20  # unless a read says otherwise
 
 
 def ordered() -> str:
@@ -50,13 +52,19 @@ class CuFile:
     def fileno(self) -> int:
         return self._descriptor
 
-    def pread(self, buf: Any, size: int, file_offset: int) -> IOFuture:
+    def pread(self, buf: Any, size: int, file_offset: int, task_size: int | None = None) -> IOFuture:
         order, target = ordered(), buf.__cuda_array_interface__
         if order == "fail":
             raise RuntimeError("cuFile error: internal error")
         assert target["typestr"] == "|u1" and target["shape"] == (size,) and file_offset % PAGE_BYTES == 0
         if order == "short":
             size -= PAGE_BYTES
+        task_bytes = task_size or TASK_BYTES
+        tasks = [(at, min(task_bytes, size - at)) for at in range(0, size, task_bytes)]
+        address = target["data"][0]
+        return IOFuture(sum(self._task(order, address + at, nbytes, file_offset + at) for at, nbytes in tasks))
+
+    def _task(self, order: str, address: int, size: int, file_offset: int) -> int:
         host = mmap.mmap(-1, size)
         got = os.preadv(self._descriptor, [host], file_offset)
         if order == "spoil":
@@ -66,8 +74,8 @@ class CuFile:
         if "EMULATED_KVIKIO_READS" in os.environ:
             with open(os.environ["EMULATED_KVIKIO_READS"], "a") as reads:
                 reads.write(f"{got}\n")
-        self._copy(target["data"][0], host, got)
-        return IOFuture(got)
+        self._copy(address, host, got)
+        return got
 
     def _copy(self, address: int, host: mmap.mmap, nbytes: int) -> None:
         """Synchronous, as the library's reads are."""

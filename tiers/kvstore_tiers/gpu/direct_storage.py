@@ -44,9 +44,11 @@ class DirectStorage:
 
     def read(self, descriptor: int, offset: int, address: int, nbytes: int) -> int:
         """Read from a file to device memory; how many bytes. Offset, address and size are whole pages. From any thread
-        in which the device's context is current. Raises DirectStorageFailed."""
+        in which the device's context is current. Raises DirectStorageFailed; nothing is under way any more then."""
         try:
-            return int(self._file(descriptor).pread(_DeviceBytes(address, nbytes), nbytes, offset).get())
+            file = self._file(descriptor)  # another thread may forget it meanwhile
+            # One task: of several, those after one that failed would still write.
+            return int(file.pread(_DeviceBytes(address, nbytes), nbytes, offset, task_size=nbytes).get())
         except Exception as error:  # of the library's own, and of C++
             raise DirectStorageFailed(f"direct storage: {type(error).__name__}: {error}") from None
 
