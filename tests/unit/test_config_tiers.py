@@ -207,6 +207,13 @@ def test_a_wrong_tier_of_the_command_line_is_named(override: str, says: str) -> 
         load_config(None, override.split())
 
 
+def test_direct_storage_is_not_used_unless_asked_for(tmp_path: Path) -> None:
+    text = '[[tier]]\nname = "vram"\nkind = "gpu"\ncapacity = "9GiB"\nbefore_host = true'
+    for more, way in (("", "bounce"), ('\nfrom_nvme = "auto"', "auto"), ('\nfrom_nvme = "off"', "off")):
+        section = of_file(tmp_path, text + more).tier("vram")
+        assert isinstance(section, GpuSection) and section.from_nvme == way
+
+
 def test_each_kind_is_shown_in_the_reference_with_its_defaults() -> None:
     """Those of a kind that no default tier has stand there as comments."""
     shown = re.sub(r"^# (?=\[\[tier\]\]|[a-z_]+ = )", "", reference_text().partition("[durability]")[0], flags=re.M)

@@ -54,12 +54,12 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed. `checks`: whether it is to
-    checksum device memory, where it can. `from_files`: how it reads files, AUTO by direct storage where that is there.
+    checksum device memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
     `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     checks: bool = True
-    from_files: str = AUTO
+    from_files: str = BOUNCE
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
 OFF = "off"
-FROM_NVME = (AUTO, "direct", "bounce", OFF)
+BOUNCE = "bounce"
+FROM_NVME = (AUTO, "direct", BOUNCE, OFF)
 LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests and for the engine's own copies
 
 
@@ -36,7 +37,7 @@ class GpuSection(TierSection):
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "verify": True, "before_host": False, "from_nvme": AUTO, "admission": SECOND_TOUCH, "rate": AUTO,
+        "verify": True, "before_host": False, "from_nvme": BOUNCE, "admission": SECOND_TOUCH, "rate": AUTO,
         "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
@@ -74,7 +75,7 @@ class GpuSection(TierSection):
         one_of(f"{name}.admission", self.admission, ADMISSIONS)
         one_of(f"{name}.from_nvme", self.from_nvme, FROM_NVME)
         need(
-            self.before_host or self.from_nvme in (AUTO, OFF),
+            self.before_host or self.from_nvme in (BOUNCE, OFF),
             f"{name}.from_nvme {self.from_nvme} means nothing to a tier behind DRAM: leave it out, or set "
             f"{name}.before_host = true",
         )
