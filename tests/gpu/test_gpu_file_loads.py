@@ -92,6 +92,11 @@ def wait_until_ready(tier: GpuTier, starts: int = 1) -> None:
     tier.free(stored_slot(tier, *block(9, 10_000)))
 
 
+def tier_says(tier: GpuTier) -> str:
+    """Why it reads through host memory."""
+    return tier.statistics().message.partition("reads NVMe through host memory: ")[2]
+
+
 def files_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -293,3 +298,23 @@ def test_a_library_without_cufile_is_not_used(nvme: NvmeTier, storage: EmulatedS
         outcome, slot = load(tier, nvme, stored(nvme))
         assert outcome.ok and not storage.reads
         must_hold(tier, slot)
+
+
+@pytest.mark.parametrize(("start", "reason"), [("raise", "RuntimeError: kvikio does not start"), ("kill", "status -9")])
+def test_a_library_that_does_not_start_stops_a_tier_only_if_it_is_demanded(
+    nvme: NvmeTier, storage: EmulatedStorage, start: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = emulated_node() | storage.variables | {"EMULATED_KVIKIO_START": start}
+    with closing(open_tier(node)) as tier:
+        assert f"reads NVMe through host memory: {tier_says(tier)}" in caplog.text and reason in tier_says(tier)
+        outcome, slot = load(tier, nvme, stored(nvme))
+        assert outcome.ok and not storage.reads
+        must_hold(tier, slot)
+    with pytest.raises(OSError, match=reason):
+        open_tier(node, from_files="direct")
+
+
+def test_the_library_never_copies_through_host_memory_by_itself(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    node = emulated_node() | storage.variables | {"KVIKIO_COMPAT_MODE": "ON"}
+    with closing(open_tier(node)) as tier:
+        assert tier.statistics().message.endswith("reads NVMe by direct storage")

@@ -4,7 +4,7 @@ that put `tests/emulated_kvikio` on the path of a worker.
 What is read is what the file has, unless the file that EMULATED_KVIKIO_ORDERS names says otherwise, in one word:
 `spoil` (a bit is wrong), `short` (a page less comes), `refuse` (files cannot be registered), `fail` (reads raise),
 `kill` (the process dies in the middle of a read). A read is cut into tasks, as the library does; each appends a line to
-the file of EMULATED_KVIKIO_READS.
+the file of EMULATED_KVIKIO_READS. EMULATED_KVIKIO_START says how the library cannot be loaded: `raise` or `kill`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from cuda.bindings import driver
 
 PAGE_BYTES = 4096
 TASK_BYTES = 1 << 20  # unless a read says otherwise
+
+
+_START = os.environ.get("EMULATED_KVIKIO_START")
+if _START == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if _START == "raise" or os.environ["KVIKIO_COMPAT_MODE"] != "OFF":
+    raise RuntimeError("kvikio does not start")
 
 
 def ordered() -> str:

@@ -17,8 +17,9 @@ from typing import Any
 
 MOST_FILES = 64  # open at once
 # Read by the library when it is loaded. COMPAT_MODE: it copies through host memory by itself unless it must not, and
-# says nothing; we do that better. GDS_THRESHOLD: from so many bytes on cuFile is asked.
-_VARIABLES = {"KVIKIO_COMPAT_MODE": "OFF", "KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
+# says nothing; we do that better, whatever the environment says. GDS_THRESHOLD: from so many bytes on cuFile is asked.
+_REQUIRED = {"KVIKIO_COMPAT_MODE": "OFF"}
+_DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
 
 
 class DirectStorageFailed(OSError):
@@ -75,15 +76,15 @@ class DirectStorage:
 
 
 def _load() -> ModuleType:
-    for name, value in _VARIABLES.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_DEFAULTS | os.environ | _REQUIRED)
     try:
         import kvikio
         import kvikio.cufile_driver
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "kvikio":
+    except Exception as error:  # whatever a library's own start raises
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "kvikio":
             raise DirectStorageFailed("the library kvikio is missing: pip install 'kvstored[gds]'") from None
-        raise DirectStorageFailed(f"the library kvikio cannot be loaded: {error}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise DirectStorageFailed(f"the library kvikio cannot be loaded: {reason}") from None
     try:
         kvikio.cufile_driver.driver_open()  # before a file is opened: without cuFile that waits for ever
     except Exception as error:

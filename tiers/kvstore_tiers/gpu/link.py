@@ -85,6 +85,7 @@ class WorkerLink:
         self._settings = settings or WorkerSettings()
         self.can_check, self.cannot_check = False, ""
         self.has_direct_storage, self.no_direct_storage = False, ""
+        self._wants_direct = self._settings.wants_direct
         self._refused = refused
         self._made = made
         self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
@@ -227,6 +228,8 @@ class WorkerLink:
             else:
                 self._listen(sock, process)
                 self._end(sock, process)
+                if self._blames_direct_storage(process.returncode):
+                    continue
             if not self._is_ready.is_set():
                 self.message = self.message or f"its worker ended with status {process.returncode}"
                 self._is_ready.set()
@@ -237,12 +240,23 @@ class WorkerLink:
                 self._fail(only_sent=False)
         self._fail(only_sent=False)
 
+    def _blames_direct_storage(self, status: int) -> bool:
+        """Whether the worker that has ended was not ready, for no reason that it gave, and the next one does without
+        direct storage: that was loaded, and nobody insists on it."""
+        if self._ready_s or self.message or self._closing.is_set():
+            return False
+        if not self._wants_direct or self._settings.from_files == DIRECT:
+            return False
+        self._wants_direct = self.has_direct_storage = False
+        self.no_direct_storage = f"the worker that was to load it ended with status {status}"
+        return True
+
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, others):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
         command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
-        options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._settings.wants_direct
+        options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._wants_direct
         with others:
             process = subprocess.Popen(
                 [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],

@@ -47,7 +47,7 @@ from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import DOWN, OFF, WorkerLink, WorkerSettings
+from kvstore_tiers.gpu.link import AUTO, DOWN, OFF, WorkerLink, WorkerSettings
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.segments import buffer_at
@@ -106,7 +106,8 @@ class GpuTier(Tier):
         except OSError:
             self.close()
             raise
-        _LOG.info("%s %s", self.info.name, loads.sentence)
+        is_second_best = way == AUTO and not loads.is_direct
+        _LOG.log(logging.WARNING if is_second_best else logging.INFO, "%s %s", self.info.name, loads.sentence)
         return loads
 
     # Places
