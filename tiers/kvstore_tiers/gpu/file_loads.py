@@ -31,6 +31,7 @@ from kvstore_tiers.segments import buffer_at, checksum_at, put_bytes
 from kvstore_tiers.threads import run_transfer
 
 MOST_DEATHS = 3  # of workers, in a row, while they read by direct storage
+_UNVERIFIED = Outcome(OutcomeKind.FAILED, message="the device cannot verify what arrived")
 _LOG = logging.getLogger(__name__)
 
 
@@ -175,9 +176,10 @@ class _Attempt:
         if header.payload_bytes != image.payload_bytes:
             message = f"the header says {header.payload_bytes} payload bytes, the record {image.payload_bytes}"
             return Outcome(OutcomeKind.CORRUPT, message=message)
-        if not self.link.can_check:  # and so it is in the bounce buffer
+        by_host = not self.link.can_check  # asked once: the next worker may answer otherwise
+        if by_host:  # and so it is in the bounce buffer
             if self.is_direct:
-                return Outcome(OutcomeKind.FAILED, message="the device cannot verify what arrived")
+                return _UNVERIFIED
             if checksum_at(address + HEADER_BYTES, header.payload_bytes) != header.checksum:
                 return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
         stamped = header.stamped(slot.generation, header.checksum)
@@ -196,8 +198,10 @@ class _Attempt:
                 self._end(Outcome(OutcomeKind.FAILED, message=failure))
             elif self.link.can_check:
                 check(self.link, slot, written, checked, waits=False)
-            else:
+            elif by_host:
                 checked(Outcome(OutcomeKind.DONE))
+            else:
+                self._end(_UNVERIFIED)
 
         piece = wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES)
         self.link.transfer(wire.WRITE, [piece], copied, waits=False)
