@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
 from kvstore_tiers.gpu import GpuTier, WorkerSettings
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.testing.transfers import block, finish, get
+from kvstore_tiers.testing.transfers import block, finish, finish_all, get
 from tests.gpu.emulated import emulated_node
 from tests.gpu.emulated_storage import EmulatedStorage
 from tests.gpu.test_gpu_verification import without_nvrtc
@@ -278,6 +279,24 @@ def test_direct_storage_that_kills_the_worker_is_given_up(nvme: NvmeTier, storag
         outcome, slot = load(tier, nvme, source)
         assert outcome.ok
         must_hold(tier, slot)
+
+
+def test_loads_that_one_death_ended_are_one_death(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    with closing(open_tier(emulated_node() | storage.variables)) as tier:
+        lent = {number: stored(nvme, number) for number in range(1, 5)}
+        slots = {number: slot for number in lent if (slot := tier.allocate(slot_bytes(PAYLOAD_BYTES)))}
+        storage.order("kill")
+
+        def start(number: int, done: Completion) -> None:
+            nvme.lend(lent[number], tier.loader(slots[number], block(number, PAYLOAD_BYTES)[0].key), done)
+
+        outcomes = finish_all([partial(start, number) for number in lent])
+        assert [outcome.kind for outcome in outcomes] == [OutcomeKind.FAILED] * len(lent)
+        storage.order("")
+        for slot in slots.values():
+            tier.free(slot)
+        wait_until_ready(tier, 2)
+        assert tier.statistics().message.endswith("by direct storage")
 
 
 def test_what_the_device_cannot_verify_is_not_read_past_host_memory(nvme: NvmeTier, storage: EmulatedStorage) -> None:

@@ -15,7 +15,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import BOUNCE, WorkerLink
+from kvstore_tiers.gpu.link import AUTO, BOUNCE, DOWN, WorkerLink
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import AlignedBuffer, buffer_at
@@ -80,3 +80,21 @@ def test_what_neither_the_host_nor_the_device_verified_is_not_readable(steps: St
     outcome = load(loads, tmp_path)
     assert outcome.kind is OutcomeKind.FAILED and "cannot verify" in outcome.message
     assert load(loads, tmp_path).ok, "verified by the host"
+
+
+def test_one_death_is_counted_once_however_many_loads_the_worker_had(steps: Steps, tmp_path: Path) -> None:
+    link = PlayedLink(steps)
+    loads = FileLoads(cast(WorkerLink, link), steps, TransferCounters(), AUTO)
+
+    def fail(end: wire.End) -> bool:
+        """Whether direct storage is still trusted after it."""
+        link.ends.append(end)
+        outcome = load(loads, tmp_path)
+        assert outcome.kind is OutcomeKind.FAILED and outcome.message == end.failure, "not read again"
+        return loads.is_direct
+
+    assert all(fail(wire.End(DOWN, is_down=True, dead_worker=1)) for _ in range(5))
+    assert all(fail(wire.End("its worker cannot be started", is_down=True)) for _ in range(5)), "never sent"
+    assert fail(wire.End(DOWN, is_down=True, dead_worker=2))
+    assert not fail(wire.End(DOWN, is_down=True, dead_worker=3))
+    assert "dies of it" in loads.sentence

@@ -56,7 +56,7 @@ class FileLoads:
         self._counters = counters
         self._way = way
         self._distrust = ""
-        self._deaths = 0
+        self._deaths, self._dead_worker = 0, 0  # how many in a row, and the last of them
         if way == DIRECT and not self.is_direct:
             raise OSError(f"there is no direct storage: {self._why_bounced}")
 
@@ -100,7 +100,7 @@ class FileLoads:
     def _begin(self, load: _Load, is_direct: bool) -> None:
         bounced_bytes = HEADER_BYTES if is_direct else load.image.nbytes
         offset = self._steps.bounce.take(bounced_bytes)
-        attempt = _Attempt(self._link, self._steps, load, is_direct, offset, bounced_bytes, self._ended)
+        attempt = _Attempt(self._link, self._steps, load, is_direct, offset, bounced_bytes, self._ended, self._died)
         try:
             attempt.begin()
         except OSError as error:  # of this process, not of the file
@@ -109,17 +109,24 @@ class FileLoads:
 
     def _ended(self, load: _Load, is_direct: bool, outcome: Outcome, failure: str) -> None:
         """`failure`: of the way, direct storage's where that was it; then `outcome` is not the last word."""
-        if is_direct and failure and failure != DOWN:
+        if is_direct and failure:
             load.distrust = failure
             self._steps.begin(partial(self._begin, load, False), load.end)
             return
-        if is_direct:
-            self._deaths = self._deaths + 1 if failure else 0
-            if self._deaths >= MOST_DEATHS:
-                self._give_up("the worker dies of it")
+        if is_direct and outcome.ok:
+            self._deaths = 0
         elif outcome.ok and load.distrust:
             self._give_up(load.distrust)
         load.end(outcome)
+
+    def _died(self, worker: int) -> None:
+        """It had a load by direct storage. Called on one thread, of the link's; as often as it had such loads."""
+        if worker == self._dead_worker:
+            return
+        self._dead_worker = worker
+        self._deaths += 1
+        if self._deaths >= MOST_DEATHS:
+            self._give_up("the worker dies of it")
 
     def _give_up(self, why: str) -> None:
         if not self._distrust:
@@ -129,7 +136,8 @@ class FileLoads:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One reading of a file; `ended(load, is_direct, outcome, failure of the way)` is called once."""
+    """One reading of a file; `ended(load, is_direct, outcome, failure of the way)` is called once, `died` before it with
+    a worker that died while it read by direct storage."""
 
     link: WorkerLink
     steps: Steps
@@ -138,6 +146,7 @@ class _Attempt:
     offset: int
     bounced_bytes: int
     ended: Callable[[_Load, bool, Outcome, str], None]
+    died: Callable[[int], None]
 
     @property
     def _address(self) -> int:
@@ -154,8 +163,10 @@ class _Attempt:
 
     def _read(self, end: wire.End) -> None:
         if end.failure:
+            if end.dead_worker and self.is_direct:
+                self.died(end.dead_worker)
             outcome = Outcome(OutcomeKind.FAILED, message=end.failure, errno=end.errno)
-            self._end(outcome, "" if end.errno else end.failure)
+            self._end(outcome, "" if end.errno or end.is_down else end.failure)
         else:
             self.steps.finish(self._judge)
 

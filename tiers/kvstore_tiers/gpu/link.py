@@ -193,7 +193,7 @@ class WorkerLink:
         if not is_up:
             if descriptor >= 0:
                 os.close(descriptor)
-            ended(wire.End(self.message or DOWN))
+            ended(wire.End(self.message or DOWN, is_down=True))
             return
         self._queue.put((pack(number), descriptor, number))
 
@@ -337,7 +337,7 @@ class WorkerLink:
             ]
             transfers = [self._pending.pop(number) for number in failed]
         for transfer in transfers:
-            transfer.ended(wire.End(DOWN))
+            transfer.ended(wire.End(DOWN, is_down=True, dead_worker=self.starts if transfer.is_sent else 0))
         return len(transfers)
 
     def _hear(self, packet: bytes, descriptors: list[int]) -> None:

@@ -65,11 +65,14 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a transfer ended: well when `failure` is empty. `errno`: that of a file that cannot be read."""
+    """How a transfer ended: well when `failure` is empty. `errno`: that of a file that cannot be read. `is_down`: no
+    worker did it. `dead_worker`: the number of the one that died after the transfer was sent to it."""
 
     failure: str = ""
     errno: int = 0
     sums: Sequence[int] = ()
+    is_down: bool = False
+    dead_worker: int = 0
 
 
 def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
