@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.base import MemoryKind, Outcome
+from kvstore_tiers.base import MemoryKind, Outcome, Slot
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.faulty import Fault, FaultyTier, hung
@@ -31,9 +31,22 @@ CHAIN = range(1, 6)
 Drive = Callable[[SmallStore, FaultyTier, StraightPromotion], Coroutine[None, None, None]]
 
 
+class WatchedTier(MemoryTier):
+    """Device memory; a test hears of slots that are given back."""
+
+    def __init__(self, freed: Callable[[], None] | None = None) -> None:
+        super().__init__(IN_DEVICE * SLOT_BYTES, name="vram", memory=MemoryKind.DEVICE)
+        self.freed = freed
+
+    def free(self, slot: Slot) -> None:
+        super().free(slot)
+        if self.freed is not None:
+            self.freed()
+
+
 def drive(directory: Path, what: Drive, *settings: str) -> None:
     async def main() -> None:
-        device = FaultyTier(MemoryTier(IN_DEVICE * SLOT_BYTES, name="vram", memory=MemoryKind.DEVICE))
+        device = FaultyTier(WatchedTier())
         device.info = replace(device.info, loads_files=True)
         async with small_store(directory, *settings, before=[device]) as small:
             (straight,) = small.store.straight
@@ -228,5 +241,25 @@ def test_damage_that_two_reads_find_is_dealt_with_once(tmp_path: Path) -> None:
             assert [await here, await there] == [False, False]
         assert small.find(CHAIN[-1]) < 0
         assert small.store.counters["corrupt_blocks"] == len(small.nvme.quarantined()) == 1
+
+    drive(tmp_path, what)
+
+
+def test_damage_of_a_block_that_was_removed_meanwhile_is_nobodys(tmp_path: Path) -> None:
+    """Removed between the end of the read and the turn of who waits for it: its row may be another block's by then."""
+
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        (row,) = await on_nvme_alone(small, range(1, 2))
+        inner = device.inner
+        assert isinstance(inner, WatchedTier)
+
+        def removed() -> None:
+            inner.freed = None
+            small.store.damage.forget(row, Cause.FORGOTTEN, "by force")
+
+        inner.freed = removed
+        device.plan(Fault("write", "corrupt"))
+        assert await promote(straight, [row]) == [False]
+        assert small.store.counters["corrupt_blocks"] == 0
 
     drive(tmp_path, what)

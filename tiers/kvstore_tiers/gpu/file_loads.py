@@ -136,8 +136,8 @@ class FileLoads:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One reading of a file; `ended(load, is_direct, outcome, failure of the way)` is called once, `died` before it with
-    a worker that died while it read by direct storage."""
+    """One reading of a file; `ended(load, is_direct, outcome, failure of the way)` is called once; before it `died`,
+    with a worker that died while it read by direct storage."""
 
     link: WorkerLink
     steps: Steps

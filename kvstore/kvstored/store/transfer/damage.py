@@ -47,6 +47,12 @@ class Damage:
         self._logged: OrderedDict[tuple[int, int, int], int] = OrderedDict()
         self._writeback = writeback
 
+    def found_of(self, position: int, token: int, reason: str) -> None:
+        """`found`, of a block that may have been removed by force meanwhile, or have lost that copy: then nothing."""
+        row = self._residency.current(token)
+        if row >= 0 and self._residency.has(row, position):
+            self.found(position, row, reason)
+
     def found(self, position: int, row: int, reason: str) -> None:
         """The copy of a block in the tier at `position` is bad. While another read or copy of the block is under way it
         stays where it is, and is found again: what is written fails its checksum."""

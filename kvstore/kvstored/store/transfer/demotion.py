@@ -130,7 +130,7 @@ class Demotion:
             return False
         outcome = await ended
         if outcome.kind is OutcomeKind.CORRUPT:
-            self._damage.found(link.source, row, outcome.message)
+            self._damage.found_of(link.source, token, outcome.message)
         elif outcome.ok:
             self._flow.demoted_blocks += 1
         return outcome.ok

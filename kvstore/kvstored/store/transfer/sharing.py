@@ -159,7 +159,7 @@ class Sharing:
             else:
                 self._path.clear()  # the blocks after it could not be found without it
                 if outcome.kind is OutcomeKind.CORRUPT:
-                    self._damage.found(link.source, row, outcome.message)
+                    self._damage.found_of(link.source, token, outcome.message)
         finally:
             residency.unpin_run([token])
 

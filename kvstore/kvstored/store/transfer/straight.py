@@ -161,5 +161,5 @@ class StraightPromotion:
             self._counters.add("straight_blocks")
             self._flow.promoted_blocks += 1
         elif outcome.kind is OutcomeKind.CORRUPT:
-            self._damage.found(link.source, row, outcome.message)  # the row is pinned, so it is still the block's
+            self._damage.found_of(link.source, token, outcome.message)
         return outcome.ok
