@@ -210,6 +210,21 @@ def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: boo
     drive(tmp_path, what, "tier.vram.kind=gpu", "tier.vram.capacity=64MiB", "tier.vram.before_host=true")
 
 
+def test_only_as_many_blocks_go_straight_as_there_is_room_for_at_once(tmp_path: Path) -> None:
+    """All of a request's blocks are judged before one of them has taken the slot."""
+
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        there = await on_nvme_alone(small, range(101, 101 + IN_DEVICE))
+        assert await promote(straight, there) == [True] * IN_DEVICE
+        assert await small.fetch(100 + IN_DEVICE), "the next victim"
+        rows = await on_nvme_alone(small, range(1, 4))
+        assert await promote(straight, rows) == [True] * 3
+        assert places(small, rows) == [DEVICE | NVME, HOST | NVME, HOST | NVME]
+        assert places(small, there) == [DEVICE | NVME] * (IN_DEVICE - 1) + [HOST | NVME]
+
+    drive(tmp_path, what, "tier.vram.kind=gpu", "tier.vram.capacity=64MiB", "tier.vram.before_host=true")
+
+
 def test_a_read_that_nothing_waits_for_is_not_begun(tmp_path: Path) -> None:
     async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
         rows = await on_nvme_alone(small)

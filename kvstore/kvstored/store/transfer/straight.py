@@ -140,8 +140,11 @@ class StraightPromotion:
         residency, link = self._residency, self._link
         row = residency.current(token)
         if slot is None and row >= 0:
-            slot = await self._room.allocate(residency.slot_bytes(row), residency.tenant_of(row), is_patient=False)
-            row = residency.current(token)
+            nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
+            slot = self._room.allocate_now(nbytes, tenant)
+            if slot is None and self._can_evict(nbytes, tenant):  # asked again: another read may have had that slot
+                slot = await self._room.allocate(nbytes, tenant, is_patient=False)
+                row = residency.current(token)
         if slot is None:
             return False
         if row < 0 or not read.waiters or residency.is_in(row, link.destination) or not residency.has(row, link.source):
