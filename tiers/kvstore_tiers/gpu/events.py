@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore_proto.cuda_driver import DriverError
@@ -37,12 +37,23 @@ class Events:
         """`work` queues something on the stream."""
         try:
             work()
-            event = self._driver.event() if self._spare.empty() else self._spare.get()
-            self._driver.record(event, stream)
+            event = self._spare_event()
+            try:
+                self._driver.record(event, stream)
+            except DriverError:
+                self._spare.put(event)
+                raise
         except DriverError as error:
             settled(self._ended_after(error, stream))
         else:
             self._under_way.put((event, settled))
+
+    def _spare_event(self) -> Any:
+        """From any thread: another one may take the last that is spare."""
+        try:
+            return self._spare.get_nowait()
+        except Empty:
+            return self._driver.event()
 
     def settle(self) -> None:
         """Wait until nothing is under way on the device."""

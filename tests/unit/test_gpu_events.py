@@ -1,0 +1,72 @@
+"""Events of a worker's streams, taken and given back. The driver is played by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu.driver import Driver
+from kvstore_tiers.gpu.events import Events
+
+PATIENCE_S = 30.0
+
+
+class PlayedDriver:
+    """All work has ended at once. `made`: how many events there are."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.refuses = False
+
+    def event(self) -> int:
+        self.made += 1
+        return self.made
+
+    def record(self, event: int, stream: Any) -> None:
+        if self.refuses:
+            raise DriverError("cuEventRecord", 801, "NOT_SUPPORTED")
+
+    def stream(self) -> str:
+        return "stream"
+
+    def synchronize(self, stream: Any) -> None: ...
+
+    def wait(self, event: int) -> None: ...
+
+    def use_in_this_thread(self) -> None: ...
+
+
+@contextmanager
+def events_of(driver: PlayedDriver) -> Iterator[Events]:
+    events = Events(cast(Driver, driver))
+    yield events
+    events.close()
+
+
+def queue(events: Events) -> DriverError | None:
+    """Of work that has ended: what went wrong."""
+    found: list[DriverError | None] = []
+    settled = threading.Event()
+
+    def end(failure: DriverError | None) -> None:
+        found.append(failure)
+        settled.set()
+
+    events.queue("stream", lambda: None, end)
+    assert settled.wait(PATIENCE_S), "never settled"
+    return found[0]
+
+
+def test_an_event_that_could_not_be_recorded_is_used_again() -> None:
+    driver = PlayedDriver()
+    with events_of(driver) as events:
+        driver.refuses = True
+        for _ in range(5):
+            assert isinstance(queue(events), DriverError)
+        driver.refuses = False
+        for _ in range(5):
+            assert queue(events) is None
+        assert driver.made == 1
