@@ -299,6 +299,16 @@ def test_loads_that_one_death_ended_are_one_death(nvme: NvmeTier, storage: Emula
         assert tier.statistics().message.endswith("by direct storage")
 
 
+def test_a_worker_is_not_killed_for_a_disk_that_hangs_for_a_while(nvme: NvmeTier, storage: EmulatedStorage) -> None:
+    with closing(open_tier(emulated_node() | storage.variables, patience_s=0.5)) as tier:
+        storage.order("slow")
+        outcome, slot = load(tier, nvme, stored(nvme))
+        assert outcome.ok and storage.reads == 1 and tier.worker_starts == 1, outcome
+        must_hold(tier, slot)
+    with closing(open_tier(emulated_node() | storage.variables, patience_s=0.5, file_patience_s=0.5)) as tier:
+        assert load(tier, nvme, stored(nvme, 2), 2)[0].kind is OutcomeKind.FAILED, "there is an end to it"
+
+
 def test_what_the_device_cannot_verify_is_not_read_past_host_memory(nvme: NvmeTier, storage: EmulatedStorage) -> None:
     node = emulated_node() | storage.variables
     with closing(open_tier(node, checks=False)) as tier:

@@ -20,6 +20,7 @@ from kvstore_tiers.testing.transfers import block
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from kvstored.store.degraded import Mode
+from kvstored.store.degraded.breaker import STALL_S
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.straight import StraightPromotion
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store
@@ -190,6 +191,23 @@ def test_a_medium_that_cannot_be_read_is_shed(tmp_path: Path) -> None:
         await promote(straight, rows)
         assert not small.breaker.serves_reads
         assert straight.choose(rows) == set()
+
+    drive(tmp_path, what)
+
+
+def test_a_medium_that_hangs_is_shed_while_the_read_is_under_way(tmp_path: Path) -> None:
+    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+        rows = await on_nvme_alone(small)
+        small.disk.plan(*hung())
+        read = straight.promote(rows[0], DUE_NS)
+        assert read is not None
+        await small.until(lambda: small.residency.is_in(rows[0], 0) or small.residency.being_filled(rows[0]))
+        await small.pass_time(2 * STALL_S)
+        assert small.breaker.mode is Mode.SLOW and straight.choose(rows[1:2]) == set()
+        small.disk.plan()
+        small.disk.let_go()
+        async with asyncio.timeout(FAR_S):
+            assert not await read
 
     drive(tmp_path, what)
 

@@ -3,8 +3,9 @@ that put `tests/emulated_kvikio` on the path of a worker.
 
 What is read is what the file has, unless the file that EMULATED_KVIKIO_ORDERS names says otherwise, in one word:
 `spoil` (a bit is wrong), `short` (a page less comes), `refuse` (files cannot be registered), `fail` (reads raise),
-`kill` (the process dies in the middle of a read). A read is cut into tasks, as the library does; each appends a line to
-the file of EMULATED_KVIKIO_READS. EMULATED_KVIKIO_START says how the library cannot be loaded: `raise` or `kill`.
+`kill` (the process dies in the middle of a read), `slow` (a read takes two seconds). A read is cut into tasks, as the
+library does; each appends a line to the file of EMULATED_KVIKIO_READS. EMULATED_KVIKIO_START says how the library cannot
+be loaded: `raise` or `kill`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,8 @@ class CuFile:
         got = os.preadv(self._descriptor, [host], file_offset)
         if order == "spoil":
             host[got // 2] ^= 1
+        if order == "slow":
+            time.sleep(2)
         if order == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if "EMULATED_KVIKIO_READS" in os.environ:

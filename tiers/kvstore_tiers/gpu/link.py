@@ -2,7 +2,7 @@
 
 Owns the process, what it must know after a restart (regions, chunks and their descriptors) and the transfers under way.
 One thread sends, so that no caller waits for the worker; another one receives, starts workers and ends transfers.
-Invariants: each transfer ends once, with a failure when its worker died or did not answer for `patience_s`; one that
+Invariants: each transfer ends once, with a failure when its worker died or did not answer for too long; one that
 no worker has seen yet waits for the next, unless workers keep dying (`is_up`); a chunk
 whose descriptor has come is never made again, only mapped again; after `close` there is no worker.
 """
@@ -28,7 +28,9 @@ from kvstore_tiers.passing import receive_packet, send_packet
 
 START_TIMEOUT_S = 60.0
 PATIENCE_S = 30.0  # a transfer takes milliseconds
+FILE_PATIENCE_S = 120.0  # a disk that hangs is not the worker's fault: its own breaker and the kernel act before that
 LOOK_S = 0.5
+KILL_S = 2.0  # how long a process that was killed may take to end
 MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
 DOWN = "the GPU's worker is not running"
 AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks from files, or none
@@ -41,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 class _Transfer:
     ended: Done
     since_s: float
+    patience_s: float
     waits: bool = True  # for the next worker, where there is none now
     is_sent: bool = False
 
@@ -53,11 +56,13 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """`patience_s`: a worker that does not end a transfer in so many seconds is killed. `checks`: whether it is to
+    """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: a load from a
+    file. `checks`: whether it is to
     checksum device memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
     `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
+    file_patience_s: float = FILE_PATIENCE_S
     checks: bool = True
     from_files: str = BOUNCE
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -185,11 +190,12 @@ class WorkerLink:
 
     def _begin(self, pack: Callable[[int], bytes], ended: Done, *, waits: bool, descriptor: int = -1) -> None:
         with self._lock:
+            patience_s = self._settings.patience_s if descriptor < 0 else self._settings.file_patience_s
             is_up = self.is_up and (waits or (self._has_socket.is_set() and self._ready_s > 0))
             if is_up:
                 self._next_transfer += 1
                 number = self._next_transfer
-                self._pending[number] = _Transfer(ended, time.monotonic(), waits)
+                self._pending[number] = _Transfer(ended, time.monotonic(), patience_s, waits)
         if not is_up:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -237,8 +243,8 @@ class WorkerLink:
             backoff_s = 0.0 if self._was_useful else min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
             if backoff_s >= DOWN_BACKOFF_S:
                 self._keeps_dying = True
-                self._fail(only_sent=False)
-        self._fail(only_sent=False)
+                self._fail(lambda _: True)
+        self._fail(lambda _: True)
 
     def _blames_direct_storage(self, status: int) -> bool:
         """Whether the worker that has ended was not ready, for no reason that it gave, and the next one does without
@@ -288,9 +294,10 @@ class WorkerLink:
             has_packet = poll.poll(LOOK_S * 1000)
             if time.monotonic() >= look_at_s:
                 look_at_s = time.monotonic() + LOOK_S
-                if self._waited_s() > (self._settings.patience_s if self._ready_s else START_TIMEOUT_S):
+                if self._is_overdue():
                     _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
                     process.kill()
+                    return  # its end of the socket may stay open: see `_end`
             if not has_packet:
                 continue
             try:
@@ -301,13 +308,14 @@ class WorkerLink:
             except OSError:
                 return
 
-    def _waited_s(self) -> float:
-        """How long the worker has owed an answer: that it is ready, or the end of a transfer."""
-        with self._lock:
-            since_s = min((each.since_s for each in self._pending.values() if each.is_sent), default=None)
+    def _is_overdue(self) -> bool:
+        """Whether the worker has owed an answer for too long: that it is ready, or the end of a transfer."""
+        now_s = time.monotonic()
         if not self._ready_s:
-            return time.monotonic() - self._started_s
-        return 0.0 if since_s is None else time.monotonic() - max(since_s, self._ready_s)
+            return now_s - self._started_s > START_TIMEOUT_S
+        with self._lock:
+            sent = [each for each in self._pending.values() if each.is_sent]
+        return any(now_s - max(each.since_s, self._ready_s) > each.patience_s for each in sent)
 
     def _end(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):
@@ -321,20 +329,33 @@ class WorkerLink:
             process.wait(1.0 if self._closing.is_set() else 0.1)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-        failed = self._fail(only_sent=True)
+            self._outwait(process)
+        failed = self._fail(lambda each: each.is_sent or not each.waits)
         if not self._closing.is_set() and self._is_ready.is_set():
             _LOG.warning(
                 "the worker of GPU %d ended with status %s; %d transfers failed",
                 self._device, process.returncode, failed,
             )  # fmt: skip
 
-    def _fail(self, *, only_sent: bool) -> int:
+    def _outwait(self, process: subprocess.Popen[bytes]) -> None:
+        """Until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when the disk
+        answers. Until then there is no worker, and what was sent to this one has not ended: it may still write there."""
+        while True:
+            try:
+                process.wait(KILL_S)
+                return
+            except subprocess.TimeoutExpired:
+                if self._closing.is_set():
+                    return
+                if not self._keeps_dying:
+                    _LOG.error("the worker of GPU %d was killed and does not end: it hangs in the kernel", self._device)
+                self._keeps_dying = True
+                self._fail(lambda each: not each.is_sent)
+
+    def _fail(self, concerns: Callable[[_Transfer], bool]) -> int:
         """End transfers as failed; how many."""
         with self._lock:
-            failed = [
-                number for number, each in self._pending.items() if each.is_sent or not (only_sent and each.waits)
-            ]
+            failed = [number for number, each in self._pending.items() if concerns(each)]
             transfers = [self._pending.pop(number) for number in failed]
         for transfer in transfers:
             transfer.ended(wire.End(DOWN, is_down=True, dead_worker=self.starts if transfer.is_sent else 0))

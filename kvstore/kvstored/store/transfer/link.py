@@ -183,9 +183,9 @@ class Link:
 
         def start(done: Completion) -> None:
             nonlocal number
-            if self.breaker is not None and not self._is_by_file:
+            if self.breaker is not None:
                 number = self.breaker.began()
-            if self._is_by_file:  # the reader's delay says nothing of the medium: the breaker hears of the end alone
+            if self._is_by_file:
                 self._from.lend(source, self._to.loader(slot, key), done)
             elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
                 self._from.move_out(source, self._to.slot_segment(slot), key, done)
@@ -219,7 +219,6 @@ class Link:
         if self.breaker is None:
             return
         if self._is_by_file:
-            number = self.breaker.began()
             is_of_another = outcome.kind is OutcomeKind.FAILED and not outcome.errno
         judged = Outcome(OutcomeKind.CANCELLED) if is_of_another else outcome
         self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
