@@ -4,8 +4,8 @@ that put `tests/emulated_kvikio` on the path of a worker.
 What is read is what the file has, unless the file that EMULATED_KVIKIO_ORDERS names says otherwise, in one word:
 `spoil` (a bit is wrong), `short` (a page less comes), `refuse` (files cannot be registered), `fail` (reads raise),
 `kill` (the process dies in the middle of a read), `slow` (a read takes two seconds). A read is cut into tasks, as the
-library does; each appends a line to the file of EMULATED_KVIKIO_READS. EMULATED_KVIKIO_START says how the library cannot
-be loaded: `raise` or `kill`.
+library does; each appends a line to the file of EMULATED_KVIKIO_READS. EMULATED_KVIKIO_START says how the library
+cannot be loaded: `raise` or `kill`.
 """
 
 from __future__ import annotations

@@ -56,9 +56,8 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: a load from a
-    file. `checks`: whether it is to
-    checksum device memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
+    """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
+    from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
     `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
@@ -338,8 +337,8 @@ class WorkerLink:
             )  # fmt: skip
 
     def _outwait(self, process: subprocess.Popen[bytes]) -> None:
-        """Until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when the disk
-        answers. Until then there is no worker, and what was sent to this one has not ended: it may still write there."""
+        """Until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when that
+        ends. Until then there is no worker, and what was sent to this one is under way: it may still write there."""
         while True:
             try:
                 process.wait(KILL_S)
