@@ -57,8 +57,8 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
-    from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
-    `variables`: of its environment, beside ours."""
+    from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files;
+    AUTO: by direct storage where that is there. `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     file_patience_s: float = FILE_PATIENCE_S
