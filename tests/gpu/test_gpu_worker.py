@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,10 +21,12 @@ import pytest
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, OutcomeKind, Slot, TierState
 from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu.link import DOWN
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import AlignedBuffer, segment_of
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
 from tests.gpu.emulated import emulated_node
+from tests.reference.held_process import held
 
 pytestmark = pytest.mark.slow
 CHUNK_BYTES = 2 << 20
@@ -84,6 +87,13 @@ def wait_for_worker(tier: GpuTier, starts: int) -> None:
         time.sleep(0.01)
 
 
+def wait_for_state(tier: GpuTier, state: TierState) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while tier.statistics().state is not state:
+        assert time.monotonic() < deadline_s, f"it is not {state}"
+        time.sleep(0.01)
+
+
 def test_a_transfer_under_way_fails_when_the_worker_dies(control: Path) -> None:
     with tier_of_blocks(control, 2) as (tier, slots):
         order(control, "run:1=kill")
@@ -106,6 +116,24 @@ def test_a_worker_that_hangs_is_replaced(control: Path) -> None:
         order(control, "")
         wait_for_worker(tier, 2)
         must_hold(tier, {1: slot})
+
+
+def test_a_killed_worker_that_does_not_go_is_down_and_may_still_write(control: Path) -> None:
+    """What was sent to it ends when it has gone: its memory is used anew then."""
+    with tier_of_blocks(control, 1) as (tier, slots):
+        key, ended = block(1, PAYLOAD_BYTES)[0].key, threading.Event()
+        memory = AlignedBuffer(PAYLOAD_BYTES).segment(PAYLOAD_BYTES)
+        with held(tier.worker_process):
+            order(control, "run:1=kill")
+            tier.read(slots[1], key, [memory], lambda _: ended.set())
+            wait_for_state(tier, TierState.FAILED)
+            assert not ended.is_set()
+            assert get(tier, slots[1], key, PAYLOAD_BYTES)[0].message == DOWN, "does not wait"
+            assert not ended.is_set()
+            order(control, "")
+        assert ended.wait(PATIENCE_S)
+        wait_for_worker(tier, 2)
+        must_hold(tier, slots)
 
 
 def test_a_broken_context_is_replaced(control: Path) -> None:
