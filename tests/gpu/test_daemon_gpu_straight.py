@@ -87,6 +87,14 @@ def test_other_ways_lead_through_dram(monkeypatch: pytest.MonkeyPatch) -> None:
         assert straight_blocks(daemon) == 0 and daemon.tiers()["host"].blocks == BLOCKS
 
 
+def test_two_devices_say_that_there_is_no_way_past_dram(monkeypatch: pytest.MonkeyPatch, capfdbinary: Any) -> None:
+    second = [f"tier.second.{setting}" for setting in ("kind=gpu", "capacity=8MiB", "device=1", "before_host=true")]
+    node = emulated_node(must_emulate=True)
+    with running(monkeypatch, node, *second, "tier.second.chunk=2MiB", "tier.second.bounce=2MiB") as daemon:
+        told = Kvctl(daemon, capfdbinary)("tiers").out
+        assert told.count("what NVMe alone has comes by DRAM") == 2 and "reads NVMe" not in told
+
+
 def test_direct_storage_serves_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need_nvrtc()
     storage = EmulatedStorage(tmp_path)

@@ -273,8 +273,9 @@ class Store:
 
     @property
     def _straight_to(self) -> list[int]:
-        """The tiers before the mapped one that read from the durable one's files."""
-        if self.nvme is None or not self.nvme.info.lends_files:
+        """The tier before the mapped one that reads from the durable one's files. Of several none: a session says that
+        it maps device memory, not which."""
+        if self.nvme is None or not self.nvme.info.lends_files or self.residency.mapped > 1:
             return []
         return [at for at, tier in enumerate(self.tiers[: self.residency.mapped]) if tier.info.loads_files]
 

@@ -58,12 +58,14 @@ class _Chunk:
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
     from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files;
-    AUTO: by direct storage where that is there. `variables`: of its environment, beside ours."""
+    AUTO: by direct storage where that is there; `no_files`: why it reads none, for an operator. `variables`: of its
+    environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     file_patience_s: float = FILE_PATIENCE_S
     checks: bool = True
     from_files: str = BOUNCE
+    no_files: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -113,8 +115,9 @@ class WorkerLink:
         self._sender = threading.Thread(target=self._send_queued, name="gpu-send", daemon=True)
         self._receiver.start()
         self._sender.start()
-        if not self._is_ready.wait(START_TIMEOUT_S) or self.message:
-            message = self.message or f"its worker did not start within {START_TIMEOUT_S:.0f} s"
+        patience_s = 2 * START_TIMEOUT_S  # the first worker may hang where direct storage is loaded
+        if not self._is_ready.wait(patience_s) or self.message:
+            message = self.message or f"its worker did not start within {patience_s:.0f} s"
             self.close()
             raise OSError(message)
 
@@ -247,7 +250,7 @@ class WorkerLink:
 
     def _blames_direct_storage(self, status: int) -> bool:
         """Whether the worker that has ended was not ready, for no reason that it gave, and the next one does without
-        direct storage: that was loaded, and nobody insists on it."""
+        direct storage: that was being loaded, and is not demanded."""
         if self._ready_s or self.message or self._closing.is_set():
             return False
         if not self._wants_direct or self._settings.from_files == DIRECT:

@@ -23,6 +23,7 @@ GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
 OFF = "off"
 BOUNCE = "bounce"
 FROM_NVME = (AUTO, "direct", BOUNCE, OFF)
+_NONE_OF_MANY = "what NVMe alone has comes by DRAM: of several tiers before it clients do not say which they map"
 LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests and for the engine's own copies
 
 
@@ -87,6 +88,12 @@ class GpuSection(TierSection):
         from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier, WorkerSettings
 
+        way, is_one_of_many = self.from_nvme if self.before_host else OFF, start.before_host > 1
+        settings = WorkerSettings(
+            checks=self.verify,
+            from_files=OFF if is_one_of_many else way,
+            no_files=_NONE_OF_MANY if is_one_of_many and way != OFF else "",
+        )
         try:
             return GpuTier(
                 self.capacity_bytes,
@@ -94,7 +101,7 @@ class GpuSection(TierSection):
                 chunk_bytes=self.chunk_bytes,
                 bounce_bytes=self.bounce_bytes,
                 name=self.name,
-                settings=WorkerSettings(checks=self.verify, from_files=self.from_nvme if self.before_host else OFF),
+                settings=settings,
                 first_number=start.first_chunk or DEVICE_ARENAS,
                 witness=start.witness,
             )
