@@ -17,7 +17,7 @@ from typing import Any
 
 MOST_FILES = 64  # open at once
 # Read by the library when it is loaded. COMPAT_MODE: it copies through host memory by itself unless it must not, and
-# says nothing; we do that better, whatever the environment says. GDS_THRESHOLD: from so many bytes on cuFile is asked.
+# says nothing; we do that better, so the environment has no say. GDS_THRESHOLD: from so many bytes on cuFile is asked.
 _REQUIRED = {"KVIKIO_COMPAT_MODE": "OFF"}
 _DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
 
@@ -80,7 +80,7 @@ def _load() -> ModuleType:
     try:
         import kvikio
         import kvikio.cufile_driver
-    except Exception as error:  # whatever a library's own start raises
+    except Exception as error:  # a library's start may raise anything
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "kvikio":
             raise DirectStorageFailed("the library kvikio is missing: pip install 'kvstored[gds]'") from None
         reason = f"{type(error).__name__}: {error}"
