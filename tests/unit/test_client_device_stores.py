@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, PoolPart
+from kvstore_client.device import CopyMeans, DeviceError, DevicePool, DeviceTransfers, PoolPart
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.payload import PayloadWriter
 from kvstore_proto import cuda_driver
@@ -31,7 +33,10 @@ class Device:
         self.mappings = HostMappings()
         self.queued: list[tuple[int, int, int]] = []
         self.waits = 0
-        self.fails = self.refuses = False
+        self.fails = self.refuses = self.knows_nothing = False
+        self.streams = 0
+        self.registered: set[int] = set()
+        self.mapped: Callable[[], Any] | None = None  # what must be there whenever memory is unregistered
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -59,11 +64,26 @@ class Device:
             ctypes.memmove(*run)
         return (0,)
 
-    def cuMemHostRegister(self, *_: int) -> tuple[int]:  # noqa: N802
+    def cuStreamCreate(self, *_: int) -> tuple[int, int]:  # noqa: N802
+        self.streams += 1
+        return 0, self.streams
+
+    def cuStreamDestroy(self, _: int) -> tuple[int]:  # noqa: N802
+        self.streams -= 1
+        return (0,)
+
+    def cuMemHostRegister(self, address: int, *_: int) -> tuple[int]:  # noqa: N802
+        if not self.refuses:
+            self.registered.add(address)
         return (2 if self.refuses else 0,)
 
+    def cuMemHostUnregister(self, address: int) -> tuple[int]:  # noqa: N802
+        if self.mapped is not None and self.mapped() is not None:
+            self.registered.discard(address)
+        return (0,)
+
     def cuDeviceGetAttribute(self, *_: int) -> tuple[int, int]:  # noqa: N802
-        return 0, 1
+        return (1 if self.knows_nothing else 0), 1
 
     def cuGetErrorName(self, _: int) -> tuple[int, bytes]:  # noqa: N802
         return 0, b"CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -149,3 +169,27 @@ def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
     waits = engine.device.waits
     finish()
     assert engine.device.waits == waits
+
+
+def test_means_that_nobody_closed_unregister_their_buffer_before_it_is_unmapped() -> None:
+    device = Device()
+    anything: Any = device
+    means = CopyMeans(anything)
+    assert means.buffer_address in device.registered and device.streams == 1
+    device.mapped = weakref.ref(means.buffer)
+    means.registered.close()
+    del means
+    gc.collect()
+    assert (device.registered, device.streams) == (set(), 0)
+    assert device.mapped() is None
+
+
+def test_means_that_could_not_be_made_leave_nothing_registered() -> None:
+    device = Device()
+    device.knows_nothing = True
+    device.mapped = lambda: device
+    anything: Any = device
+    with pytest.raises(DeviceError):
+        CopyMeans(anything)
+    gc.collect()
+    assert (device.registered, device.streams) == (set(), 0)
