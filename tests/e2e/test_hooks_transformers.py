@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.reference.running_daemon import RunningDaemon, running_daemon
-from tests.reference.tiny_transformers import prompt, tiny_model
+from tests.reference.tiny_transformers import on_device, prompt, tiny_model
 from tests.tidy.tree import ROOT
 
 # isort: split
@@ -215,6 +215,37 @@ def test_a_call_for_all_logits_gets_all_logits(session: Session, model: PreTrain
         kept.crop(-1)
         assert torch.equal(ours, model(ids[:, 63:], past_key_values=kept).logits)
     assert_same_state(cache, kept)
+
+
+def edit(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (edit, "weights or configuration"),
+        (lambda model: model.train(), "training mode"),
+        (lambda model: setattr(model, "hf_device_map", {"model": 0, "lm_head": 1}), "several devices"),
+        (lambda model: on_device(model), "another device"),
+    ],
+    ids=["edited", "training", "several devices", "moved"],
+)
+def test_nothing_is_restored_ahead_for_a_model_that_it_does_not_fit(
+    session: Session, model: PreTrainedModel, change: Callable[[PreTrainedModel], object], reason: str
+) -> None:
+    ids, other = prompt(64, seed=18), tiny_model()
+    stored(session, model, ids)
+    cache = new_cache(session, other)
+    change(other)
+    assert cache.restore(ids) == 0
+    assert reason in cache.report.reason and reason in cache.report.store_reason
+    if reason != "another device":  # it only says so
+        plain = DynamicCache(config=other.config)
+        with torch.no_grad():
+            assert torch.equal(other(ids, past_key_values=cache).logits, other(ids, past_key_values=plain).logits)
+        assert_same_state(cache, plain)
 
 
 def test_speculation_that_is_cut_back_is_never_stored(session: Session, model: PreTrainedModel) -> None:

@@ -137,6 +137,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         tokens = _as_tokens(input_ids)
         if not np.array_equal(tokens[:held], self._tokens()):
             raise invalid(f"the cache holds {held} tokens that these do not begin with")
+        if reason := self._unfit() or self._changed():
+            self._refuse(reason)
+            return held
         self._take(self._restore(tokens, len(tokens) - 1, beside=False), tokens)
         return self._count
 
@@ -250,20 +253,27 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         reason = why_not(call, self._count)
         if not reason and self.get_seq_length() != self._count:
             reason = "tokens were computed in calls that this cache did not see"
-        if not reason and self._inner.device != self._device:
-            reason = "the model has been moved to another device"
-        if not reason and self._inner.training:
-            reason = "the model is in training mode: model.eval()"
-        if not reason and self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
-            reason = "the model's layers are on several devices"
-        if not reason and call["input_ids"].shape[1] > 1 and (differs := self._changed()):
-            reason = f"the model has changed since the session was opened: {differs}"
+        reason = reason or self._unfit()
+        if not reason and call["input_ids"].shape[1] > 1:
+            reason = self._changed()
         if reason:
             self._refuse(reason)
         return not reason
 
+    def _unfit(self) -> str:
+        """Why K/V of this model is not to be stored or restored now; empty if it may be."""
+        if self._inner.device != self._device:
+            return "the model has been moved to another device"
+        if self._inner.training:
+            return "the model is in training mode: model.eval()"
+        if self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
+            return "the model's layers are on several devices"
+        return ""
+
     def _changed(self) -> str:
-        return difference(self._session.fingerprint, self._model)
+        """Why it is another model than the session's; empty if it is not. Takes too long for each token."""
+        differs = difference(self._session.fingerprint, self._model)
+        return f"the model has changed since the session was opened: {differs}" if differs else ""
 
     def _settle(self) -> bool:
         """Whether what was copied beside the last call, if anything, is what was leased."""
