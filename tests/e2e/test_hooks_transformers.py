@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from tests.tidy.tree import ROOT
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore_client import Session
+from kvstore_client import Lease, Session
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
+from kvstore_client.hooks.transformers.host_copies import HostCopies
+from kvstore_proto.errors import KVStoreError
 
 BLOCK = BLOCK_TOKENS
 ASKED = {"max_new_tokens": 12, "do_sample": False}
@@ -246,6 +250,62 @@ def test_nothing_is_restored_ahead_for_a_model_that_it_does_not_fit(
         with torch.no_grad():
             assert torch.equal(other(ids, past_key_values=cache).logits, other(ids, past_key_values=plain).logits)
         assert_same_state(cache, plain)
+
+
+class EndedCopies(HostCopies):
+    """Beside the model comes what is in the lease's memory after its end."""
+
+    least_beside_bytes = 0
+
+    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Any:
+        held.pop_all().close()
+        tensor[:, :, :, span.begin : span.end] = 7.0
+        return self
+
+    def wait(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> bool:
+        return False
+
+
+def raises(error: type[BaseException]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        raise error("in the middle")
+
+    return hook
+
+
+@pytest.mark.parametrize("copies", [HostCopies(), EndedCopies()], ids=["restored", "lease ended"])
+@pytest.mark.parametrize("held", [0, 40])
+def test_a_call_that_raised_leaves_what_was_held_before(
+    session: Session, model: PreTrainedModel, held: int, copies: HostCopies
+) -> None:
+    ids = prompt(130, seed=19)
+    expected = stored(session, model, ids)
+    cache = KVStoreCache(session, model, deadline_s=20.0, always_load=True, copies=copies)
+    if held:
+        model.generate(ids[:, :held], past_key_values=cache, **(ASKED | {"max_new_tokens": 1}))
+    hook = model.model.layers[1].register_forward_pre_hook(raises(RuntimeError))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    hook.remove()
+    assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
+    assert cache.report.store_reason == ""
+
+
+def test_an_interrupted_call_whose_lease_ended_is_not_continued(session: Session, model: PreTrainedModel) -> None:
+    ids = prompt(130, seed=20)
+    expected = stored(session, model, ids)
+    cache = KVStoreCache(session, model, deadline_s=20.0, always_load=True, copies=EndedCopies())
+    hook = model.model.layers[1].register_forward_pre_hook(raises(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    hook.remove()
+    with pytest.raises(KVStoreError, match="interrupted"):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
 
 
 def test_speculation_that_is_cut_back_is_never_stored(session: Session, model: PreTrainedModel) -> None:

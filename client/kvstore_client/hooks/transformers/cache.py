@@ -131,6 +131,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
         For those who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
         """
+        if not self._settle():  # the last call was interrupted
+            self._go_back()
         held = int(self.get_seq_length())
         if self._refused or held != self._count or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
             return held
@@ -150,11 +152,16 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
-        """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""
+        """A call of the model with this cache is about to run: restore what is stored of it, if it may be. Raises
+        KVStoreError(INVALID) where the caller counts on tokens that an interrupted call did not get."""
         self._coming = None
         self._times.report()
-        if not self._settle():  # the last call did not end
-            self._refuse(ENDED)
+        if not self._settle():  # no exception that torch catches: `after` was not called
+            self._go_back()
+            raise invalid(
+                f"the last call with this cache was interrupted, which holds {self._count} tokens now: {ENDED}"
+            )
+        self._whole = {}
         if self._refused or not self._may_go_on(call):
             return call
         self._whole, self._before = call, (self._count, self._restored_tokens)
@@ -173,10 +180,14 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return call
 
     def after(self, output: Any) -> Any:
-        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns."""
+        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns.
+        One that raised (`output` is None) leaves the sequence as it was before."""
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
-        if coming is None:
+        if output is None and whole:
+            self._settle()
+            self._go_back()
+        if output is None or coming is None:
             return output
         if not self._settle():
             return self._again(whole)
@@ -282,13 +293,18 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def _again(self, whole: Call) -> Any:
         """The call once more, from where it began: what was restored for it cannot be trusted."""
+        self._go_back()
+        self._asks, self._reason = False, ENDED
+        return self._inner(**whole)
+
+    def _go_back(self) -> None:
+        """To what was held before the last call. A part of its layers may have more."""
         held, self._restored_tokens = self._before
         self._seen = [torch.from_numpy(self._tokens()[:held])[None]]
         self._count = held
-        self._stack.extend_to(held)
+        if self._stack.tensor is not None:
+            self._stack.extend_to(held)
         self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
-        self._asks, self._reason = False, ENDED
-        return self._inner(**whole)
 
     def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> Restored:
         wanted = Wanted(tokens, self._count, most, self._session.block_tokens, self._inner.device)
