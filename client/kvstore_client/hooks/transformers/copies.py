@@ -41,6 +41,10 @@ class Moment(Protocol):
         """`earlier` is another one of the same kind. None where it is not known, or not known yet; never waits."""
         ...
 
+    def wait(self) -> None:
+        """Until the device has come there; what the model did then is done."""
+        ...
+
 
 class Copying(Protocol):
     """Leased tokens on their way into a tensor, layer by layer. Raises nothing."""

@@ -36,6 +36,10 @@ class StreamEvent(Protocol):
         """Whether it has passed."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until it has passed."""
+        ...
+
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this one to a later one; both have passed."""
         ...
@@ -78,6 +82,9 @@ class DeviceMoment:
     def seconds_since(self, earlier: DeviceMoment) -> float | None:
         is_known = earlier.event.query() and self.event.query()
         return earlier.event.elapsed_time(self.event) / 1e3 if is_known else None
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class DeviceCopying:

@@ -37,6 +37,9 @@ class HostMoment:
     def seconds_since(self, earlier: HostMoment) -> float | None:
         return None if self.at is None or earlier.at is None else self.at - earlier.at
 
+    def wait(self) -> None:
+        """The CPU is there when the call returns; torch itself waits for another device when it copies from it."""
+
 
 class HostCopies:
     """`BlockCopies` for tensors of a model that is on `device`."""
