@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ class Device:
         self.waits = 0
         self.fails = self.refuses = self.knows_nothing = False
         self.streams = 0
+        self.is_waited_for, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
         self.registered: set[int] = set()
         self.mapped: Callable[[], Any] | None = None  # what must be there whenever memory is unregistered
 
@@ -57,6 +60,8 @@ class Device:
 
     def cuStreamSynchronize(self, _: int) -> tuple[int]:  # noqa: N802
         self.waits += 1
+        self.is_waited_for.set()
+        assert self.may_end.wait(20)
         queued, self.queued = self.queued, []
         if self.fails:
             return (700,)
@@ -169,6 +174,26 @@ def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
     waits = engine.device.waits
     finish()
     assert engine.device.waits == waits
+
+
+class Owner:
+    """Of an event."""
+
+
+def test_the_event_of_a_load_that_was_dropped_is_kept_until_its_copies_have_ended(engine: Engine) -> None:
+    owner, lease = Owner(), SimpleNamespace(valid=True)
+    known = weakref.ref(owner)
+    engine.device.may_end.clear()
+    load = engine.transfers.load(lease, [], after=1, keep=owner)  # type: ignore[arg-type]
+    assert engine.device.is_waited_for.wait(20)
+    thread = load._thread
+    del load, owner
+    gc.collect()
+    was_kept = known() is not None
+    engine.device.may_end.set()
+    thread.join()
+    gc.collect()
+    assert was_kept and known() is None
 
 
 def test_means_that_nobody_closed_unregister_their_buffer_before_it_is_unmapped() -> None:

@@ -88,14 +88,13 @@ class DeviceMoment:
 
 
 class DeviceCopying:
-    """A load beside the model; `held` has the lease, and is closed at the end. `behind` is what the load waits for.
+    """A load beside the model; `held` has the lease, and is closed at the end.
 
     One that is dropped before it has finished ends by itself: the pool keeps the tensor, and what is read stays mapped.
     """
 
-    def __init__(self, load: LayerLoad, stream: ModelStream, behind: DeviceMoment, held: ExitStack) -> None:
+    def __init__(self, load: LayerLoad, stream: ModelStream, held: ExitStack) -> None:
         self._load, self._stream, self._held = load, stream, held
-        self._behind = behind
         self._is_whole = True
         self._is_valid: bool | None = None
 
@@ -140,8 +139,8 @@ class DeviceCopies:
             _copy_rest(lease, tensor, span)
             pages = pages[1:]
         behind = self.moment()
-        load = transfers.load(lease, pages, pages.start, after=behind.event.cuda_event)
-        return DeviceCopying(load, self._stream, behind, held.pop_all())
+        load = transfers.load(lease, pages, pages.start, after=behind.event.cuda_event, keep=behind)
+        return DeviceCopying(load, self._stream, held.pop_all())
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: DeviceMoment) -> list[FillSlot]:
         transfers = self._transfers_of(tensor, block_tokens)
