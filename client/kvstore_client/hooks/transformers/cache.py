@@ -61,7 +61,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     computed faster than loaded is computed, unless `always_load`. `copies`: how blocks get into the tensors and out of
     them, by default as the device of the model needs it.
 
-    Raises KVStoreError(INVALID) for a model whose state cannot be stored and for a session of another model.
+    Raises KVStoreError(INVALID) for a model whose state cannot be stored, for a session of another model, and for
+    copies whose payloads are laid out otherwise than the session's.
     """
 
     _stack: KVStack
@@ -101,6 +102,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._inner = inner
         self._deadline_s = deadline_s
         self._copies = copies or copies_of(session, inner)
+        if self._copies.layout != (layout := session.fingerprint.layout):
+            raise invalid(
+                f"these copies make payloads laid out as {self._copies.layout}, and the session's are {layout}"
+            )
         self._device = inner.device
         self._choice = None if always_load else choice_of(inner, session)
         self._times = ComputeTimes(self._choice)

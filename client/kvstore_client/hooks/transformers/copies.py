@@ -62,6 +62,11 @@ class BlockCopies(Protocol):
     """See the module. A `tensor` is one that `empty` made: [layer, K or V, head, token, dimension]."""
 
     @property
+    def layout(self) -> str:
+        """Of the payloads, as the fingerprint of a session names it."""
+        ...
+
+    @property
     def least_beside_bytes(self) -> int:
         """Less is better copied at once than beside the model."""
         ...

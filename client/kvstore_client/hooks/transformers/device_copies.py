@@ -19,7 +19,7 @@ import torch
 from kvstore_client.device import CopyMeans, DeviceMemory, DevicePool, DeviceTransfers, LayerLoad, PoolPart
 from kvstore_client.errors import invalid
 from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.fingerprint import DEVICE_LAYOUT, KVShape
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 
@@ -117,6 +117,7 @@ class DeviceCopying:
 class DeviceCopies:
     """`BlockCopies` of one session, for tensors on its device. `close` it before the session ends."""
 
+    layout = DEVICE_LAYOUT
     least_beside_bytes = 0
 
     def __init__(self, device: DeviceMemory, stream: ModelStream) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.fingerprint import LAYOUT, KVShape
 from kvstore_client.hooks.transformers.layerwise import LayerCopy
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
@@ -44,6 +44,7 @@ class HostMoment:
 class HostCopies:
     """`BlockCopies` for tensors of a model that is on `device`."""
 
+    layout = LAYOUT
     least_beside_bytes = LEAST_BYTES
 
     def __init__(self, device: torch.device | None = None) -> None:
