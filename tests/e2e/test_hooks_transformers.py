@@ -5,23 +5,27 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.reference.running_daemon import RunningDaemon, running_daemon
-from tests.reference.tiny_transformers import prompt, tiny_model
+from tests.reference.tiny_transformers import on_device, prompt, tiny_model
 from tests.tidy.tree import ROOT
 
 # isort: split
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore_client import Session
+from kvstore_client import Lease, Session
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
+from kvstore_client.hooks.transformers.host_copies import HostCopies
+from kvstore_proto.errors import KVStoreError
 
 BLOCK = BLOCK_TOKENS
 ASKED = {"max_new_tokens": 12, "do_sample": False}
@@ -215,6 +219,93 @@ def test_a_call_for_all_logits_gets_all_logits(session: Session, model: PreTrain
         kept.crop(-1)
         assert torch.equal(ours, model(ids[:, 63:], past_key_values=kept).logits)
     assert_same_state(cache, kept)
+
+
+def edit(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (edit, "weights or configuration"),
+        (lambda model: model.train(), "training mode"),
+        (lambda model: setattr(model, "hf_device_map", {"model": 0, "lm_head": 1}), "several devices"),
+        (lambda model: on_device(model), "another device"),
+    ],
+    ids=["edited", "training", "several devices", "moved"],
+)
+def test_nothing_is_restored_ahead_for_a_model_that_it_does_not_fit(
+    session: Session, model: PreTrainedModel, change: Callable[[PreTrainedModel], object], reason: str
+) -> None:
+    ids, other = prompt(64, seed=18), tiny_model()
+    stored(session, model, ids)
+    cache = new_cache(session, other)
+    change(other)
+    assert cache.restore(ids) == 0
+    assert reason in cache.report.reason and reason in cache.report.store_reason
+    if reason != "another device":  # it only says so
+        plain = DynamicCache(config=other.config)
+        with torch.no_grad():
+            assert torch.equal(other(ids, past_key_values=cache).logits, other(ids, past_key_values=plain).logits)
+        assert_same_state(cache, plain)
+
+
+class EndedCopies(HostCopies):
+    """Beside the model comes what is in the lease's memory after its end."""
+
+    least_beside_bytes = 0
+
+    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Any:
+        held.pop_all().close()
+        tensor[:, :, :, span.begin : span.end] = 7.0
+        return self
+
+    def wait(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> bool:
+        return False
+
+
+def raises(error: type[BaseException]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        raise error("in the middle")
+
+    return hook
+
+
+@pytest.mark.parametrize("copies", [HostCopies(), EndedCopies()], ids=["restored", "lease ended"])
+@pytest.mark.parametrize("held", [0, 40])
+def test_a_call_that_raised_leaves_what_was_held_before(
+    session: Session, model: PreTrainedModel, held: int, copies: HostCopies
+) -> None:
+    ids = prompt(130, seed=19)
+    expected = stored(session, model, ids)
+    cache = KVStoreCache(session, model, deadline_s=20.0, always_load=True, copies=copies)
+    if held:
+        model.generate(ids[:, :held], past_key_values=cache, **(ASKED | {"max_new_tokens": 1}))
+    hook = model.model.layers[1].register_forward_pre_hook(raises(RuntimeError))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    hook.remove()
+    assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
+    assert cache.report.store_reason == ""
+
+
+def test_an_interrupted_call_whose_lease_ended_is_not_continued(session: Session, model: PreTrainedModel) -> None:
+    ids = prompt(130, seed=20)
+    expected = stored(session, model, ids)
+    cache = KVStoreCache(session, model, deadline_s=20.0, always_load=True, copies=EndedCopies())
+    hook = model.model.layers[1].register_forward_pre_hook(raises(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    hook.remove()
+    with pytest.raises(KVStoreError, match="interrupted"):
+        model.generate(ids, past_key_values=cache, **ASKED)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
 
 
 def test_speculation_that_is_cut_back_is_never_stored(session: Session, model: PreTrainedModel) -> None:

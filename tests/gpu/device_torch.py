@@ -62,6 +62,10 @@ class EmulatedEvent:
             return False
         return True
 
+    def synchronize(self) -> None:
+        with self._device.current():
+            self._device.call("cuEventSynchronize", self._event)
+
     def elapsed_time(self, end_event: EmulatedEvent) -> float:
         return (end_event.at - self.at) * 1e3
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, PoolPart
+from kvstore_client.device import CopyMeans, DeviceError, DevicePool, DeviceTransfers, PoolPart
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.payload import PayloadWriter
 from kvstore_proto import cuda_driver
@@ -31,7 +34,12 @@ class Device:
         self.mappings = HostMappings()
         self.queued: list[tuple[int, int, int]] = []
         self.waits = 0
-        self.fails = self.refuses = False
+        self.fails = self.refuses = self.knows_nothing = False
+        self.streams = 0
+        self.is_waited_for, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+        self.registered: set[int] = set()
+        self.mapped: Callable[[], Any] | None = None  # what must be there whenever memory is unregistered
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -52,6 +60,8 @@ class Device:
 
     def cuStreamSynchronize(self, _: int) -> tuple[int]:  # noqa: N802
         self.waits += 1
+        self.is_waited_for.set()
+        assert self.may_end.wait(20)
         queued, self.queued = self.queued, []
         if self.fails:
             return (700,)
@@ -59,11 +69,26 @@ class Device:
             ctypes.memmove(*run)
         return (0,)
 
-    def cuMemHostRegister(self, *_: int) -> tuple[int]:  # noqa: N802
+    def cuStreamCreate(self, *_: int) -> tuple[int, int]:  # noqa: N802
+        self.streams += 1
+        return 0, self.streams
+
+    def cuStreamDestroy(self, _: int) -> tuple[int]:  # noqa: N802
+        self.streams -= 1
+        return (0,)
+
+    def cuMemHostRegister(self, address: int, *_: int) -> tuple[int]:  # noqa: N802
+        if not self.refuses:
+            self.registered.add(address)
         return (2 if self.refuses else 0,)
 
+    def cuMemHostUnregister(self, address: int) -> tuple[int]:  # noqa: N802
+        if self.mapped is not None and self.mapped() is not None:
+            self.registered.discard(address)
+        return (0,)
+
     def cuDeviceGetAttribute(self, *_: int) -> tuple[int, int]:  # noqa: N802
-        return 0, 1
+        return (1 if self.knows_nothing else 0), 1
 
     def cuGetErrorName(self, _: int) -> tuple[int, bytes]:  # noqa: N802
         return 0, b"CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -149,3 +174,47 @@ def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
     waits = engine.device.waits
     finish()
     assert engine.device.waits == waits
+
+
+class Owner:
+    """Of an event."""
+
+
+def test_the_event_of_a_load_that_was_dropped_is_kept_until_its_copies_have_ended(engine: Engine) -> None:
+    owner, lease = Owner(), SimpleNamespace(valid=True)
+    known = weakref.ref(owner)
+    engine.device.may_end.clear()
+    load = engine.transfers.load(lease, [], after=1, keep=owner)  # type: ignore[arg-type]
+    assert engine.device.is_waited_for.wait(20)
+    thread = load._thread
+    del load, owner
+    gc.collect()
+    was_kept = known() is not None
+    engine.device.may_end.set()
+    thread.join()
+    gc.collect()
+    assert was_kept and known() is None
+
+
+def test_means_that_nobody_closed_unregister_their_buffer_before_it_is_unmapped() -> None:
+    device = Device()
+    anything: Any = device
+    means = CopyMeans(anything)
+    assert means.buffer_address in device.registered and device.streams == 1
+    device.mapped = weakref.ref(means.buffer)
+    means.registered.close()
+    del means
+    gc.collect()
+    assert (device.registered, device.streams) == (set(), 0)
+    assert device.mapped() is None
+
+
+def test_means_that_could_not_be_made_leave_nothing_registered() -> None:
+    device = Device()
+    device.knows_nothing = True
+    device.mapped = lambda: device
+    anything: Any = device
+    with pytest.raises(DeviceError):
+        CopyMeans(anything)
+    gc.collect()
+    assert (device.registered, device.streams) == (set(), 0)

@@ -46,12 +46,18 @@ class Books:
     def __init__(self) -> None:
         self.residency = Residency(("vram", "host", "nvme"), mapped=HOST, exported=1 << VRAM)
         self.device, self.damaged = Device(), list[int]()
+        self.in_use = set[int]()  # rows that another copy of the block holds: what is damaged stays
         completions: Any = SimpleNamespace(to_loop=lambda done: done)
-        damage: Any = SimpleNamespace(found=lambda position, row, message: self.damaged.append(row))
+        damage: Any = SimpleNamespace(found=self._found)
         device: Any = self.device
         self.check = DeviceCheck(self.residency, {VRAM: device}, completions, damage)
         tenant = self.residency.tenant("tenant")
         self.rows = [self._add(tenant, number) for number in range(BLOCKS)]
+
+    def _found(self, position: int, row: int, message: str) -> None:
+        if row not in self.in_use:
+            self.damaged.append(row)
+            self.residency.remove(row, Cause.CORRUPT, 2)
 
     def _add(self, tenant: int, number: int) -> int:
         key = (number + 1).to_bytes(16, "big")
@@ -106,6 +112,26 @@ def test_what_the_device_does_not_say_is_asked_again(monkeypatch: pytest.MonkeyP
             books.device.end(kind)
         await settling
         assert books.is_open and not books.damaged
+
+    asyncio.run(run())
+
+
+def test_a_tier_stays_closed_while_a_copy_that_is_damaged_cannot_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "AGAIN_S", 0.0)
+
+    async def run() -> None:
+        books = Books()
+        books.rows = books.rows[:1]
+        books.in_use = {books.rows[0]}
+        settling = books.adopt()
+        await books.device.is_asked(1)
+        books.device.end(OutcomeKind.CORRUPT)
+        await books.device.is_asked(1)
+        assert not books.is_open
+        books.in_use.clear()
+        books.device.end(OutcomeKind.CORRUPT)
+        await settling
+        assert books.is_open and len(books.damaged) == 1
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_tiers.arena import Arena
+from kvstore_tiers.arena import Arena, ForeignMemory
 from kvstore_tiers.base import MemoryKind, Slot, TierInfo
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstored.config import load_config
@@ -59,12 +59,29 @@ def test_header_pages_of_small_blocks_take_no_more_than_their_room() -> None:
     chunks.leave()
 
 
+def test_no_chunk_is_emptied_for_slots_whose_header_pages_would_have_no_room() -> None:
+    chunks = opened(64 * MIB)
+    filled(chunks, SMALL)
+    large = filled(chunks, LARGE)
+    assert {report.slot_bytes for report in chunks.convertible(LARGE, "tenant")} == {SMALL}
+    assert chunks.convertible(SMALL, "another tenant") == [
+        report for report in chunks.reports() if report.slot_bytes == SMALL
+    ]
+    for slot in large[: CHUNK_BYTES // LARGE]:
+        chunks.free(slot)
+    before = chunks.used_bytes
+    assert chunks.allocate(SMALL, "tenant") is None and chunks.lacks_headers
+    assert chunks.used_bytes == before, "an empty chunk stays where it would be of no use"
+    chunks.leave()
+
+
 def test_a_chunk_whose_header_pages_have_no_room_is_not_taken_over() -> None:
     chunks, before = opened(64 * MIB), opened(64 * MIB)
     (slot,) = filled(before, SMALL, 1)
     shadow = before.of(slot)
     filled(chunks, SMALL)
-    assert chunks.adopt(dataclasses.replace(shadow.record, number=99), shadow.fd) is None
+    with pytest.raises(ForeignMemory, match="header pages"):
+        chunks.adopt(dataclasses.replace(shadow.record, number=99), shadow.fd)
     chunks.leave()
     before.leave()
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTra
 
 from kvstore_client import connect
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session, model_fingerprint
-from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
+from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, DEVICE_LAYOUT
+from kvstore_client.hooks.transformers.host_copies import HostCopies
 from kvstore_proto.errors import KVStoreError
 
 
@@ -120,6 +121,16 @@ def test_a_session_of_another_model_is_refused(model: PreTrainedModel, tmp_path:
             KVStoreCache(session, model)
     with kvstore_session(model, tmp_path, model_id="org:mine") as session:
         KVStoreCache(session, model)
+
+
+def test_copies_of_another_layout_than_the_sessions_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    class OtherCopies(HostCopies):
+        layout = DEVICE_LAYOUT
+
+    with kvstore_session(model, tmp_path) as session:
+        KVStoreCache(session, model, copies=HostCopies())
+        with pytest.raises(KVStoreError, match="laid out as layer-major/token/k-then-v/head"):
+            KVStoreCache(session, model, copies=OtherCopies())
 
 
 def test_a_model_that_changes_under_its_cache_is_computed_and_not_stored(

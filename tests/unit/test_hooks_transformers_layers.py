@@ -253,6 +253,9 @@ class Reached:
     def seconds_since(self, earlier: Reached) -> float | None:
         return self.at - earlier.at if self.is_reached else None
 
+    def wait(self) -> None:
+        assert self.is_reached
+
 
 def test_the_time_of_a_call_is_learned_once_the_device_has_ended_it() -> None:
     choice = LoadChoice()

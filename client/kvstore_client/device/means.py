@@ -2,18 +2,22 @@
 
 Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
 `registered`, which is then their maker's to close, after them. Owns all three otherwise, until `close`.
+Where nothing refers to them any more, stream and buffer end without it: the buffer is never unmapped while registered.
 Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 
 from kvstore_client.device.copies import CopyStream
-from kvstore_client.device.memory import DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
 from kvstore_client.errors import invalid
@@ -35,6 +39,8 @@ class CopyMeans:
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
+            self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
+            self._ending.atexit = False  # the driver may be gone already then
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
         self._owned = RegisteredMemory(device) if registered is None else None
         self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
@@ -53,10 +59,17 @@ class CopyMeans:
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
                 if self._owned is not None:
                     self._owned.close()
-                self.device.quietly("cuMemHostUnregister", self.buffer_address)
-                self.device.quietly("cuStreamDestroy", self.stream.handle)
+                self._ending()
 
     def check_open(self) -> None:
         """Raises KVStoreError after `close`; for the thread that holds `using`."""
         if self._is_closed:
             raise invalid("these transfers are closed")
+
+
+def _end(device: DeviceMemory, stream: Any, buffer: Bytes) -> None:
+    """`buffer` lives until the device does not know it any more."""
+    with contextlib.suppress(DeviceError), device.current():
+        device.quietly("cuStreamSynchronize", stream)
+        device.quietly("cuMemHostUnregister", buffer.__array_interface__["data"][0])
+        device.quietly("cuStreamDestroy", stream)

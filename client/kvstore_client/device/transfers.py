@@ -48,17 +48,22 @@ class DeviceTransfers:
     def registered(self) -> RegisteredMemory:
         return self.means.registered
 
-    def load(self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0) -> LayerLoad:
+    def load(
+        self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0, keep: object = None
+    ) -> LayerLoad:
         """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
 
-        `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none.
+        `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none. It must
+        exist until all copies have ended: `keep`, what owns it, is referred to as long, also if the load is dropped.
         The lease must not be released before `LayerLoad.finish`. Its headers were verified by the get, and payloads by
         the daemon whenever they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of
         another size than the pool's, IndexError for blocks or pages that are not there.
         """
-        return self.load_all([(lease, first_block, pages)], after=after)
+        return self.load_all([(lease, first_block, pages)], after=after, keep=keep)
 
-    def load_all(self, sources: Sequence[tuple[Lease, int, Sequence[int]]], *, after: int = 0) -> LayerLoad:
+    def load_all(
+        self, sources: Sequence[tuple[Lease, int, Sequence[int]]], *, after: int = 0, keep: object = None
+    ) -> LayerLoad:
         """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
         the next one of any."""
         blocks: list[tuple[LeasedBlock, int]] = []
@@ -68,7 +73,7 @@ class DeviceTransfers:
                 self._check_size(leased.payload_bytes)
                 self._check_page(page)
                 blocks.append((leased, page))
-        return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after)
+        return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
     def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
         """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored. The
@@ -123,9 +128,15 @@ class LayerLoad:
     """Blocks on their way into pages, layer by layer. As a context manager it finishes."""
 
     def __init__(
-        self, transfers: DeviceTransfers, leases: Sequence[Lease], blocks: Sequence[tuple[LeasedBlock, int]], after: int
+        self,
+        transfers: DeviceTransfers,
+        leases: Sequence[Lease],
+        blocks: Sequence[tuple[LeasedBlock, int]],
+        after: int,
+        keep: object = None,
     ) -> None:
         self._transfers, self._leases, self._blocks, self._after = transfers, leases, blocks, after
+        self._kept = keep  # the thread refers to this load until all copies have ended
         self._taken: list[Registration] = []
         layers = range(len(transfers.pool.layers))
         self._queued = [threading.Event() for _ in layers]

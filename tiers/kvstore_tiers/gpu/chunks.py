@@ -117,7 +117,7 @@ class Chunks:
         if self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
         if record.slot_bytes and not self._has_headers_for(record.slot_bytes):
-            return None
+            raise ForeignMemory("its header pages have no room")
         descriptor = os.dup(shadow)
         try:
             chunk, found = take_over(record, descriptor, self._witness)
@@ -169,6 +169,7 @@ class Chunks:
             if report.nbytes >= nbytes
             and report.container not in unfit
             and (report.owner, report.slot_bytes) != (owner, nbytes)
+            and self._headers_fit(nbytes, in_place_of=self._chunks[report.container])
         ]
 
     def set_aside(self, number: int) -> None:
@@ -197,12 +198,12 @@ class Chunks:
             self._forget_room(own)
             return own
         is_full = self.used_bytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
+        self.lacks_headers = False
         if is_full or not self._has_headers_for(nbytes):
-            if not empty:
+            other = next((each for each in empty if self._has_headers_for(nbytes, in_place_of=each)), None)
+            if other is None:
                 return None
-            self._discard(empty[0])
-            if not self._has_headers_for(nbytes):
-                return None
+            self._discard(other)
         try:
             chunk = Arena(
                 self._next_number, self.chunk_bytes, owner, witness=self._witness, home=ArenaHome(device=self._device)
@@ -217,11 +218,14 @@ class Chunks:
         return chunk
 
     def _has_headers_for(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
-        """Whether a chunk may be cut into slots of this size."""
+        """Whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
+        self.lacks_headers = not self._headers_fit(slot_bytes, in_place_of)
+        return not self.lacks_headers
+
+    def _headers_fit(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
         others_bytes = self.headers_bytes - (_headers_of(in_place_of) if in_place_of is not None else 0)
         needed_bytes = self.chunk_bytes // slot_bytes * HEADER_BYTES
-        self.lacks_headers = others_bytes + needed_bytes > header_room(self.capacity_bytes)
-        return not self.lacks_headers
+        return others_bytes + needed_bytes <= header_room(self.capacity_bytes)
 
     def _discard(self, chunk: Arena) -> None:
         self._forget_room(chunk)

@@ -61,7 +61,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     computed faster than loaded is computed, unless `always_load`. `copies`: how blocks get into the tensors and out of
     them, by default as the device of the model needs it.
 
-    Raises KVStoreError(INVALID) for a model whose state cannot be stored and for a session of another model.
+    Raises KVStoreError(INVALID) for a model whose state cannot be stored, for a session of another model, and for
+    copies whose payloads are laid out otherwise than the session's.
     """
 
     _stack: KVStack
@@ -101,6 +102,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._inner = inner
         self._deadline_s = deadline_s
         self._copies = copies or copies_of(session, inner)
+        if self._copies.layout != (layout := session.fingerprint.layout):
+            raise invalid(
+                f"these copies make payloads laid out as {self._copies.layout}, and the session's are {layout}"
+            )
         self._device = inner.device
         self._choice = None if always_load else choice_of(inner, session)
         self._times = ComputeTimes(self._choice)
@@ -131,12 +136,17 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
         For those who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
         """
+        if not self._settle():  # the last call was interrupted
+            self._go_back()
         held = int(self.get_seq_length())
         if self._refused or held != self._count or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
             return held
         tokens = _as_tokens(input_ids)
         if not np.array_equal(tokens[:held], self._tokens()):
             raise invalid(f"the cache holds {held} tokens that these do not begin with")
+        if reason := self._unfit() or self._changed():
+            self._refuse(reason)
+            return held
         self._take(self._restore(tokens, len(tokens) - 1, beside=False), tokens)
         return self._count
 
@@ -147,11 +157,16 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
-        """A call of the model with this cache is about to run: restore what is stored of it, if it may be."""
+        """A call of the model with this cache is about to run: restore what is stored of it, if it may be. Raises
+        KVStoreError(INVALID) where the caller counts on tokens that an interrupted call did not get."""
         self._coming = None
         self._times.report()
-        if not self._settle():  # the last call did not end
-            self._refuse(ENDED)
+        if not self._settle():  # no exception that torch catches: `after` was not called
+            self._go_back()
+            raise invalid(
+                f"the last call with this cache was interrupted, which holds {self._count} tokens now: {ENDED}"
+            )
+        self._whole = {}
         if self._refused or not self._may_go_on(call):
             return call
         self._whole, self._before = call, (self._count, self._restored_tokens)
@@ -170,10 +185,14 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return call
 
     def after(self, output: Any) -> Any:
-        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns."""
+        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns.
+        One that raised (`output` is None) leaves the sequence as it was before."""
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
-        if coming is None:
+        if output is None and whole:
+            self._settle()
+            self._go_back()
+        if output is None or coming is None:
             return output
         if not self._settle():
             return self._again(whole)
@@ -250,20 +269,27 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         reason = why_not(call, self._count)
         if not reason and self.get_seq_length() != self._count:
             reason = "tokens were computed in calls that this cache did not see"
-        if not reason and self._inner.device != self._device:
-            reason = "the model has been moved to another device"
-        if not reason and self._inner.training:
-            reason = "the model is in training mode: model.eval()"
-        if not reason and self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
-            reason = "the model's layers are on several devices"
-        if not reason and call["input_ids"].shape[1] > 1 and (differs := self._changed()):
-            reason = f"the model has changed since the session was opened: {differs}"
+        reason = reason or self._unfit()
+        if not reason and call["input_ids"].shape[1] > 1:
+            reason = self._changed()
         if reason:
             self._refuse(reason)
         return not reason
 
+    def _unfit(self) -> str:
+        """Why K/V of this model is not to be stored or restored now; empty if it may be."""
+        if self._inner.device != self._device:
+            return "the model has been moved to another device"
+        if self._inner.training:
+            return "the model is in training mode: model.eval()"
+        if self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
+            return "the model's layers are on several devices"
+        return ""
+
     def _changed(self) -> str:
-        return difference(self._session.fingerprint, self._model)
+        """Why it is another model than the session's; empty if it is not. Takes too long for each token."""
+        differs = difference(self._session.fingerprint, self._model)
+        return f"the model has changed since the session was opened: {differs}" if differs else ""
 
     def _settle(self) -> bool:
         """Whether what was copied beside the last call, if anything, is what was leased."""
@@ -272,13 +298,18 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def _again(self, whole: Call) -> Any:
         """The call once more, from where it began: what was restored for it cannot be trusted."""
+        self._go_back()
+        self._asks, self._reason = False, ENDED
+        return self._inner(**whole)
+
+    def _go_back(self) -> None:
+        """To what was held before the last call. A part of its layers may have more."""
         held, self._restored_tokens = self._before
         self._seen = [torch.from_numpy(self._tokens()[:held])[None]]
         self._count = held
-        self._stack.extend_to(held)
+        if self._stack.tensor is not None:
+            self._stack.extend_to(held)
         self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
-        self._asks, self._reason = False, ENDED
-        return self._inner(**whole)
 
     def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> Restored:
         wanted = Wanted(tokens, self._count, most, self._session.block_tokens, self._inner.device)

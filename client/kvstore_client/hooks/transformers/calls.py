@@ -26,7 +26,9 @@ class Listener(Protocol):
     """Receives each call of the model with this cache from the hooks."""
 
     def before(self, call: Call) -> Call: ...
-    def after(self, output: Any) -> Any: ...
+    def after(self, output: Any) -> Any:
+        """`output` is None where the call raised."""
+        ...
 
 
 def listen(model: PreTrainedModel, cache: Listener) -> None:
@@ -49,7 +51,7 @@ def listen(model: PreTrainedModel, cache: Listener) -> None:
 
     hooks = (
         model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
     )
     for hook in hooks:
         weakref.finalize(cache, hook.remove).atexit = False

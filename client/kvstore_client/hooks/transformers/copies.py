@@ -41,6 +41,10 @@ class Moment(Protocol):
         """`earlier` is another one of the same kind. None where it is not known, or not known yet; never waits."""
         ...
 
+    def wait(self) -> None:
+        """Until the device has come there; what the model did then is done."""
+        ...
+
 
 class Copying(Protocol):
     """Leased tokens on their way into a tensor, layer by layer. Raises nothing."""
@@ -56,6 +60,11 @@ class Copying(Protocol):
 
 class BlockCopies(Protocol):
     """See the module. A `tensor` is one that `empty` made: [layer, K or V, head, token, dimension]."""
+
+    @property
+    def layout(self) -> str:
+        """Of the payloads, as the fingerprint of a session names it."""
+        ...
 
     @property
     def least_beside_bytes(self) -> int:

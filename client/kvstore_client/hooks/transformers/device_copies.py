@@ -19,7 +19,7 @@ import torch
 from kvstore_client.device import CopyMeans, DeviceMemory, DevicePool, DeviceTransfers, LayerLoad, PoolPart
 from kvstore_client.errors import invalid
 from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.fingerprint import DEVICE_LAYOUT, KVShape
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 
@@ -34,6 +34,10 @@ class StreamEvent(Protocol):
 
     def query(self) -> bool:
         """Whether it has passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has passed."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
@@ -79,16 +83,18 @@ class DeviceMoment:
         is_known = earlier.event.query() and self.event.query()
         return earlier.event.elapsed_time(self.event) / 1e3 if is_known else None
 
+    def wait(self) -> None:
+        self.event.synchronize()
+
 
 class DeviceCopying:
-    """A load beside the model; `held` has the lease, and is closed at the end. `behind` is what the load waits for.
+    """A load beside the model; `held` has the lease, and is closed at the end.
 
     One that is dropped before it has finished ends by itself: the pool keeps the tensor, and what is read stays mapped.
     """
 
-    def __init__(self, load: LayerLoad, stream: ModelStream, behind: DeviceMoment, held: ExitStack) -> None:
+    def __init__(self, load: LayerLoad, stream: ModelStream, held: ExitStack) -> None:
         self._load, self._stream, self._held = load, stream, held
-        self._behind = behind
         self._is_whole = True
         self._is_valid: bool | None = None
 
@@ -111,6 +117,7 @@ class DeviceCopying:
 class DeviceCopies:
     """`BlockCopies` of one session, for tensors on its device. `close` it before the session ends."""
 
+    layout = DEVICE_LAYOUT
     least_beside_bytes = 0
 
     def __init__(self, device: DeviceMemory, stream: ModelStream) -> None:
@@ -133,8 +140,8 @@ class DeviceCopies:
             _copy_rest(lease, tensor, span)
             pages = pages[1:]
         behind = self.moment()
-        load = transfers.load(lease, pages, pages.start, after=behind.event.cuda_event)
-        return DeviceCopying(load, self._stream, behind, held.pop_all())
+        load = transfers.load(lease, pages, pages.start, after=behind.event.cuda_event, keep=behind)
+        return DeviceCopying(load, self._stream, held.pop_all())
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: DeviceMoment) -> list[FillSlot]:
         transfers = self._transfers_of(tensor, block_tokens)

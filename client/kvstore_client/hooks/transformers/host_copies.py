@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import KVShape
+from kvstore_client.hooks.transformers.fingerprint import LAYOUT, KVShape
 from kvstore_client.hooks.transformers.layerwise import LayerCopy
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
@@ -37,10 +37,14 @@ class HostMoment:
     def seconds_since(self, earlier: HostMoment) -> float | None:
         return None if self.at is None or earlier.at is None else self.at - earlier.at
 
+    def wait(self) -> None:
+        """The CPU is there when the call returns; torch itself waits for another device when it copies from it."""
+
 
 class HostCopies:
     """`BlockCopies` for tensors of a model that is on `device`."""
 
+    layout = LAYOUT
     least_beside_bytes = LEAST_BYTES
 
     def __init__(self, device: torch.device | None = None) -> None:

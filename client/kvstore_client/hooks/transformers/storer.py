@@ -121,6 +121,7 @@ class Storer:
         blocks = range(first, first + count)
         payloads = sequence.copies.payloads(computed.tensor, blocks, block_tokens, computed.ready)
         tokens = computed.tokens[: blocks.stop * block_tokens]
+        computed.ready.wait()  # the put's deadline is for the daemon, not for what the model still computes
         receipt = session.put(tokens, first_block=first, payloads=payloads)
         sequence.statuses.update(receipt.statuses)
         lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)

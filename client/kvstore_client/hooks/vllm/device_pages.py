@@ -78,7 +78,7 @@ class DevicePages:
         for held, block_ids in sources:
             assert isinstance(held, Lease)  # it says where its blocks are
             leases.append((held, 0, block_ids))
-        return DeviceLoad(self.loads.load_all(leases, after=after.event), after, self._stream)
+        return DeviceLoad(self.loads.load_all(leases, after=after.event, keep=after), self._stream)
 
     def gather(self, block_id: int, destination: Bytes) -> None:
         finish = self.stores.payload_of(block_id)(destination)
@@ -92,10 +92,10 @@ class DevicePages:
 
 
 class DeviceLoad:
-    """Implements `BlockLoad`. `after` is kept until the copies wait for it."""
+    """Implements `BlockLoad`."""
 
-    def __init__(self, load: LayerLoad, after: DeviceMoment, stream: Callable[[], int]) -> None:
-        self._load, self._after, self._stream = load, after, stream
+    def __init__(self, load: LayerLoad, stream: Callable[[], int]) -> None:
+        self._load, self._stream = load, stream
 
     def wait(self, layer: int) -> None:
         try:

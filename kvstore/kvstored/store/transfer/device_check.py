@@ -5,7 +5,7 @@ tier that has such copies is closed: leases name other copies, and where there i
 device, which verifies it. What is damaged is dropped by `Damage`. No payload is moved.
 Invariants: a check pins nothing, so that no delete and no eviction waits for the device; its answer counts only where
 the block still has the slot that was checked, in the same generation; a closed tier opens once each copy that was taken
-over is checked or gone, or its device computes no checksums.
+over is found good or is gone, or its device computes no checksums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.damage import Damage
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
 
 AT_ONCE = 32  # one launch of the kernel has many, and engines have their turn between two
-AGAIN_S = 1.0  # after a worker that died
+AGAIN_S = 1.0  # after a worker that died, and where what is damaged stays until another copy of it has ended
 
 
 class DeviceCheck:
@@ -47,11 +47,10 @@ class DeviceCheck:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.tiers[position].verify(slot, key, self._completions.to_loop(ended.set_result))
         outcome = await asyncio.shield(ended)
-        is_there = residency.current(token) == row and residency.has(row, position)
-        is_damaged = outcome.kind is OutcomeKind.CORRUPT and is_there and residency.slot(row, position) == slot
-        if is_damaged:
-            self._damage.found(position, row, outcome.message)
-        return outcome.kind, is_damaged
+        if outcome.kind is not OutcomeKind.CORRUPT or not self._is_at(slot, position, token):
+            return outcome.kind, False
+        self._damage.found(position, row, outcome.message)
+        return outcome.kind, not self._is_at(slot, position, token)
 
     def owe(self, position: int, row: int) -> None:
         """This copy was taken over from the process before. `settle` checks it."""
@@ -75,5 +74,11 @@ class DeviceCheck:
         row = self._residency.current(token)
         if row < 0 or not self._residency.has(row, position):
             return True
+        slot = self._residency.slot(row, position)
         kind, _ = await self.check(position, row)
-        return kind is not OutcomeKind.FAILED
+        return kind is OutcomeKind.DONE or not self._is_at(slot, position, token)
+
+    def _is_at(self, slot: Slot, position: int, token: int) -> bool:
+        """The block of `token` has its copy there."""
+        row = self._residency.current(token)
+        return row >= 0 and self._residency.has(row, position) and self._residency.slot(row, position) == slot
