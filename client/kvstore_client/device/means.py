@@ -7,6 +7,7 @@ Never decides what is copied. One thread at a time uses stream and buffer: the o
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -30,12 +31,14 @@ class CopyMeans:
         self, device: DeviceMemory, least_bytes: int = 0, *, registered: RegisteredMemory | None = None
     ) -> None:
         self.device = device
-        with device.current():
+        with device.current(), contextlib.ExitStack() as undo:
             self.stream = CopyStream(device)
+            undo.callback(device.quietly, "cuStreamDestroy", self.stream.handle)
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
+            undo.pop_all()
         self._owned = RegisteredMemory(device) if registered is None else None
         self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
         self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
