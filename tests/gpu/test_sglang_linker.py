@@ -145,6 +145,15 @@ def test_a_load_of_what_is_gone_is_refused_and_nothing_is_held(
     assert rank("cancel") == {"cancelled": False, "index": -1}
 
 
+def test_a_load_that_fails_is_answered_and_nothing_is_held(rank: Worker, daemon: RunningDaemon, number: int) -> None:
+    """Another rank waits for the answer. The first pool has its leases by then."""
+    rank("open", "swa")
+    assert rank("offload", number, PAGES)["stored"]
+    assert rank("spoilt", number, PAGES) == {"queued": False}
+    assert eventually(lambda: daemon.status().leases == 0)
+    assert rank("restore", number, PAGES) == WHOLE
+
+
 def test_chunks_of_a_prompt_form_one_chain(rank: Worker, daemon: RunningDaemon, number: int) -> None:
     """The end of a chain is lost first: what is left is a prefix."""
     rank("open", "mla")

@@ -12,7 +12,9 @@ Never does: raise for an absent daemon or a missing page, or evict. Wants an NVI
 
 from __future__ import annotations
 
+import logging
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from kvstore_client.hooks.sglang.ranks import Ranks
 from kvstore_client.hooks.sglang.stored_pages import StoredPages
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0  # a server that starts has the time
 LOOKUP_S = 0.1  # SGLang asks while it builds a batch
@@ -123,7 +127,11 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
             return False
         if rid in self._queued:
             raise RuntimeError(f"a load of request {rid} is queued already")
-        held = self._held(expanded)
+        try:
+            held = self._held(expanded)
+        except Exception:  # the other ranks wait for this one's answer
+            log.exception("pages cannot be leased")
+            held = None
         if not self._ranks.all(held is not None):
             release(held or ())
             return False
@@ -132,14 +140,17 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         return True
 
     def _held(self, transfers: list[PoolTransfer]) -> list[HeldPages] | None:
+        """Leases on all pages of all pools; None, and nothing is held, if one of them cannot be had in time."""
         held: list[HeldPages] = []
         ends = time.monotonic() + self._deadline_s
-        for transfer in transfers:
-            leases = self._stored.leases(list(transfer.keys), transfer.name, ends - time.monotonic())
-            if leases is None:
-                release(held)
-                return None
-            held.append(HeldPages(str(transfer.name), leases, transfer.host_indices))
+        with ExitStack() as undo:
+            undo.callback(release, held)
+            for transfer in transfers:
+                leases = self._stored.leases(list(transfer.keys), transfer.name, ends - time.monotonic())
+                if leases is None:
+                    return None
+                held.append(HeldPages(str(transfer.name), leases, transfer.host_indices))
+            undo.pop_all()
         return held
 
     def cancel_queued_load(self, rid: str) -> bool:
