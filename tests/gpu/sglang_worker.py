@@ -4,7 +4,7 @@
 
 SGLang's factory makes the linker, and SGLang's classes describe the pools, whose memory is the emulated driver's. The
 first line out is {"ready": true}, or {"missing": why} where SGLang cannot be imported.
-Commands: ["open", kind] (a linker over new pools, instead of the one before: "mha", "hnd", "mla", "swa",
+Commands: ["open", kind, draft model] (a linker over new pools, instead of the one before: "mha", "hnd", "mla", "swa",
 "draft", or "dsa" with packed layers of a draft), ["offload", conversation, pages], ["chunk", conversation, first, end]
 (pages of it that follow others), ["lookup", conversation, pages], ["restore", conversation, pages] (into other device
 pages; looks at the bytes of each layer as soon as it may), ["queue", conversation, pages] (a load that is not started),
@@ -104,7 +104,7 @@ class Worker:
         unified_cache_linker.device_module = torch.cuda
         torch.cuda.current_stream, torch.cuda.Event = self.streams.current_stream, self.streams.Event
 
-    def open(self, kind: str) -> dict[str, Any]:
+    def open(self, kind: str, draft: str | None = None) -> dict[str, Any]:
         from sglang.srt.mem_cache.unified_cache import linker_factory
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -117,7 +117,7 @@ class Worker:
         }  # fmt: skip
         components = {ComponentType.FULL} | ({ComponentType.SWA} if kind == "swa" else set())
         self.linker = linker_factory.create_unified_cache_linker(
-            SimpleNamespace(model_path="model"), self._params(kind),
+            SimpleNamespace(model_path="model", speculative_draft_model_path=draft), self._params(kind),
             backend="dynamic", config=config,
             components=components, forward_stream=SimpleNamespace(cuda_stream=int(self.streams.handle)),
         )  # fmt: skip

@@ -115,6 +115,23 @@ def test_kinds_of_pool_share_nothing(rank: Worker, number: int) -> None:
     assert rank("lookup", number, PAGES) == {"lengths": []}
 
 
+@pytest.mark.parametrize("kind", ["draft", "dsa"])
+def test_servers_with_other_draft_models_share_no_pages_of_them(rank: Worker, number: int, kind: str) -> None:
+    for draft in ("eagle", "eagle v2"):
+        rank("open", kind, draft)
+        assert rank("lookup", number, PAGES) == {"lengths": []}
+        assert rank("offload", number, PAGES)["stored"]
+    rank("open", kind, "eagle")
+    assert rank("restore", number, PAGES) == WHOLE
+
+
+def test_a_draft_model_does_not_keep_the_models_own_pages_from_being_shared(rank: Worker, number: int) -> None:
+    rank("open", "draft", "eagle")
+    assert rank("offload", number, PAGES)["stored"]
+    rank("open", "mha", "eagle v2")
+    assert rank("restore", number, PAGES) == WHOLE
+
+
 def test_pages_that_the_daemon_has_on_the_device_are_copied_there(
     rank: Worker, daemon: RunningDaemon, number: int
 ) -> None:

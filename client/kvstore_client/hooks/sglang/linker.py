@@ -28,7 +28,7 @@ from kvstore_client.hooks.sglang.device_pages import DevicePages
 from kvstore_client.hooks.sglang.device_pools import device_pool_group
 from kvstore_client.hooks.sglang.layer_loads import Copies, HeldPages, LayerBatch, LayerCounter, release
 from kvstore_client.hooks.sglang.offloads import Offloads
-from kvstore_client.hooks.sglang.pages import KV, BackendMisconfigured, namespace
+from kvstore_client.hooks.sglang.pages import KV, BackendMisconfigured, draft_model, is_drafts, namespace
 from kvstore_client.hooks.sglang.ranks import Ranks
 from kvstore_client.hooks.sglang.stored_pages import StoredPages
 from kvstore_client.session import Session
@@ -66,7 +66,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self.pools = self._group.entry_map
         self._ranks = Ranks(params)
         self._is_writer = not self._group.rank_replicated or self._ranks.tp_rank == 0
-        pages = {str(name): DevicePages(entry) for name, entry in self.pools.items()}
+        pages = self._device_pages(server_args, params)
         fingerprint = self._fingerprint(server_args, params, pages, extra)
         device = next(iter(pages.values())).entry.kv_buffer[0].device
         self._session = _connect(extra, fingerprint, device.index)
@@ -79,6 +79,15 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self._chains = Chains()
         self._queued: dict[str, list[HeldPages]] = {}
         self._offloads = Offloads()
+
+    def _device_pages(self, server_args: Any, params: Any) -> dict[str, DevicePages]:
+        """A draft that has layers in the model's own pools may have them in each."""
+        draft = draft_model(server_args)
+        is_packed = any(getattr(params, f"mtp_draft_{kind}_pools", ()) for kind in ("device", "mamba"))
+        return {
+            str(name): DevicePages(entry, draft if is_packed or is_drafts(str(entry.name)) else "")
+            for name, entry in self.pools.items()
+        }
 
     def _copies(self, pages: DevicePages) -> Copies:
         """Each pool has a stream of its own: a layer of one does not wait for all layers of another."""
