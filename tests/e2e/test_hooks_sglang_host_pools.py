@@ -7,6 +7,7 @@ most of what SGLang imports (docs/sglang.md); skipped by name elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.reference.sglang_storage import import_sglang_pools
 
 try:
     import_sglang_pools()
+    from sglang.srt import runtime_context
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
     from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
@@ -156,3 +158,30 @@ def test_side_pools_of_a_hybrid_model_come_back(daemon: DaemonProcess, layout: s
     finally:
         for storage in backends:
             storage.close()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_servers_with_other_draft_models_share_no_pages_of_them(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    """The draft's K/V are in a pool of their own, or its last layer is in the model's."""
+    keys = page_hashes([3000 + is_packed * 100 + token for token in range(2 * 16)])
+    fields = {"target_layer_num": LAYERS - 1} if is_packed else {}
+    name = NAME.KV if is_packed else NAME.DRAFT
+    found = []
+    for draft in ("eagle", "eagle v2", "eagle"):
+        args = SimpleNamespace(speculative_draft_model_path=draft, speculative_draft_model_revision=None)
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda args=args: args)
+        pool = pool_of("mha", "page_first", 1)
+        pool.__dict__.update(fields)
+        extra = {"staging_bytes": 1 << 20, "always_load": True}
+        storage = open_backend(pool, socket=str(daemon.socket_dir), extra=extra, model_name=f"drafted {is_packed}")
+        try:
+            if not is_packed:
+                storage.register_mem_host_pool_v2(pool_of("mha", "page_first", 2), name)
+            transfers = [PoolTransfer(name=name, host_indices=indices([0, 1]), keys=keys)]
+            found.append(storage.batch_get_v2(transfers)[name])
+            assert storage.batch_set_v2(transfers)[name] == [True, True]
+        finally:
+            storage.close()
+    assert found == [[False, False], [False, False], [True, True]]

@@ -4,11 +4,12 @@
 
 SGLang's factory makes the linker, and SGLang's classes describe the pools, whose memory is the emulated driver's. The
 first line out is {"ready": true}, or {"missing": why} where SGLang cannot be imported.
-Commands: ["open", kind] (a linker over new pools, instead of the one before: "mha", "hnd", "mla", "swa", "draft", or
-"dsa" with packed layers of a draft), ["offload", conversation, pages], ["chunk", conversation, first, end] (pages of it
-that follow others), ["lookup", conversation, pages], ["restore", conversation, pages] (into other device pages; looks
-at the bytes of each layer as soon as it may), ["queue", conversation, pages] (a load that is not started), ["cancel"],
-["reset"], ["close"].
+Commands: ["open", kind, draft model] (a linker over new pools, instead of the one before: "mha", "hnd", "mla", "swa",
+"draft", or "dsa" with packed layers of a draft), ["offload", conversation, pages], ["chunk", conversation, first, end]
+(pages of it that follow others), ["lookup", conversation, pages], ["restore", conversation, pages] (into other device
+pages; looks at the bytes of each layer as soon as it may), ["queue", conversation, pages] (a load that is not started),
+["spoilt", conversation, pages] (the same, with a page of the last pool that has no name), ["cancel"], ["reset"],
+["close"].
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Worker:
         unified_cache_linker.device_module = torch.cuda
         torch.cuda.current_stream, torch.cuda.Event = self.streams.current_stream, self.streams.Event
 
-    def open(self, kind: str) -> dict[str, Any]:
+    def open(self, kind: str, draft: str | None = None) -> dict[str, Any]:
         from sglang.srt.mem_cache.unified_cache import linker_factory
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -116,7 +117,8 @@ class Worker:
         }  # fmt: skip
         components = {ComponentType.FULL} | ({ComponentType.SWA} if kind == "swa" else set())
         self.linker = linker_factory.create_unified_cache_linker(
-            SimpleNamespace(model_path="model"), self._params(kind), backend="dynamic", config=config,
+            SimpleNamespace(model_path="model", speculative_draft_model_path=draft), self._params(kind),
+            backend="dynamic", config=config,
             components=components, forward_stream=SimpleNamespace(cuda_stream=int(self.streams.handle)),
         )  # fmt: skip
         return {"pools": sorted(map(str, self.linker.pools))}
@@ -196,6 +198,11 @@ class Worker:
 
     def queue(self, conversation: int, pages: int) -> dict[str, Any]:
         transfers, _ = self._transfers(hashes_of(conversation, pages), "load")
+        return {"queued": self.linker.load("request", transfers)}
+
+    def spoilt(self, conversation: int, pages: int) -> dict[str, Any]:
+        transfers, _ = self._transfers(hashes_of(conversation, pages), "load")
+        transfers[-1].keys[-1] = None
         return {"queued": self.linker.load("request", transfers)}
 
     def cancel(self) -> dict[str, Any]:

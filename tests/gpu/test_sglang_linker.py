@@ -115,6 +115,23 @@ def test_kinds_of_pool_share_nothing(rank: Worker, number: int) -> None:
     assert rank("lookup", number, PAGES) == {"lengths": []}
 
 
+@pytest.mark.parametrize("kind", ["draft", "dsa"])
+def test_servers_with_other_draft_models_share_no_pages_of_them(rank: Worker, number: int, kind: str) -> None:
+    for draft in ("eagle", "eagle v2"):
+        rank("open", kind, draft)
+        assert rank("lookup", number, PAGES) == {"lengths": []}
+        assert rank("offload", number, PAGES)["stored"]
+    rank("open", kind, "eagle")
+    assert rank("restore", number, PAGES) == WHOLE
+
+
+def test_a_draft_model_does_not_keep_the_models_own_pages_from_being_shared(rank: Worker, number: int) -> None:
+    rank("open", "draft", "eagle")
+    assert rank("offload", number, PAGES)["stored"]
+    rank("open", "mha", "eagle v2")
+    assert rank("restore", number, PAGES) == WHOLE
+
+
 def test_pages_that_the_daemon_has_on_the_device_are_copied_there(
     rank: Worker, daemon: RunningDaemon, number: int
 ) -> None:
@@ -143,6 +160,15 @@ def test_a_load_of_what_is_gone_is_refused_and_nothing_is_held(
     assert rank("cancel") == {"cancelled": True, "index": -1}
     assert eventually(lambda: daemon.status().leases == 0)
     assert rank("cancel") == {"cancelled": False, "index": -1}
+
+
+def test_a_load_that_fails_is_answered_and_nothing_is_held(rank: Worker, daemon: RunningDaemon, number: int) -> None:
+    """Another rank waits for the answer. The first pool has its leases by then."""
+    rank("open", "swa")
+    assert rank("offload", number, PAGES)["stored"]
+    assert rank("spoilt", number, PAGES) == {"queued": False}
+    assert eventually(lambda: daemon.status().leases == 0)
+    assert rank("restore", number, PAGES) == WHOLE
 
 
 def test_chunks_of_a_prompt_form_one_chain(rank: Worker, daemon: RunningDaemon, number: int) -> None:

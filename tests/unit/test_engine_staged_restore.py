@@ -1,7 +1,8 @@
 """Stages restore a prefix each for itself: right whatever is missing, and none waits for another without need."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -258,6 +259,73 @@ def test_a_stage_with_stored_states_does_not_wait_for_the_one_before(model: Mode
     np.testing.assert_array_equal(logits, two.wanted[0])
     np.testing.assert_array_equal(pool.planes, two.wanted[1])
     assert [each.computed for each in restored.stages] == [_CHUNKS] * 2
+
+
+class _GatedStream(MemoryStream):
+    """Of a session's stream: begins once `gate` has passed; `closed` is set when no more is wanted of it."""
+
+    def __init__(self, session: MemorySession, *, gate: Callable[[], bool], closed: threading.Event) -> None:
+        resident = range(0 if session.vanishing else _CHUNKS)
+        super().__init__(session, _TOKENS, ("nvme",) * _CHUNKS, [range(at, at + 1) for at in resident])
+        self._gate, self._closed = gate, closed
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self._gate()
+        return super().__iter__()
+
+    def close(self) -> None:
+        super().close()
+        self._closed.set()
+
+
+def _limited_clock(readings: int) -> Callable[[], float]:
+    """Raises once a restoration looks at it more often: it would go on for ever."""
+    left = iter(range(readings))
+
+    def now() -> float:
+        assert next(left, None) is not None, "the restoration does not end"
+        return time.perf_counter()
+
+    return now
+
+
+def test_states_that_a_stage_has_used_are_computed_again_where_a_later_stage_lacks_them(
+    model: Model, wanted: Any
+) -> None:
+    """The second stage computes from stored states, while the third has loaded all; then the fourth loads nothing, and
+    neither its states nor the third one's are stored."""
+    third_is_whole, inputs_are_over = threading.Event(), threading.Event()
+    with ExitStack() as stack:
+        four = Stored(model, wanted, 4, stack)
+        for stage in (2, 3):
+            four.inputs(stage).blocks.clear()
+        for stage in (1, 3):
+            four.kv(stage).vanishing = _EVERY
+        pool = BlockPool(model.config, 40)
+        executors = [
+            _Watched(
+                model, pool.of_layers(layers), layers=layers, may_go=inputs_are_over if at == 1 else None, **_SIZES
+            )
+            for at, layers in enumerate(stage_layers(_SHAPE.layers, 4))
+        ]
+
+        def all_but_one_taken() -> bool:
+            return all(executors[1].begun.acquire(timeout=60) for _ in range(_CHUNKS))
+
+        def serve(session: MemorySession, gate: Callable[[], bool], closed: threading.Event) -> None:
+            stream = _GatedStream(session, gate=gate, closed=closed)
+            session.get_stream = lambda *args, **options: stream  # type: ignore[method-assign]
+
+        serve(four.kv(2), lambda: True, third_is_whole)
+        serve(four.inputs(1), lambda: third_is_whole.wait(timeout=60), inputs_are_over)
+        serve(four.kv(3), all_but_one_taken, threading.Event())
+        with Pipeline(executors, pool) as pipeline:
+            logits, restored = _prefilled(pipeline, four.stores, loads_all=True, clock=_limited_clock(1500))
+    np.testing.assert_array_equal(logits, wanted[0])
+    np.testing.assert_array_equal(pool.planes, wanted[1])
+    assert [each.loaded for each in restored.stages] == [_CHUNKS, 0, _CHUNKS, 0]
+    assert restored.stages[1].inputs == restored.stages[3].computed == _CHUNKS
+    assert [each.forwarded for each in restored.stages] == [_CHUNKS, _CHUNKS, _CHUNKS, 0]
 
 
 class _Broken(Executor):

@@ -85,6 +85,11 @@ def test_another_form_of_pool_has_other_names(other: dict[str, Any]) -> None:
     assert DevicePages(entry(**other)).form != DevicePages(entry()).form
 
 
+def test_a_pool_of_another_draft_model_has_other_names() -> None:
+    forms = [DevicePages(entry(), draft).form for draft in ("", "draft eagle@None", "draft eagle@v2")]
+    assert len(set(forms)) == 3 and forms[0] == DevicePages(entry()).form
+
+
 def test_the_page_before_is_known_where_it_was_seen() -> None:
     chains = Chains(most=3)
     chains.saw(["a", "b", "c"])

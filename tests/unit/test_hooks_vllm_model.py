@@ -76,8 +76,9 @@ def spec_of(config: tuple[Any, Any]) -> Any:
     return config[1].kv_cache_groups[0].kv_cache_spec
 
 
-def on_cuda(config: tuple[Any, Any], cache_dtype: str = "auto", **spec: Any) -> None:
+def on_cuda(config: tuple[Any, Any], cache_dtype: str = "auto", *, sleeps: bool = False, **spec: Any) -> None:
     config[0].device_config.device_type = "cuda"
+    config[0].model_config.enable_sleep_mode = sleeps
     config[0].cache_config.cache_dtype = cache_dtype
     vars(spec_of(config)).update(spec)
 
@@ -123,6 +124,7 @@ REFUSED: dict[str, Callable[[tuple[Any, Any]], None]] = {
     "xpu memory": lambda c: setattr(c[0].device_config, "device_type", "xpu"),
     "in a nvfp4 KV cache": lambda c: on_cuda(c, cache_dtype="nvfp4"),
     "an order of their own": lambda c: on_cuda(c, num_head_slots=6),
+    "unset --enable-sleep-mode": lambda c: on_cuda(c, sleeps=True),
     "2 kinds of KV cache": lambda c: c[1].kv_cache_groups.append(c[1].kv_cache_groups[0]),
     "SlidingWindowSpec": lambda c: setattr(c[1].kv_cache_groups[0], "kv_cache_spec", SlidingWindowSpec()),
     "pipeline parallelism": lambda c: setattr(c[0].parallel_config, "pipeline_parallel_size", 2),

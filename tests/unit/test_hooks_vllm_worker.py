@@ -6,12 +6,14 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvstore_client.hooks.vllm.identity import Extras, derived_keys
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_client.hooks.vllm.saver import Saver
-from kvstore_client.hooks.vllm.worker import WorkerSide
+from kvstore_client.hooks.vllm.worker import WorkerSide, open_worker
+from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
@@ -260,3 +262,16 @@ def test_closing_stores_what_waits_and_refuses_what_comes_later() -> None:
     assert engine.stored(2) == [engine.block(1), engine.block(2)]
     engine.side.save([save_of(0, 1, 2, 3)])
     assert engine.saver.dropped_blocks == 3
+
+
+@pytest.mark.parametrize(
+    "error", [DriverError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY"), RuntimeError("can't start new thread")]
+)
+def test_an_engine_whose_memory_cannot_be_copied_goes_on_without_a_worker(error: Exception) -> None:
+    def fail(_: KeyedStore) -> PagedLayers:
+        raise error
+
+    reasons: list[str] = []
+    options: dict[str, Any] = {"save_deadline_s": 5.0, "reuse_wait_s": 5.0, "say": reasons.append}
+    assert open_worker(KeyedStore(), fail, refuse=reasons.append, **options) is None
+    assert reasons == [f"its KV memory cannot be copied: {error}"]

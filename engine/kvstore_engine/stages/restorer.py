@@ -220,6 +220,8 @@ class StagedRestorer:
             before = run.stages.forwarded
             is_lacking = run.stages.computed(step.stage, step.chunk)
             side.forwarded += run.stages.forwarded - before
+            if step.chunk < side.inputs_end:  # its input was used, and is not asked for twice
+                run.stages.lose_input(step.stage, step.chunk)
             run.take_computed(step.stage, step.chunk, result, is_lacking=is_lacking)
 
     def _take_kv(self, run: Run, side: StageSide) -> None:

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore_client.entry import connect
 from kvstore_client.hooks.sglang.choice import PageChoice
 from kvstore_client.hooks.sglang.host_pages import Bytes, HostPages, fill_tensor, tensor_bytes
-from kvstore_client.hooks.sglang.pages import KV, namespace
+from kvstore_client.hooks.sglang.pages import KV, draft_model, is_drafts, namespace
 from kvstore_client.hooks.sglang.stored_pages import StoredPages
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
@@ -61,6 +61,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         self._choice = PageChoice(None, page_tokens=1, page_bytes=1)
         self.registered_pools: dict[str, Any] = {}
         self._host: dict[str, HostPages] = {}
+        self._draft, self._is_packed = "", False  # a draft model; it has layers in the model's own pools
         self.prefetched_pages = 0
         self.backed_up_pages = 0
 
@@ -98,17 +99,24 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self.registered_pools[str(host_pool_name)] = host_pool
+        self._is_packed = self._is_packed or _has_draft_layers(host_pool)
+        if not self._draft and (self._is_packed or is_drafts(str(host_pool_name))):
+            from sglang.srt.runtime_context import get_server_args  # the configuration does not name the draft
+
+            self._draft = draft_model(get_server_args())
         self._host[str(host_pool_name)] = HostPages(host_pool)
 
     def _form(self, name: str) -> str:
-        """KV is what the fingerprint describes; another pool's form, and its rank where that differs, go in here."""
+        """KV is what the fingerprint describes; another pool's form, its rank where that differs, and the draft model
+        that has layers in it, go in here."""
+        draft = f"/{self._draft}" if self._draft and (self._is_packed or is_drafts(name)) else ""
         if name == KV:
-            return name
+            return name + draft
         host_pool = self.registered_pools.get(name)
         form = f"{getattr(host_pool, 'dtype', '')}/{getattr(host_pool, 'layout', '')}"
         sharded = self._config.is_mla_model and name == str(PoolName.MAMBA)
         rank = f"{self._config.tp_rank}/{self._config.tp_size}" if sharded else ""
-        return f"{name}/{form}/{rank}"
+        return f"{name}/{form}/{rank}{draft}"
 
     def close(self) -> None:
         if self._session is not None:
@@ -291,6 +299,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         stored = self._stored.put(hashes, pool, payloads, before=before, nbytes=nbytes)
         self.backed_up_pages += sum(stored)
         return stored
+
+
+def _has_draft_layers(host_pool: Any) -> bool:
+    layers = getattr(host_pool, "layer_num", 0)
+    packed = getattr(host_pool, "mtp_draft_device_pools", ()) or getattr(host_pool, "mtp_draft_buffer_infos", ())
+    return bool(packed) or layers > getattr(host_pool, "target_layer_num", layers)
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:

@@ -17,9 +17,9 @@ from kvstore_client.hooks.sglang.pages import BackendMisconfigured
 
 class DevicePages:
     """`layers[i]` is the model's layer of the pool's layer i, ascending. `form` names what its bytes mean: kind, layout
-    and types of its buffers. Raises BackendMisconfigured."""
+    and types of its buffers, and the `draft` model that has layers there. Raises BackendMisconfigured."""
 
-    def __init__(self, entry: Any) -> None:
+    def __init__(self, entry: Any, draft: str = "") -> None:
         self.entry = entry
         self.name = str(entry.name)
         self.layers: tuple[int, ...] = tuple(sorted(entry.layer_mapping))
@@ -31,7 +31,7 @@ class DevicePages:
                 raise BackendMisconfigured(f"SGLang's pool {self.name} has buffers that belong to no layer, or to two")
         pages = min(buffer.shape[0] for buffer in entry.kv_buffer) // self._rows
         self.pool = DevicePool([self._parts(each) for each in buffers], pages)
-        self.form = self._described(buffers)
+        self.form = "/".join(filter(None, [self._described(buffers), draft]))
 
     def pages(self, indices: Any) -> list[int]:
         """The pages of these token indices, a tensor on device or host. ValueError for what are no whole pages."""

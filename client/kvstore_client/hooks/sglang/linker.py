@@ -12,7 +12,9 @@ Never does: raise for an absent daemon or a missing page, or evict. Wants an NVI
 
 from __future__ import annotations
 
+import logging
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,11 +28,13 @@ from kvstore_client.hooks.sglang.device_pages import DevicePages
 from kvstore_client.hooks.sglang.device_pools import device_pool_group
 from kvstore_client.hooks.sglang.layer_loads import Copies, HeldPages, LayerBatch, LayerCounter, release
 from kvstore_client.hooks.sglang.offloads import Offloads
-from kvstore_client.hooks.sglang.pages import KV, BackendMisconfigured, namespace
+from kvstore_client.hooks.sglang.pages import KV, BackendMisconfigured, draft_model, is_drafts, namespace
 from kvstore_client.hooks.sglang.ranks import Ranks
 from kvstore_client.hooks.sglang.stored_pages import StoredPages
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0  # a server that starts has the time
 LOOKUP_S = 0.1  # SGLang asks while it builds a batch
@@ -62,7 +66,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self.pools = self._group.entry_map
         self._ranks = Ranks(params)
         self._is_writer = not self._group.rank_replicated or self._ranks.tp_rank == 0
-        pages = {str(name): DevicePages(entry) for name, entry in self.pools.items()}
+        pages = self._device_pages(server_args, params)
         fingerprint = self._fingerprint(server_args, params, pages, extra)
         device = next(iter(pages.values())).entry.kv_buffer[0].device
         self._session = _connect(extra, fingerprint, device.index)
@@ -75,6 +79,15 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self._chains = Chains()
         self._queued: dict[str, list[HeldPages]] = {}
         self._offloads = Offloads()
+
+    def _device_pages(self, server_args: Any, params: Any) -> dict[str, DevicePages]:
+        """A draft that has layers in the model's own pools may have them in each."""
+        draft = draft_model(server_args)
+        is_packed = any(getattr(params, f"mtp_draft_{kind}_pools", ()) for kind in ("device", "mamba"))
+        return {
+            str(name): DevicePages(entry, draft if is_packed or is_drafts(str(entry.name)) else "")
+            for name, entry in self.pools.items()
+        }
 
     def _copies(self, pages: DevicePages) -> Copies:
         """Each pool has a stream of its own: a layer of one does not wait for all layers of another."""
@@ -123,7 +136,11 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
             return False
         if rid in self._queued:
             raise RuntimeError(f"a load of request {rid} is queued already")
-        held = self._held(expanded)
+        try:
+            held = self._held(expanded)
+        except Exception:  # the other ranks wait for this one's answer
+            log.exception("pages cannot be leased")
+            held = None
         if not self._ranks.all(held is not None):
             release(held or ())
             return False
@@ -132,14 +149,17 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         return True
 
     def _held(self, transfers: list[PoolTransfer]) -> list[HeldPages] | None:
+        """Leases on all pages of all pools; None, and nothing is held, if one of them cannot be had in time."""
         held: list[HeldPages] = []
         ends = time.monotonic() + self._deadline_s
-        for transfer in transfers:
-            leases = self._stored.leases(list(transfer.keys), transfer.name, ends - time.monotonic())
-            if leases is None:
-                release(held)
-                return None
-            held.append(HeldPages(str(transfer.name), leases, transfer.host_indices))
+        with ExitStack() as undo:
+            undo.callback(release, held)
+            for transfer in transfers:
+                leases = self._stored.leases(list(transfer.keys), transfer.name, ends - time.monotonic())
+                if leases is None:
+                    return None
+                held.append(HeldPages(str(transfer.name), leases, transfer.host_indices))
+            undo.pop_all()
         return held
 
     def cancel_queued_load(self, rid: str) -> bool:

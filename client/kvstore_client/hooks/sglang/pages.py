@@ -13,6 +13,7 @@ from typing import Any
 from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
 
 KV = "kv"
+_DRAFT = "draft"  # the names of pools of a draft model begin with it
 
 
 class BackendMisconfigured(ValueError):
@@ -45,6 +46,17 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
         engine_block_tokens=page_tokens,
         groups=(LayerGroup(0),),
     )
+
+
+def draft_model(server_args: Any) -> str:
+    """Of SGLang's ServerArgs: names the model that drafts, whose K/V are in the pools that `is_drafts` is true of."""
+    path = getattr(server_args, "speculative_draft_model_path", None)
+    return f"draft {path}@{getattr(server_args, 'speculative_draft_model_revision', None)}"
+
+
+def is_drafts(pool: str) -> bool:
+    """Whether a pool has a draft's K/V, and not the model's that the fingerprint names."""
+    return pool.startswith(_DRAFT)
 
 
 def _type(dtype: str, extra: dict[str, Any]) -> str:

@@ -29,11 +29,10 @@ from kvstore_client.hooks.vllm.answers import AnswerReporter
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_client.hooks.vllm.orders import LoadOrder, StepOrders, StepReport
 from kvstore_client.hooks.vllm.packing import packing
-from kvstore_client.hooks.vllm.saver import Saver
 from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
 from kvstore_client.hooks.vllm.tensors import kv_tensors
-from kvstore_client.hooks.vllm.worker import WorkerSide
+from kvstore_client.hooks.vllm.worker import WorkerSide, open_worker
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
@@ -158,16 +157,17 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         session = self._connect(fingerprint, "vllm-worker", deadline_s, staging_bytes, tensors.device)
         if session is None:
             return
-        pages, saver = tensors.pages(session), None
-        if self._saves:
-            saver = Saver(session, pages, deadline_s=settings.save_deadline_ms / 1000, say=logger.warning)
-        self._worker = WorkerSide(
+        self._worker = open_worker(
             session,
-            pages,
-            saver,
+            tensors.pages,
+            save_deadline_s=settings.save_deadline_ms / 1000 if self._saves else None,
             reuse_wait_s=settings.reuse_wait_ms / 1000,
             say=logger.warning,
+            refuse=partial(logger.error, "kvstored cannot serve this engine, which goes on without it: %s"),
         )
+        if self._worker is None:
+            self._sessions.remove(session)
+            session.close()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before every step, and before anything of it is written: what was freed may be overwritten from now on."""

@@ -66,9 +66,15 @@ class DevicePages:
     def __init__(self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int]) -> None:
         self._device, self._stream = device, stream
         self.block_bytes = pool.block_bytes
-        self._registered = RegisteredMemory(device)
-        self._means = [CopyMeans(device, pool.block_bytes, registered=self._registered) for _ in range(2)]
-        self.loads, self.stores = (DeviceTransfers(device, pool, means=means) for means in self._means)
+        with contextlib.ExitStack() as undo:
+            registered = RegisteredMemory(device)
+            undo.callback(registered.close)
+            means = []
+            for _ in range(2):
+                means.append(CopyMeans(device, pool.block_bytes, registered=registered))
+                undo.callback(means[-1].close)
+            self.loads, self.stores = (DeviceTransfers(device, pool, means=each) for each in means)
+            self._ending = undo.pop_all()
 
     def now(self) -> DeviceMoment:
         return DeviceMoment(self._device, self._stream())
@@ -86,9 +92,7 @@ class DevicePages:
             finish()
 
     def close(self) -> None:
-        for means in self._means:
-            means.close()
-        self._registered.close()
+        self._ending.close()
 
 
 class DeviceLoad:

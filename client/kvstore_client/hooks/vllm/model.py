@@ -38,6 +38,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         return f"its KV cache is in {device} memory, and this connector copies that of CPUs and of CUDA devices only"
     if device == "cuda" and str(cache.cache_dtype) not in _CUDA_CACHES:
         return f"the order of bytes in a {cache.cache_dtype} KV cache is not known: set --kv-cache-dtype auto"
+    if device == "cuda" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return "sleep mode takes the KV memory away while blocks are stored from it: unset --enable-sleep-mode"
     if len(groups) != 1:
         return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
     spec = groups[0].kv_cache_spec

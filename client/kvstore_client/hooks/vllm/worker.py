@@ -14,12 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvstore_client.hooks.vllm.loads import GetSession, Load
 from kvstore_client.hooks.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
 from kvstore_client.hooks.vllm.pages import Moment, Pages
 from kvstore_client.hooks.vllm.saver import PutSession, Saver
+from kvstore_proto.errors import KVStoreError
 
 IDLE_WAIT_S = 0.005  # vLLM asks in a loop while requests wait for nothing but their loads
 STEPS_LATER = 2  # on a device: the step before may still run; the same for all ranks, which report together
@@ -27,6 +28,9 @@ STEPS_LATER = 2  # on a device: the step before may still run; the same for all 
 
 class WorkerSession(PutSession, GetSession, Protocol):
     """The part of a session that this half uses."""
+
+
+OneSession = TypeVar("OneSession", bound=WorkerSession)
 
 
 @dataclass(slots=True)
@@ -172,3 +176,23 @@ class WorkerSide:
             self._beside -= 1
             self._ended.append(load)
             self._changed.notify_all()
+
+
+def open_worker(
+    session: OneSession,
+    open_pages: Callable[[OneSession], Pages],
+    *,
+    save_deadline_s: float | None,
+    reuse_wait_s: float,
+    say: Callable[[str], None],
+    refuse: Callable[[str], None],
+) -> WorkerSide | None:
+    """The half for a pool; None where its copies cannot be made ready, and `refuse` has been told why.
+    `save_deadline_s`: None for an engine that only reads."""
+    try:
+        pages = open_pages(session)
+    except (OSError, KVStoreError, RuntimeError) as error:
+        refuse(f"its KV memory cannot be copied: {error}")
+        return None
+    saver = None if save_deadline_s is None else Saver(session, pages, deadline_s=save_deadline_s, say=say)
+    return WorkerSide(session, pages, saver, reuse_wait_s=reuse_wait_s, say=say)
