@@ -40,10 +40,10 @@ class CopyMeans:
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
-            self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
-            self._ending.atexit = False  # the driver may be gone already then
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
             undo.pop_all()
+        self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
+        self._ending.atexit = False  # the driver may be gone already then
         self._owned = RegisteredMemory(device) if registered is None else None
         self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
         self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
