@@ -187,7 +187,7 @@ def open_worker(
     say: Callable[[str], None],
     refuse: Callable[[str], None],
 ) -> WorkerSide | None:
-    """The half for a pool; None where its copies cannot be made ready, and `refuse` has been told why.
+    """The half for a pool; None where its copies cannot be made ready, and `refuse` says why.
     `save_deadline_s`: None for an engine that only reads."""
     try:
         pages = open_pages(session)
