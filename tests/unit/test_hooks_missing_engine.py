@@ -9,12 +9,19 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("hook", "module", "install"),
-    [("llama_cpp", "llama_cpp", "pip install llama-cpp-python"), ("sglang", "torch", "pip install sglang")],
+    ("hook", "name", "module", "install"),
+    [
+        ("llama_cpp", "KVStoreLlamaCache", "llama_cpp", "pip install llama-cpp-python"),
+        ("sglang", "KVStoreHiCache", "torch", "pip install sglang"),
+        ("sglang", "KVStoreLinker", "torch", "pip install sglang"),
+    ],
 )
-def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch, hook: str, module: str, install: str) -> None:
+def test_a_missing_engine_is_named(
+    monkeypatch: pytest.MonkeyPatch, hook: str, name: str, module: str, install: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, f"kvstore_client.hooks.{hook}", raising=False)
+    for loaded in [each for each in sys.modules if f"{each}.".startswith(f"kvstore_client.hooks.{hook}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
     with pytest.raises(ImportError, match=install) as caught:
-        importlib.import_module(f"kvstore_client.hooks.{hook}")
+        getattr(importlib.import_module(f"kvstore_client.hooks.{hook}"), name)
     assert "\n" not in str(caught.value) and caught.value.__suppress_context__

@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(
             f"{name} runs inside SGLang, and {error.name} is not there: "
-            "install sglang 0.5.23 or later (and torch) into the environment that runs it"
+            "pip install sglang (0.5.23 or later) into the environment that runs it"
         ) from None
