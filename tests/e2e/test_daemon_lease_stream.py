@@ -98,6 +98,7 @@ def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, sessio
     assert eventually(lambda: all_can_be_dropped(daemon)), "nothing is pinned"
 
 
+@pytest.mark.slow
 def test_what_a_stream_that_is_left_had_queued_is_not_read(slow_reads: tuple[RunningDaemon, Session]) -> None:
     """When the stream is left, most reads wait for their turn."""
     daemon, session = slow_reads
