@@ -20,7 +20,7 @@ class ComputeCost:
     token_s: float
     attended_s: float
 
-    def chunk_s(self, first: int, tokens: int) -> float:
+    def chunk_s(self, first: float, tokens: int) -> float:
         """Seconds to compute `tokens` tokens from position `first` on, in one step."""
         if not tokens:
             return 0.0

@@ -9,6 +9,7 @@ first step of a process also warms the engine up: it counts until the second. Ow
 
 from __future__ import annotations
 
+from kvstore_client.restore.costs import ComputeCost
 from kvstore_client.restore.features import COMPUTE_PRIOR, compute_cost, compute_features
 from kvstore_client.restore.scaled_fit import ScaledFit
 
@@ -29,7 +30,7 @@ class StepCosts:
         self._step_tokens = step_tokens
         self._fit = ScaledFit(COMPUTE_PRIOR)
         self._every_s = 0.0
-        self._long = (0.0, 0.0)  # tokens and pairs of the latest long step
+        self._long = (0.0, 0)  # first position and tokens of the latest long step
 
     @property
     def is_known(self) -> bool:
@@ -39,40 +40,40 @@ class StepCosts:
         """Predicted seconds to compute `tokens` tokens from position `first` on, in as many steps as that takes."""
         if not tokens:
             return 0.0
-        cost = compute_cost(self._fit.coefficients)
+        own = self._own
         steps = -(-tokens // self._step_tokens) if self._step_tokens else 1
-        return self._own_s(tokens, _pairs(first, tokens)) + (steps - 1) * cost.fixed_s + steps * self._every_s
+        return own.chunk_s(first, tokens) + (steps - 1) * own.fixed_s + steps * self._every_s
 
     def observe(self, first: float, tokens: int, seconds: float, least_tokens: int) -> bool:
         """One step took `seconds`. It is a short one if it computed fewer than `least_tokens`. Whether it said what
         tokens take.
         """
-        pairs = _pairs(first, tokens)
         if self.is_known and tokens < least_tokens:
-            self._observe_short(seconds - self._own_s(tokens, pairs))
+            self._observe_short(seconds - self._own.chunk_s(first, tokens))
             return False
         self.steps += 1
         if self.steps == 1 and self.is_known:
             return False
         own_s = max(seconds - self._every_s, (1 - _LARGEST_PART) * seconds)
-        self._fit.observe(compute_features(tokens, pairs), own_s, is_to_scale=self.is_provisional)
-        self._long = float(tokens), pairs
+        features = compute_features(tokens, tokens * (first + tokens / 2))
+        self._fit.observe(features, own_s, is_to_scale=self.is_provisional)
+        self._long = first, tokens
         self.is_provisional = self.steps == 1
         return True
 
     def _observe_short(self, every_s: float) -> None:
         """What the latest long step is predicted to take stays as it is: of its time less is due to its tokens."""
-        before_s, own_s = self._every_s, self._own_s(*self._long)
+        before_s, own_s = self._every_s, self._own.chunk_s(*self._long)
         if before_s:
             every_s = before_s + _SHARE * (min(every_s, _MOST * before_s) - before_s)
         self._every_s = min(max(every_s, 0.0), _LARGEST_PART * (own_s + before_s))
         if own_s:
             self._fit.rescale((own_s + before_s - self._every_s) / own_s)
 
-    def _own_s(self, tokens: float, pairs: float) -> float:
-        """Of its tokens alone."""
-        features = compute_features(tokens, pairs)
-        return sum(map(float.__mul__, features, self._fit.coefficients))
+    @property
+    def _own(self) -> ComputeCost:
+        """Of a step's tokens alone."""
+        return compute_cost(self._fit.coefficients)
 
     def state(self) -> dict[str, object]:
         """What `restore` needs, as plain numbers."""
@@ -80,12 +81,8 @@ class StepCosts:
 
     def restore(self, fit: dict[str, object], every_s: float, long: list[float]) -> None:
         """Continue from a saved state. ValueError, TypeError if it has another form."""
-        tokens, pairs = map(float, long)
-        if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= pairs < 1e24):
+        first, tokens = long
+        if not (0 <= float(every_s) < 1e6 and 0 <= first < 1e12 and 0 <= tokens < 1e12):
             raise ValueError("not the costs of steps")
         self._fit.restore(**fit)  # type: ignore[arg-type]
-        self._every_s, self._long = float(every_s), (tokens, pairs)
-
-
-def _pairs(first: float, tokens: float) -> float:
-    return tokens * (first + tokens / 2)
+        self._every_s, self._long = float(every_s), (float(first), int(tokens))
