@@ -10,19 +10,17 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import time
 import weakref
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvstore_client.device import DeviceError, DeviceMemory
+from kvstore_client.device import DeviceMemory
 from kvstore_client.hooks.transformers.device_copies import ModelStream
 from tests.gpu.device_engine import allocate
 
 _PAGE_BYTES = 2 << 20
-_NOT_READY = 600
 _LOOKS_ONLY = frozenset({"data_ptr", "stride", "size", "dim", "element_size", "permute", "__get__", "__len__", "view"})
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,37 +35,6 @@ class OnStream(torch.Tensor):
         if function.__name__ not in _LOOKS_ONLY:
             cls.stream.synchronize()
         return super().__torch_function__(function, types, arguments, named or {})
-
-
-class EmulatedEvent:
-    """As `torch.cuda.Event`; its time is that when it was recorded."""
-
-    def __init__(self, device: DeviceMemory, stream: Any) -> None:
-        self._device, self.at = device, time.perf_counter()
-        with device.current():
-            self._event = device.call("cuEventCreate", 0)
-            device.call("cuEventRecord", self._event, stream)
-
-    @property
-    def cuda_event(self) -> int:
-        return int(self._event)
-
-    def query(self) -> bool:
-        try:
-            with self._device.current():
-                self._device.call("cuEventQuery", self._event)
-        except DeviceError as error:
-            if error.code != _NOT_READY:
-                raise
-            return False
-        return True
-
-    def synchronize(self) -> None:
-        with self._device.current():
-            self._device.call("cuEventSynchronize", self._event)
-
-    def elapsed_time(self, end_event: EmulatedEvent) -> float:
-        return (end_event.at - self.at) * 1e3
 
 
 class EmulatedStream:
@@ -91,9 +58,6 @@ class EmulatedStream:
 
     def address(self) -> int:
         return int(self._stream)
-
-    def record(self) -> EmulatedEvent:
-        return EmulatedEvent(self._device, self._stream)
 
     def synchronize(self) -> None:
         with self._device.current():

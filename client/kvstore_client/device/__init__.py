@@ -5,11 +5,12 @@ Imported only where a session is opened with `device`; the library is `cuda-bind
 
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
+from kvstore_client.device.moment import DeviceMoment
 from kvstore_client.device.pool import DevicePool, PoolPart
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.transfers import DeviceTransfers, LayerLoad
 
 __all__ = [
-    "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DevicePool", "DeviceTransfers", "LayerLoad", "PoolPart",
-    "RegisteredMemory",
+    "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",
+    "LayerLoad", "PoolPart", "RegisteredMemory",
 ]  # fmt: skip

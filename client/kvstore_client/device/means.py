@@ -44,8 +44,8 @@ class CopyMeans:
             undo.pop_all()
         self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
         self._ending.atexit = False  # the driver may be gone already then
-        self._owned = RegisteredMemory(device) if registered is None else None
-        self.registered: RegisteredMemory = registered or self._owned  # type: ignore[assignment]
+        self._owns_registered = registered is None
+        self.registered = RegisteredMemory(device) if registered is None else registered
         self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
         self.using = threading.Lock()
         self._is_closed = False
@@ -59,8 +59,8 @@ class CopyMeans:
             with self.device.current():
                 self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
-                if self._owned is not None:
-                    self._owned.close()
+                if self._owns_registered:
+                    self.registered.close()
                 self._ending()
 
     def check_open(self) -> None:

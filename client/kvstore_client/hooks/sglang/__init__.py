@@ -7,8 +7,9 @@ without. docs/sglang.md is the manual.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvstore_client.hooks.doors import engine_class
 
 if TYPE_CHECKING:
     from kvstore_client.hooks.sglang.backend import KVStoreHiCache
@@ -20,14 +21,4 @@ _FILES = {"KVStoreHiCache": "backend", "KVStoreLinker": "linker"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("sglang", "torch"):
-            raise
-        raise ImportError(
-            f"{name} runs inside SGLang, and {error.name} is not there: "
-            "pip install sglang (0.5.23 or later) into the environment that runs it"
-        ) from None
+    return engine_class(__name__, _FILES, name, engine="SGLang", install="pip install sglang (0.5.23 or later)")

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.hooks.transformers.calls import Call, listen, shorten, tokens_to_compute, why_not
 from kvstore_client.hooks.transformers.compute_times import ComputeTimes
-from kvstore_client.hooks.transformers.copies import BlockCopies, Moment
+from kvstore_client.hooks.transformers.copies import BlockCopies
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.report import CacheReport

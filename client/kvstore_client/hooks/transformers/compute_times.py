@@ -6,7 +6,7 @@ Owns the latest call whose time is not known yet.
 
 from __future__ import annotations
 
-from kvstore_client.hooks.transformers.copies import Moment
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.restore.choice import LoadChoice
 
 

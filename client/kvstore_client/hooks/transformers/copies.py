@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.hooks.transformers.fingerprint import KVShape
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
@@ -32,18 +33,6 @@ class Span:
     def blocks(self) -> range:
         """Those that have the tokens. Of the first and of the last one some tokens may be outside."""
         return range(self.begin // self.block_tokens, -(-self.end // self.block_tokens))
-
-
-class Moment(Protocol):
-    """A point in the model's work, which may be ahead of its device."""
-
-    def seconds_since(self, earlier: Any) -> float | None:
-        """`earlier` is another one of the same kind. None where it is not known, or not known yet; never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Until the device has come there; what the model did then is done."""
-        ...
 
 
 class Copying(Protocol):

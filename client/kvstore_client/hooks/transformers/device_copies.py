@@ -11,38 +11,24 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from kvstore_client.device import CopyMeans, DeviceMemory, DevicePool, DeviceTransfers, LayerLoad, PoolPart
+from kvstore_client.device import (
+    CopyMeans,
+    DeviceMemory,
+    DeviceMoment,
+    DevicePool,
+    DeviceTransfers,
+    LayerLoad,
+    PoolPart,
+)
 from kvstore_client.errors import invalid
 from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.fingerprint import DEVICE_LAYOUT, KVShape
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
-
-
-class StreamEvent(Protocol):
-    """Recorded on a stream; as `torch.cuda.Event` is."""
-
-    @property
-    def cuda_event(self) -> int:
-        """The address of the CUevent."""
-        ...
-
-    def query(self) -> bool:
-        """Whether it has passed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has passed."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to a later one; both have passed."""
-        ...
 
 
 class ModelStream(Protocol):
@@ -51,10 +37,6 @@ class ModelStream(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
     def address(self) -> int:
         """Of the CUstream."""
-        ...
-
-    def record(self) -> StreamEvent:
-        """An event behind all that is queued."""
         ...
 
 
@@ -69,22 +51,6 @@ class TorchStream:
 
     def address(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
-
-    def record(self) -> StreamEvent:
-        event: StreamEvent = torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
-        return event
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMoment:
-    event: StreamEvent
-
-    def seconds_since(self, earlier: DeviceMoment) -> float | None:
-        is_known = earlier.event.query() and self.event.query()
-        return earlier.event.elapsed_time(self.event) / 1e3 if is_known else None
-
-    def wait(self) -> None:
-        self.event.synchronize()
 
 
 class DeviceCopying:
@@ -140,15 +106,15 @@ class DeviceCopies:
             _copy_rest(lease, tensor, span)
             pages = pages[1:]
         behind = self.moment()
-        load = transfers.load(lease, pages, pages.start, after=behind.event.cuda_event, keep=behind)
+        load = transfers.load(lease, pages, pages.start, after=behind.event, keep=behind)
         return DeviceCopying(load, self._stream, held.pop_all())
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: DeviceMoment) -> list[FillSlot]:
         transfers = self._transfers_of(tensor, block_tokens)
-        return [transfers.payload_of(block, [ready.event.cuda_event]) for block in blocks]
+        return [transfers.payload_of(block, [ready.event]) for block in blocks]
 
     def moment(self) -> DeviceMoment:
-        return DeviceMoment(self._stream.record())
+        return DeviceMoment(self._device, self._stream.address())
 
     def close(self) -> None:
         """Wait for copies; from then on all are refused. Idempotent."""

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore_client.hooks.moments import HostMoment
 from kvstore_client.hooks.transformers.copies import Span
 from kvstore_client.hooks.transformers.fingerprint import LAYOUT, KVShape
 from kvstore_client.hooks.transformers.layerwise import LayerCopy
@@ -26,19 +26,6 @@ from kvstore_client.payload import FillSlot
 
 LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class HostMoment:
-    """`at`: seconds; None where the work of another device has not ended when its call returns."""
-
-    at: float | None
-
-    def seconds_since(self, earlier: HostMoment) -> float | None:
-        return None if self.at is None or earlier.at is None else self.at - earlier.at
-
-    def wait(self) -> None:
-        """The CPU is there when the call returns; torch itself waits for another device when it copies from it."""
 
 
 class HostCopies:

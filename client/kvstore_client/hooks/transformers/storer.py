@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore_client.hooks.transformers.copies import BlockCopies, Moment
+from kvstore_client.hooks.moments import Moment
+from kvstore_client.hooks.transformers.copies import BlockCopies
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError

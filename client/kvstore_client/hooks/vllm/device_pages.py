@@ -1,7 +1,7 @@
 """vLLM's paged pool on a CUDA device: the driver copies beside the engine's stream, which itself waits for a layer.
 
-Owns the transfers of one pool, in and out. Each has a stream of its own, so that neither waits for the other,
-and what they register is not the same memory (puts write by mappings of their own). The engine's thread waits for the
+Owns the transfers of one pool, in and out. Each has a stream and a buffer of its own, so that neither waits for the
+other; host memory is registered once for both. The engine's thread waits for the
 daemon's answer and until copies are queued, never for a copy, but at the end of a step that loads: vLLM wants to know
 then which blocks failed.
 Invariants: copies into a pool block begin behind all that the engine had queued when the load was ordered; a pool block
@@ -12,14 +12,12 @@ give the copy up meanwhile.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvstore_client.device import (
     CopyMeans,
-    DeviceError,
     DeviceMemory,
+    DeviceMoment,
     DevicePool,
     DeviceTransfers,
     LayerLoad,
@@ -29,37 +27,10 @@ from kvstore_client.hooks.vllm.pages import HeldBlocks
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 
-_BLOCKING = 1  # a thread that waits for the event sleeps
-
-
-class DeviceMoment:
-    """An event behind what is queued on a stream (a CUstream's address). Raises DeviceError."""
-
-    def __init__(self, device: DeviceMemory, stream: int) -> None:
-        self._device = device
-        with device.current():
-            self._event = device.call("cuEventCreate", _BLOCKING)
-            weakref.finalize(self, _destroy, device, self._event).atexit = False
-            device.call("cuEventRecord", self._event, device.driver.CUstream(stream))
-
-    @property
-    def event(self) -> int:
-        """The CUevent's address; good as long as the moment is kept."""
-        return int(self._event)
-
-    def wait(self) -> None:
-        with self._device.current():
-            self._device.call("cuEventSynchronize", self._event)
-
-    def seconds_since(self, earlier: DeviceMoment) -> float | None:
-        with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until it has come
-            return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
-        return None
-
 
 class DevicePages:
     """`device` is the session's; `stream()` is the address of the CUstream that the calling thread computes on.
-    Implements `Pages`. Raises DeviceError. Loads and stores have a stream each: neither waits for the other."""
+    Implements `Pages`. Raises DeviceError."""
 
     is_on_device = True
 
@@ -110,8 +81,3 @@ class DeviceLoad:
 
     def finish(self) -> None:
         self._load.finish()
-
-
-def _destroy(device: DeviceMemory, event: Any) -> None:
-    with contextlib.suppress(DeviceError), device.current():
-        device.quietly("cuEventDestroy", event)

@@ -10,26 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore_client.hooks.layer_progress import LayerProgress
+from kvstore_client.hooks.moments import HostMoment
 from kvstore_client.hooks.vllm.pages import HeldBlocks
 from kvstore_client.memory import Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HostMoment:
-    """It has come: on CPUs vLLM has done what it has begun."""
-
-    at_s: float
-
-    def wait(self) -> None:
-        return
-
-    def seconds_since(self, earlier: HostMoment) -> float:
-        return self.at_s - earlier.at_s
 
 
 class PagedLayers:

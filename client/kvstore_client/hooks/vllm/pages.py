@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.memory import Bytes
 
 
@@ -20,18 +21,6 @@ class HeldBlocks(Protocol):
     def valid(self) -> bool: ...
     def __len__(self) -> int: ...
     def payload(self, block: int) -> Bytes: ...
-
-
-class Moment(Protocol):
-    """When all has been done that the engine had begun before it was named."""
-
-    def wait(self) -> None:
-        """Until it has come. Raises what the device says."""
-        ...
-
-    def seconds_since(self, earlier: Any) -> float | None:
-        """From an earlier moment of the same pool; None while this one has not come."""
-        ...
 
 
 class BlockLoad(Protocol):

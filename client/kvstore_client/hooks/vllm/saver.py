@@ -19,9 +19,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.hooks.vllm.identity import KeySource, address
 from kvstore_client.hooks.vllm.orders import SaveOrder
-from kvstore_client.hooks.vllm.pages import Moment, Pages
+from kvstore_client.hooks.vllm.pages import Pages
 from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED, PutReceipt
 from kvstore_proto.errors import KVStoreError

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvstore_client.hooks.moments import Moment
 from kvstore_client.hooks.vllm.loads import GetSession, Load
 from kvstore_client.hooks.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
-from kvstore_client.hooks.vllm.pages import Moment, Pages
+from kvstore_client.hooks.vllm.pages import Pages
 from kvstore_client.hooks.vllm.saver import PutSession, Saver
 from kvstore_proto.errors import KVStoreError
 

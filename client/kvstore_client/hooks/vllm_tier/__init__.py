@@ -8,8 +8,9 @@ manual.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvstore_client.hooks.doors import engine_class
 
 if TYPE_CHECKING:
     from kvstore_client.hooks.vllm_tier.connector import KVStoreOffloadingConnector
@@ -21,14 +22,4 @@ _FILES = {"KVStoreOffloadingConnector": "connector", "KVStoreTier": "tier"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("vllm", "torch"):
-            raise
-        raise ImportError(
-            f"{name} runs inside vLLM, and {error.name} is not installed here: "
-            "install vllm 0.32 or later into the environment that runs it"
-        ) from None
+    return engine_class(__name__, _FILES, name, engine="vLLM", install="install vllm 0.32 or later")
