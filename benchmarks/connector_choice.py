@@ -2,16 +2,19 @@
 
 SmolLM2-135M, a real daemon, one prompt of which all whole blocks are on NVMe. Reads are made slow: one at a time, each
 delayed (failpoint `nvme.read`), so that loading all takes 0.1 to 10 times as long as computing all. For each ratio
-three ways take turns, DRAM dropped before each: as the connector chooses, computing alone (no cache), loading alone
-(`always_load`). The figure is the time to the first token of the better single path by that of the choice, medians; the
-spread is (highest - lowest) / median. What the choice knows it learns in the first turns of each ratio, which do not
-count, and keeps for the next. The first token must be the same all three ways.
+four ways take turns, DRAM dropped before each: as the connector chooses, computing alone (no cache), loading alone
+(`always_load`), and computing alone once more, as a control. The figure is the time to the first token of the better
+single path by that of the choice, medians; a figure is no better known than the control's, which compares equal work.
+The spread is (highest - lowest) / median. What the choice knows it learns in the first turns of each ratio, which do
+not count, and keeps for the next. The first token must be the same all four ways.
 
-Needs idle cores. Each connector needs its engine in the Python that runs this; without --connector those that are there
-run, about 3 minutes each on two cores.
+Needs idle cores. Transformers and llama-cpp-python must be in the Python that runs this; vLLM runs in the environment
+that `make test-vllm` makes (.venv-vllm, or KVSTORED_VLLM_PYTHON). Without --connector those that are there run, about 6
+minutes each on two cores.
 
 examples:
   .venv/bin/python benchmarks/connector_choice.py --connector transformers
+  .venv/bin/python benchmarks/connector_choice.py --connector vllm --tokens 1024
   .venv-llama-cpp/bin/python benchmarks/connector_choice.py --connector llama-cpp --json
   .venv/bin/python benchmarks/connector_choice.py --quick --threads 1 --ratios 0.25 4
 """
@@ -19,19 +22,18 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
+from support.connectors import CHOICE, COMPUTE, CONNECTORS, LOAD, Engine, installed
 from support.daemon import BenchDaemon, slowed_daemon
 from support.report import AT_LEAST, Row, progress, table, within
 from support.timing import median
@@ -39,116 +41,12 @@ from support.timing import median
 from kvstore_proto.v1 import admin_pb2
 
 RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
-CHOICE, COMPUTE, LOAD = "choice", "compute", "load"
-WAYS = (CHOICE, COMPUTE, LOAD)
+CONTROL = "control"
+WAYS = (CHOICE, COMPUTE, LOAD, CONTROL)
 LEARNING = (CHOICE, LOAD, CHOICE, CHOICE)  # the daemon learns what its reads take from both
 TOKENS, TAIL_TOKENS, ROUNDS = 512, 33, 5
-MODEL = "smollm2-135m-instruct"
-DEADLINE_S = 5.0  # of a question: a busy machine must not make misses
+STORING_TURNS = 10
 WORST = 0.97
-
-
-@dataclass(frozen=True)
-class Answer:
-    ttft_s: float
-    token: int
-    restored: int
-
-
-class Engine(Protocol):
-    """An engine with its connector, in this process."""
-
-    block_tokens: int
-
-    def connect(self, socket_dir: Path) -> None: ...
-    def ask(self, way: str, prompt: list[int]) -> Answer:
-        """The prompt from an empty engine; storing comes after the first token, and has ended on return."""
-
-    def disconnect(self) -> None: ...
-
-
-class Transformers:
-    block_tokens = 8
-
-    def __init__(self, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers_ttft import saved_model
-
-        torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(str(saved_model()), dtype=torch.float32).eval()
-
-    def connect(self, socket_dir: Path) -> None:
-        from kvstore_client.hooks.transformers import kvstore_session
-
-        self._session = kvstore_session(self._model, socket_dir, required=True, connect_timeout_s=10.0)
-
-    def ask(self, way: str, prompt: list[int]) -> Answer:
-        import torch
-
-        from kvstore_client.hooks.transformers import KVStoreCache
-
-        ids, cache = torch.tensor([prompt]), None
-        begin = time.perf_counter()
-        if way != COMPUTE:
-            cache = KVStoreCache(self._session, self._model, deadline_s=DEADLINE_S, always_load=way == LOAD)
-        answer = self._model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
-        ttft_s = time.perf_counter() - begin
-        if cache is None:
-            return Answer(ttft_s, int(answer[0, -1]), 0)
-        cache.flush()
-        return Answer(ttft_s, int(answer[0, -1]), cache.report.restored_tokens)
-
-    def disconnect(self) -> None:
-        self._session.close()
-
-
-class LlamaCpp:
-    block_tokens = 64
-
-    def __init__(self, threads: int) -> None:
-        from llama_cpp import Llama
-
-        from kvstore_engine.models import locate
-
-        self._llm = Llama(str(locate(MODEL)), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
-        self._caches: dict[str, Any] = {}
-
-    def connect(self, socket_dir: Path) -> None:
-        from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache
-
-        for way in (CHOICE, LOAD):
-            self._caches[way] = KVStoreLlamaCache(
-                self._llm, socket_dir, deadline_s=DEADLINE_S, always_load=way == LOAD, required=True
-            )
-
-    def ask(self, way: str, prompt: list[int]) -> Answer:
-        from llama_cpp import LogitsProcessorList
-
-        sampled: list[tuple[float, int]] = []
-
-        def mark(_: Any, scores: Any) -> Any:
-            sampled.append((time.perf_counter(), int(np.argmax(scores))))
-            return scores
-
-        cache = self._caches.get(way)
-        self._llm.reset()
-        self._llm.set_cache(cache)
-        begin = time.perf_counter()
-        self._llm.create_completion(prompt, max_tokens=1, temperature=0.0, logits_processor=LogitsProcessorList([mark]))
-        ended_s, token = sampled[0]
-        return Answer(ended_s - begin, token, cache.restored_tokens if cache is not None else 0)
-
-    def disconnect(self) -> None:
-        self._llm.set_cache(None)
-        for cache in self._caches.values():
-            cache.close()
-
-
-CONNECTORS: dict[str, tuple[str, Callable[[int], Engine]]] = {
-    "transformers": ("transformers", Transformers),
-    "llama-cpp": ("llama_cpp", LlamaCpp),
-}
 
 
 @dataclass
@@ -165,23 +63,29 @@ class Cell:
         """Of the choice over the better single path."""
         return min(median(self.ttft_s[COMPUTE]), median(self.ttft_s[LOAD])) / median(self.ttft_s[CHOICE])
 
+    @property
+    def control(self) -> float:
+        """What two ways that do the same come to on this machine."""
+        return median(self.ttft_s[COMPUTE]) / median(self.ttft_s[CONTROL])
+
     def line(self) -> str:
         shown = ", ".join(
             f"{way} {median(times) * 1e3:.0f} ms ±{spread(times):.0%} ({median(self.restored[way]):.0f} restored)"
             for way, times in self.ttft_s.items()
         )
         measured = median(self.ttft_s[LOAD]) / median(self.ttft_s[COMPUTE])
-        return f"ratio {self.ratio:g} (measured {measured:.2f}): {shown}; {self.gain:.2f} of the better"
+        figures = f"{self.gain:.2f} of the better, control {self.control:.2f}"
+        return f"ratio {self.ratio:g} (measured {measured:.2f}): {shown}; {figures}"
 
 
 def measure(name: str, ratios: Sequence[float], rounds: int, tokens: int, threads: int) -> list[Row]:
-    engine = CONNECTORS[name][1](threads)
+    engine = CONNECTORS[name](threads)
     prompt = [int(token) for token in np.random.default_rng(tokens).integers(100, 40_000, tokens + TAIL_TOKENS)]
     cells = []
     with tempfile.TemporaryDirectory(prefix="kvchoice-") as directory, _own_costs(Path(directory)):
         state = Path(directory) / "state"
         with _connected(engine, state, 0.0) as daemon:
-            engine.ask(LOAD, prompt)  # stores it
+            _store(engine, prompt)
             daemon.admin("Flush", admin_pb2.FlushRequest())
             alone_s = median([engine.ask(COMPUTE, prompt).ttft_s for _ in range(3)])
         block_s = alone_s / (len(prompt) // engine.block_tokens)
@@ -191,6 +95,15 @@ def measure(name: str, ratios: Sequence[float], rounds: int, tokens: int, thread
                 cells.append(_run(engine, daemon, Cell(ratio, ratio * block_s), prompt, rounds))
             progress(f"{name}: {cells[-1].line()}")
     return _rows(name.replace("-", "_"), cells)
+
+
+def _store(engine: Engine, prompt: list[int]) -> None:
+    """All whole blocks, by computing them once. Some engines store after the answer."""
+    whole = len(prompt) // engine.block_tokens * engine.block_tokens
+    for _ in range(STORING_TURNS):
+        if engine.ask(LOAD, prompt).restored == whole:
+            return
+    raise SystemExit(f"of {whole} tokens in whole blocks not all are stored after {STORING_TURNS} requests")
 
 
 @contextmanager
@@ -222,14 +135,14 @@ def _run(engine: Engine, daemon: BenchDaemon, cell: Cell, prompt: list[int], rou
         _empty_host(daemon, cell.delay_s)
         tokens.add(engine.ask(way, prompt).token)
     for turn in range(rounds):
-        for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
+        for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
             _empty_host(daemon, cell.delay_s)
             answer = engine.ask(way, prompt)
             cell.ttft_s[way].append(answer.ttft_s)
             cell.restored[way].append(answer.restored)
             tokens.add(answer.token)
     if len(tokens) > 1:
-        raise SystemExit(f"ratio {cell.ratio:g}: the first token is not the same all three ways: {sorted(tokens)}")
+        raise SystemExit(f"ratio {cell.ratio:g}: the first token is not the same all four ways: {sorted(tokens)}")
     return cell
 
 
@@ -244,12 +157,14 @@ def _empty_host(daemon: BenchDaemon, delay_s: float) -> None:
 
 def _rows(name: str, cells: list[Cell]) -> list[Row]:
     gains = [cell.gain for cell in cells]
+    control = min(min(cell.control, 1 / cell.control) for cell in cells)
     spreads = [spread(times) for cell in cells for times in cell.ttft_s.values()]
     rows = [Row(f"{name}_ratio_{cell.ratio:g}", cell.gain, "x", 1.0, "better single path") for cell in cells]
     return [
         *rows,
         Row(f"{name}_worst", min(gains), "x", 1.0, "better single path", AT_LEAST, WORST),
         Row(f"{name}_median", median(gains), "x", 1.0, "better single path"),
+        Row(f"{name}_worst_control", control, "x", 1.0, "equal work"),
         within(f"{name}_spread_median", median(spreads), "of the median", 1.0),
     ]
 
@@ -271,10 +186,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     options = parser.parse_args()
-    installed = [name for name, (module, _) in CONNECTORS.items() if importlib.util.find_spec(module) is not None]
-    names = [options.connector] if options.connector else installed
-    if not names or names[0] not in installed:
-        parser.error(f"no engine for it in this Python; installed here: {', '.join(installed) or 'none'}")
+    here = installed()
+    names = [options.connector] if options.connector else here
+    if not names or names[0] not in here:
+        parser.error(f"no engine for it here; there are: {', '.join(here) or 'none'}")
     objects = []
     for name in names:
         rounds = 2 if options.quick else options.rounds

@@ -18,31 +18,26 @@ leave less to compute.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from support import vllm_engine
 from support.daemon import BenchDaemon, bench_daemon
 from support.report import AT_LEAST, Row, main, progress
 from support.stopped import stopped
 from support.timing import median
+from support.vllm_engine import Answer, EngineDied, EngineProcess
 
 from kvstore_proto.v1 import admin_pb2
-
-REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY))
-from tests.vllm.engine_process import Answer, EngineDied, EngineProcess  # noqa: E402  # needs the line above
 
 LENGTHS = (1000, 2000)
 SPEED_UPS = {1000: 6.0, 2000: 8.0}
 NEW_TOKENS = 16
-POOL_TOKENS = 8192
 ROOM = ("host.capacity=2GiB", "nvme.capacity=2GiB")
 BASELINE, STORING, SECOND, ABSENT, STOPPED = "baseline", "storing", "second", "absent", "stopped"
 Figures = dict[tuple[str, int], list[float]]
@@ -61,7 +56,7 @@ def measure(quick: bool) -> list[Row]:
             ABSENT: directory / "no-daemon",
             STOPPED: other.socket_dir,
         }
-        model = _model()
+        model = vllm_engine.model()
         engines = {}
         for name, socket in sockets.items():
             engines[name] = stack.enter_context(_engine(directory / f"{name}.log", model, socket))
@@ -110,37 +105,10 @@ def _ask(name: str, engine: EngineProcess, prompt: list[int], daemon: BenchDaemo
     return answer
 
 
-@contextmanager
-def _engine(log: Path, model: str, socket: Path | None) -> Iterator[EngineProcess]:
+def _engine(log: Path, model: str, socket: Path | None) -> EngineProcess:
     block_size = os.environ.get("KVSTORED_VLLM_BLOCK_SIZE")
-    spec: dict[str, Any] = {
-        "model": model,
-        "dtype": "bfloat16",
-        "max_model_len": 4096,
-        "num_gpu_blocks_override": POOL_TOKENS // int(block_size or 128),  # five pools of the default size are 10 GiB
-    }
-    if block_size:
-        spec["block_size"] = int(block_size)
-    if socket is not None:
-        spec["transfer"] = {"kv_connector_extra_config": {"socket": str(socket)}}
-    with EngineProcess(log, python=str(_python()), **spec) as engine:
-        yield engine
-
-
-def _python() -> Path:
-    python = Path(os.environ.get("KVSTORED_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
-    if not python.exists():
-        raise SystemExit(f"there is no {python}: make test-vllm makes it, or set KVSTORED_VLLM_PYTHON")
-    return python
-
-
-def _model() -> str:
-    """SmolLM2 as vLLM reads it; the first time it is fetched and converted."""
-    command = [str(_python()), "-m", "tests.vllm.smollm2", "bfloat16"]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit("the model could not be converted; what went wrong stands above")
-    return done.stdout.splitlines()[-1]
+    arguments = {"block_size": int(block_size)} if block_size else {}
+    return vllm_engine.started(log, model, None if socket is None else {"socket": str(socket)}, **arguments)
 
 
 def _prompt(seed: int, tokens: int) -> list[int]:
