@@ -160,8 +160,9 @@ def test_a_daemon_that_dies_while_stages_load_costs_only_computing(engines: Engi
     assert [(each.tiers, each.loaded + each.computed) for each in records] == [
         ({"nvme": _blocks(cold)}, _blocks(cold))
     ] * 2
-    lost = sum(each.lost for each in records)
-    assert lost == sum(each.computed for each in records) >= 2 * _blocks(cold) - 2
+    lost, computed = sum(each.lost for each in records), sum(each.computed for each in records)
+    assert computed >= 2 * _blocks(cold) - 2
+    assert 0 <= computed - lost <= 2  # what a stage computed just then is not lost
     assert again.restore.reason == f"{lost} stored blocks of stages could not be loaded"
 
 
