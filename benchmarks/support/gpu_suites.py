@@ -23,6 +23,7 @@ from support.gpu_answers import Answer, Question, Sizes
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
 NOT_OF_A_DEVICE = (
+    "test_device_gather.py",
     "test_emulated_driver.py",
     "test_emulated_kernels.py",
     "test_gpu_check.py",

@@ -330,6 +330,40 @@ EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmem
     LOCKED(set_access(address, nbytes, descriptions, count));
 }
 
+static CUresult allocate(CUdeviceptr *address, size_t nbytes, int device) {
+    CUmemAllocationProp prop = {.type = 1, .location = {.type = 1, .id = device}};
+    CUmemAccessDesc all = {.location = prop.location, .flags = RIGHT_READ | RIGHT_WRITE};
+    CUmemGenericAllocationHandle handle;
+    nbytes = (nbytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+    CUresult result = create(&handle, nbytes, &prop);
+    if (result)
+        return result;
+    result = reserve(address, nbytes);
+    if (!result)
+        result = map(*address, nbytes, handle);
+    if (!result)
+        result = set_access(*address, nbytes, &all, 1);
+    release(handle);
+    return result;
+}
+
+/* What needs no rights, no export and no reservation of its own. */
+EXPORTED CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
+    ENTER("cuMemAlloc");
+    if (!nbytes)
+        return INVALID_VALUE;
+    LOCKED(allocate(address, nbytes, current_device()));
+}
+
+static CUresult give_up(CUdeviceptr address) {
+    struct mapping *mapping = at(address);
+    size_t nbytes = mapping ? mapping->nbytes : 0;
+    CUresult result = unmap(address, nbytes);
+    return result ? result : address_free(address, nbytes);
+}
+
+EXPORTED CUresult cuMemFree_v2(CUdeviceptr address) { ENTER("cuMemFree"); LOCKED(give_up(address)); }
+
 CUresult resolve(int device, uint64_t address, size_t nbytes, int right, char **to, size_t *upto) {
     struct mapping *mapping = at(address);
     if (!mapping) {

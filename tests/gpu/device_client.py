@@ -6,6 +6,7 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
 ["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
+["store-at-once", conversation, blocks] (one event behind all layers), ["crossover"] (what the kernel copies, by way),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
 ["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
 """
@@ -61,7 +62,7 @@ class Client:
         if command.startswith("vllm."):
             assert self.worker is not None
             return self.worker.obey(command.removeprefix("vllm."), *numbers)
-        if command in ("load", "store", "register", "registered"):
+        if command in ("load", "store", "store-at-once", "register", "registered", "crossover"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)

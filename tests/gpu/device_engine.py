@@ -52,9 +52,11 @@ class EmulatedEngine:
             return {"settled": self.transfers.registered.settle(30.0)}
         if command == "registered":
             return {"pieces": self._registered()}
+        if command == "crossover":
+            return dict(self.transfers.means.crossover.settled())
         number, blocks = numbers
         pages = self._random.sample(range(PAGES), blocks)
-        return self._load(number, pages) if command == "load" else self._store(number, pages)
+        return self._load(number, pages) if command == "load" else self._store(number, pages, command)
 
     def _load(self, number: int, pages: list[int]) -> dict[str, Any]:
         """Use the pages for something else before, and read each layer as soon as it has come."""
@@ -81,12 +83,12 @@ class EmulatedEngine:
     def _registered(self) -> int:
         return sum(part.is_made for part in self.transfers.registered._parts.values())
 
-    def _store(self, number: int, pages: list[int]) -> dict[str, Any]:
-        """Write each layer on the engine's stream, with an event behind it."""
+    def _store(self, number: int, pages: list[int], command: str) -> dict[str, Any]:
+        """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone."""
         for page, payload in zip(pages, payloads_of(number, len(pages), MODEL), strict=True):
             self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
         events = [self._write(layer) for layer in range(LAYERS)]
-        payloads = [self.transfers.payload_of(page, events) for page in pages]
+        payloads = [self.transfers.payload_of(page, events if command == "store" else events[-1:]) for page in pages]
         receipt = self.session.put(
             tokens_of(number, len(pages)), payloads=payloads, payload_bytes=MODEL.payload_bytes(), wait="settled"
         )

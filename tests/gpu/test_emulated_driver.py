@@ -209,6 +209,19 @@ def test_memory_that_was_unmapped_is_an_illegal_address(path: Path) -> None:
     assert driver.to_device(device, memory) == 0 and driver.wait() == ILLEGAL
 
 
+def test_plain_memory_is_copied_counted_and_of_no_use_once_it_is_freed(path: Path) -> None:
+    driver, address = Driver(path), ctypes.c_uint64()
+    driver.must("cuStreamCreateWithPriority", ctypes.byref(driver.stream), 1, -1000)
+    memory, free_bytes = Memory(b"p").register(driver), driver.free_bytes()
+    driver.must("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4096))
+    assert driver.free_bytes() < free_bytes
+    assert driver.to_device(address, memory) == 0 and driver.wait() == 0
+    driver.must("cuMemFree_v2", address)
+    assert driver.free_bytes() == free_bytes
+    assert driver.call("cuMemFree_v2", address) == INVALID
+    assert driver.to_device(address, memory) == INVALID or driver.wait() == ILLEGAL
+
+
 def test_host_memory_registered_read_only_cannot_be_written(path: Path) -> None:
     driver = Driver(path)
     device, memory = driver.map(driver.create()[1]), Memory().register(driver, 8)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_client.device import crossover, gather
 from kvstore_engine.kernels.cuda import PagedAttention, Program
 from kvstore_proto.cuda_compiler import compile_program
 from kvstore_tiers.gpu.checksums import PROGRAM
@@ -94,6 +95,14 @@ def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device
     assert all(record["figures"] for record in records)
 
 
+def test_the_clients_kernel_moves_the_right_bytes_out_of_a_read_only_arena() -> None:
+    compile_program(gather.PROGRAM, "sm_90")  # as above
+    variables = {"EMULATED_CUDA_KERNELS": str(shim_library(gather.PROGRAM)), crossover.VARIABLE: ""}
+    (record,) = json.loads(check(*only("client-gather"), "--json", **variables).stdout)
+    assert record["answer"] == "yes" and "moves the right bytes" in record["says"], record
+    assert set(record["figures"]) == {f"{way}, KiB at most" for way in crossover.WAYS}
+
+
 def test_a_promise_that_does_not_hold_is_seen() -> None:
     ended = check(*only("read-only-register"), EMULATED_CUDA_READ_ONLY_REGISTER="0")
     assert (
@@ -130,6 +139,7 @@ def test_every_question_is_listed_and_fits_a_command_of_ten_minutes(scripts: Non
     files = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
     of_hardware = {word for line in listed for word in line.split() if word in files}
     assert files - of_hardware == {
+        "tests/gpu/test_device_gather.py",
         "tests/gpu/test_emulated_driver.py",
         "tests/gpu/test_emulated_kernels.py",
         "tests/gpu/test_gpu_check.py",

@@ -21,6 +21,7 @@ from kvstore_proto import cuda_driver
 from kvstore_proto.arena import HEADER_BYTES
 
 PAGES, LAYERS, MIB = 6, 2, 1 << 20
+HOST_ADDRESSES = 91  # whether the device has host memory at the same ones: without them no kernel copies
 
 
 class Device:
@@ -69,7 +70,7 @@ class Device:
             ctypes.memmove(*run)
         return (0,)
 
-    def cuStreamCreate(self, *_: int) -> tuple[int, int]:  # noqa: N802
+    def cuStreamCreateWithPriority(self, *_: int) -> tuple[int, int]:  # noqa: N802
         self.streams += 1
         return 0, self.streams
 
@@ -87,8 +88,8 @@ class Device:
             self.registered.discard(address)
         return (0,)
 
-    def cuDeviceGetAttribute(self, *_: int) -> tuple[int, int]:  # noqa: N802
-        return (1 if self.knows_nothing else 0), 1
+    def cuDeviceGetAttribute(self, number: int, _: int) -> tuple[int, int]:  # noqa: N802
+        return (1 if self.knows_nothing else 0), number != HOST_ADDRESSES
 
     def cuGetErrorName(self, _: int) -> tuple[int, bytes]:  # noqa: N802
         return 0, b"CUDA_ERROR_ILLEGAL_ADDRESS"

@@ -14,7 +14,7 @@ from kvstore_client.device import DeviceError, DevicePool, PoolPart
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.hooks.vllm.device_pages import DevicePages
 
-_ENDS = {"cuStreamDestroy": "cuStreamCreate", "cuMemHostUnregister": "cuMemHostRegister"}
+_ENDS = {"cuStreamDestroy": "cuStreamCreateWithPriority", "cuMemHostUnregister": "cuMemHostRegister"}
 
 
 class Device:
@@ -38,7 +38,7 @@ class Device:
             raise DeviceError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
         if name in _ENDS.values():
             self.held[name] += 1
-        return 1
+        return int(name != "cuDeviceGetAttribute")  # no host memory at the same addresses: no kernel copies
 
     def quietly(self, name: str, *arguments: Any) -> None:
         if name in _ENDS:
@@ -60,7 +60,7 @@ def test_what_was_made_before_a_failure_is_ended(failing: tuple[str, int]) -> No
 def test_closing_ends_everything_once() -> None:
     device = Device()
     pages = opened(device)
-    assert device.held == {"cuStreamCreate": 2, "cuMemHostRegister": 2}
+    assert device.held == {"cuStreamCreateWithPriority": 2, "cuMemHostRegister": 2}
     for _ in range(2):
         pages.close()
     assert not device.held.total() and not device.mappings._followers

@@ -1,4 +1,4 @@
-"""A stream of this process for copies, merged and batched.
+"""A stream of this process for copies: merged, small ones by a kernel where that is faster, the others in a batch.
 
 Owns the stream until its user destroys it. Never decides what is copied, or when it must have ended.
 The device's context has to be current (`DeviceMemory.current`).
@@ -6,26 +6,31 @@ The device's context has to be current (`DeviceMemory.current`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_proto.cuda_copies import Run, Way, has_batches, merged, queue_copies
 
 _NON_BLOCKING = 1
+_HIGHEST = -1000  # priority: the driver takes the highest that there is
+Small = Callable[[Sequence[Run], Way, Any], Sequence[Run]]
 
 
 class CopyStream:
-    """Raises DeviceError."""
+    """`queue_small` queues what the kernel shall copy and returns the others (`Crossover`). The stream's kernels come
+    before those of streams of less priority, such as an engine's: few as they are, they would wait for a whole prefill.
+    Raises DeviceError."""
 
-    def __init__(self, device: DeviceMemory) -> None:
-        self._device = device
+    def __init__(self, device: DeviceMemory, queue_small: Small) -> None:
+        self._device, self._queue_small = device, queue_small
         self._is_batched = has_batches(device.driver)
-        self.handle: Any = device.call("cuStreamCreate", _NON_BLOCKING)
+        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, _HIGHEST)
 
     def queue(self, runs: Sequence[Run], way: Way) -> None:
         """Queue copies, in no order among them, neighbours as one."""
-        queue_copies(self._device.driver, merged(runs), way, self.handle, is_batched=self._is_batched)
+        others = self._queue_small(merged(runs), way, self.handle)
+        queue_copies(self._device.driver, others, way, self.handle, is_batched=self._is_batched)
 
     def wait(self, event: int) -> None:
         """What is queued from now on runs after this event (a CUevent's address) has passed."""

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.copies import CopyStream
+from kvstore_client.device.crossover import Crossover
+from kvstore_client.device.gather import FOR_KERNELS
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
@@ -24,7 +26,6 @@ from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 
 BUFFER_BYTES = 8 << 20
-_PORTABLE = 1
 
 
 class CopyMeans:
@@ -34,13 +35,14 @@ class CopyMeans:
         self, device: DeviceMemory, least_bytes: int = 0, *, registered: RegisteredMemory | None = None
     ) -> None:
         self.device = device
+        self.crossover = Crossover(device)
         with device.current(), contextlib.ExitStack() as undo:
-            self.stream = CopyStream(device)
+            self.stream = CopyStream(device, self.crossover.queue_small)
             undo.callback(device.quietly, "cuStreamDestroy", self.stream.handle)
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
-            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, _PORTABLE)
+            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, FOR_KERNELS)
             undo.pop_all()
         self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
         self._ending.atexit = False  # the driver may be gone already then
@@ -62,6 +64,7 @@ class CopyMeans:
                 if self._owns_registered:
                     self.registered.close()
                 self._ending()
+            self.crossover.close()
 
     def check_open(self) -> None:
         """Raises KVStoreError after `close`; for the thread that holds `using`."""

@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvstore_client.device.gather import FOR_KERNELS
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.memory import Bytes
 
 REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
 IDLE_S = 60.0  # pages of an arena that the daemon has given up stay in memory as long as they are registered
 EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads its model and warms up meanwhile
-_PORTABLE, _READ_ONLY = 1, 8
+_READ_ONLY = 8
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
@@ -135,7 +136,7 @@ class RegisteredMemory:
 
     def _register(self, part: Registration) -> None:
         """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""
-        flags = _PORTABLE if part.memory.flags.writeable else _PORTABLE | _READ_ONLY
+        flags = FOR_KERNELS if part.memory.flags.writeable else FOR_KERNELS | _READ_ONLY
         is_made = False
         with contextlib.suppress(DeviceError), self._device.current():
             self._device.call("cuMemHostRegister", part.address, part.memory.nbytes, flags)

@@ -41,8 +41,8 @@ class Stores:
         self._under_way: list[Storing] = []
 
     def begin(self, pool: DevicePool, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
-        """Queue the copies of a page of `pool`, each layer's behind its event in `after`, to a slot of staging memory
-        or of an arena. Raises DeviceError."""
+        """Queue the copies of a page of `pool`, each layer's behind its event in `after`, all behind a single one, to a
+        slot of staging memory or of an arena. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
@@ -51,10 +51,11 @@ class Stores:
         self._under_way.append(storing)
         to = address if taken is not None else self._buffer.__array_interface__["data"][0] + storing.at
         try:
-            for layer in range(len(pool.layers)):
-                if layer < len(after):
-                    self._stream.wait(after[layer])
-                pieces = pool.pieces(layer, page)
+            layers = range(len(pool.layers))
+            for at, group in enumerate([[layer] for layer in layers] if len(after) > 1 else [layers]):
+                if at < len(after):
+                    self._stream.wait(after[at])
+                pieces = [piece for layer in group for piece in pool.pieces(layer, page)]
                 self._stream.queue([Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host")
         except BaseException:
             self.settle()  # a part of it may be under way

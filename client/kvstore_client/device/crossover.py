@@ -1,0 +1,153 @@
+"""Up to which size runs are copied by the kernel rather than in a batch: measured, for each way, when copies begin.
+
+The kernel is compiled and measured by a thread; until it has ended, and where that fails, every copy is in a batch.
+KVSTORED_GATHER_BYTES in the environment says the size instead; 0 keeps the kernel away.
+Owns the thread, the kernel and the memory that is measured with. What was measured of a device counts for the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, GatherKernel
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_proto.cuda_copies import Run, Way, has_batches, queue_copies
+from kvstore_proto.nvrtc import CompileError
+
+VARIABLE = "KVSTORED_GATHER_BYTES"
+LEAST_RUNS = 8  # fewer are not worth a launch
+WAYS: tuple[Way, ...] = ("to device", "to host", "on device")
+_SIZES = tuple(1024 << power for power in range(2, 8))  # 4 to 128 KiB
+MOVED_BYTES = 4 << 20
+_TURNS = 5
+_GAIN = 0.9  # of the batch's time the kernel may take
+_log = logging.getLogger(__name__)
+_measuring = threading.Lock()
+_measured: dict[int, dict[Way, int]] = {}  # by device
+
+
+class Crossover:
+    """Which copies are the kernel's. `close` waits for the thread."""
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+        self._found: tuple[GatherKernel, Mapping[Way, int]] | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-gather", daemon=True)
+        self._thread.start()
+
+    def queue_small(self, runs: Sequence[Run], way: Way, stream: Any) -> Sequence[Run]:
+        """Queue those that the kernel copies faster; the others. Raises DeviceError."""
+        if self._found is None:
+            return runs
+        kernel, limits = self._found
+        small = [run for run in runs if run.nbytes <= limits[way] and _is_aligned(run)]
+        if len(small) < LEAST_RUNS:
+            return runs
+        kernel.queue(small, stream)
+        return [run for run in runs if run.nbytes > limits[way] or not _is_aligned(run)]
+
+    def settled(self) -> Mapping[Way, int]:
+        """Bytes of the largest runs that the kernel copies; empty where there is none. Waits until that is known."""
+        self._thread.join()
+        return {} if self._found is None else self._found[1]
+
+    def close(self) -> None:
+        """The copies have ended. Idempotent."""
+        self._thread.join()
+        self._found = None
+
+    def _run(self) -> None:
+        wanted = os.environ.get(VARIABLE, "")
+        if wanted and not wanted.isdecimal():
+            _log.warning("%s must be a number of bytes, got %r: it counts as 0", VARIABLE, wanted)
+        if wanted and not (wanted.isdecimal() and int(wanted)):
+            return
+        try:
+            with self._device.current():
+                kernel = GatherKernel(self._device)
+                limits = {way: int(wanted) for way in WAYS} if wanted else _limits(self._device, kernel)
+            self._found = kernel, limits
+            _log.info("a kernel copies runs of so many bytes at most: %s", limits)
+        except (CompileError, DeviceError) as error:
+            _log.info("small runs are copied in batches: %s", error)
+
+
+def _is_aligned(run: Run) -> bool:
+    return not (run.to | run.source | run.nbytes) % ALIGNED_BYTES
+
+
+def _limits(device: DeviceMemory, kernel: GatherKernel) -> dict[Way, int]:
+    with _measuring:
+        if device.index not in _measured:
+            with _Scratch(device) as scratch:
+                _measured[device.index] = {way: scratch.largest(kernel, way) for way in WAYS}
+        return _measured[device.index]
+
+
+class _Scratch:
+    """Memory on the device and on the host, and a stream, to measure with."""
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+        self._is_batched = has_batches(device.driver)
+        with contextlib.ExitStack() as undo:
+            self._stream = device.call("cuStreamCreate", 1)
+            undo.callback(device.quietly, "cuStreamDestroy", self._stream)
+            self._pool = device.call("cuMemAlloc", 2 * MOVED_BYTES)
+            undo.callback(device.quietly, "cuMemFree", self._pool)
+            self._packed = device.call("cuMemAlloc", MOVED_BYTES)
+            undo.callback(device.quietly, "cuMemFree", self._packed)
+            self._host = np.frombuffer(mmap.mmap(-1, MOVED_BYTES), np.uint8)
+            device.call("cuMemHostRegister", self._host.ctypes.data, MOVED_BYTES, FOR_KERNELS)
+            undo.callback(device.quietly, "cuMemHostUnregister", self._host.ctypes.data)
+            self._ending = undo.pop_all()
+
+    def __enter__(self) -> _Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
+
+    def largest(self, kernel: GatherKernel, way: Way) -> int:
+        """The largest size at which, as at all smaller ones, the kernel is clearly faster; 0: none."""
+        found = 0
+        for nbytes in _SIZES:
+            runs = self._runs(nbytes, way)
+            by_kernel_s = self._seconds(partial(kernel.queue, runs, self._stream))
+            by_batch_s = self._seconds(partial(self._batch, runs, way))
+            if by_kernel_s > _GAIN * by_batch_s:
+                break
+            found = nbytes
+        return found
+
+    def _batch(self, runs: Sequence[Run], way: Way) -> None:
+        queue_copies(self._device.driver, runs, way, self._stream, is_batched=self._is_batched)
+
+    def _runs(self, nbytes: int, way: Way) -> list[Run]:
+        """Between packed memory and pages with gaps between them, so that no two runs are neighbours."""
+        packed = self._packed if way == "on device" else self._host.ctypes.data
+        runs = []
+        for number in range(MOVED_BYTES // nbytes):
+            page, at = int(self._pool) + 2 * number * nbytes, int(packed) + number * nbytes
+            runs.append(Run(at, page, nbytes) if way == "to host" else Run(page, at, nbytes))
+        return runs
+
+    def _seconds(self, queue: Callable[[], None]) -> float:
+        """From the call until the copies have ended, the least of some turns: what runs beside only adds to it."""
+        taken = []
+        for _ in range(_TURNS):
+            begin = time.perf_counter()
+            queue()
+            self._device.call("cuStreamSynchronize", self._stream)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)

@@ -1,0 +1,99 @@
+"""Copies of many small runs by a kernel: the driver takes half a microsecond for each run of a batch, however small.
+
+Owns the kernel, the host memory that it finds its runs in (sheets), and an event for each sheet. The kernel comes from
+NVRTC (extra `cuda`). Never decides which runs are small. One thread at a time calls `queue`.
+Invariant: a sheet is not written again before the kernel that reads it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_proto.cuda_compiler import Program, compile_program
+from kvstore_proto.cuda_copies import Run
+
+ALIGNED_BYTES = 16  # of each address and length
+THREADS = 256  # of a thread block
+BLOCKS = 16  # that run at once: most of the device stays with the steps of the engine
+MOST_RUNS = 1024  # of one launch
+_SHEETS = 64
+_RUN = np.dtype([("to", "<u8"), ("source", "<u8"), ("nbytes", "<u8")])
+PROGRAM = Program(Path(__file__).parent / "csrc", "gather.cu", (("KV_THREADS", str(THREADS)),))
+KERNEL = "kv_copy_runs"
+FOR_KERNELS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
+_NO_TIMING_BLOCKING_SYNC = 3
+_MAJOR, _MINOR, _SAME_POINTERS = 75, 76, 91  # CUdevice_attribute
+LONGEST_COMPILATION_S = 60.0
+
+
+class Argument(ctypes.Structure):
+    """`runs`: the address of `count` records of _RUN."""
+
+    _fields_ = (("runs", ctypes.c_void_p), ("count", ctypes.c_uint64))
+
+
+class GatherKernel:
+    """Raises CompileError where the kernel cannot be compiled, DeviceError. The device's context has to be current,
+    here and in `queue`."""
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+        major, minor, same_pointers = (_attribute(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
+        if not same_pointers:
+            raise DeviceError("cuDeviceGetAttribute", 801, "this device has host memory at other addresses")
+        cubin = compile_program(PROGRAM, f"sm_{major}{minor}", longest_s=LONGEST_COMPILATION_S)
+        with contextlib.ExitStack() as undo:
+            module = device.call("cuModuleLoadData", cubin)
+            undo.callback(device.quietly, "cuModuleUnload", module)
+            self._function = device.call("cuModuleGetFunction", module, KERNEL.encode())
+            memory = mmap.mmap(-1, _SHEETS * MOST_RUNS * _RUN.itemsize)
+            self._rows = np.frombuffer(memory, _RUN).reshape(_SHEETS, MOST_RUNS)
+            self._rows.flags.writeable = True
+            address = self._rows.ctypes.data
+            device.call("cuMemHostRegister", address, len(memory), FOR_KERNELS)
+            undo.callback(device.quietly, "cuMemHostUnregister", address)
+            self._events: list[Any] = []
+            for _ in range(_SHEETS):
+                self._events.append(device.call("cuEventCreate", _NO_TIMING_BLOCKING_SYNC))
+                undo.callback(device.quietly, "cuEventDestroy", self._events[-1])
+            ending = undo.pop_all()
+        self._next = 0
+        weakref.finalize(self, _end, device, ending, self._rows, self._events).atexit = False  # the driver may be gone
+
+    def queue(self, runs: Sequence[Run], stream: Any) -> None:
+        """Queue copies of any memory that the device may use, in no order among them. Each address and length is a
+        multiple of ALIGNED_BYTES. Raises DeviceError."""
+        for start in range(0, len(runs), MOST_RUNS):
+            part = runs[start : start + MOST_RUNS]
+            sheet, self._next = self._next, (self._next + 1) % _SHEETS
+            self._device.call("cuEventSynchronize", self._events[sheet])
+            rows = self._rows[sheet]
+            rows[: len(part)] = [(run.to, run.source, run.nbytes) for run in part]
+            self._launch(Argument(rows.ctypes.data, len(part)), stream)
+            self._device.call("cuEventRecord", self._events[sheet], stream)
+
+    def _launch(self, argument: Argument, stream: Any) -> None:
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        grid, block = (min(argument.count, BLOCKS), 1, 1), (THREADS, 1, 1)
+        self._device.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, ctypes.addressof(parameters), 0)
+
+
+def _attribute(device: DeviceMemory, number: int) -> int:
+    name = device.driver.CUdevice_attribute(number)
+    return int(device.call("cuDeviceGetAttribute", name, device.call("cuDeviceGet", device.index)))
+
+
+def _end(device: DeviceMemory, ending: contextlib.ExitStack, _rows: object, events: Sequence[Any]) -> None:
+    """`_rows` live until the device does not know them any more."""
+    with contextlib.suppress(DeviceError), device.current(), ending:
+        for event in events:
+            device.quietly("cuEventSynchronize", event)
