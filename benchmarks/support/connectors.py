@@ -6,6 +6,7 @@ Each owns its engine and its sessions, and is asked from an empty cache of its o
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,6 +54,8 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(str(saved_model()), dtype=torch.float32).eval()
+        names = inspect.signature(self._model.forward).parameters
+        self._argument = "cache" if "cache" in names else "past_key_values"  # before Transformers 5.24
 
     def connect(self, socket_dir: Path) -> None:
         from kvstore_client.hooks.transformers import kvstore_session
@@ -68,7 +71,7 @@ class Transformers:
         begin = time.perf_counter()
         if way in (CHOICE, LOAD):
             cache = KVStoreCache(self._session, self._model, deadline_s=DEADLINE_S, always_load=way == LOAD)
-        answer = self._model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        answer = self._model.generate(ids, **{self._argument: cache}, max_new_tokens=1, do_sample=False)
         ttft_s = time.perf_counter() - begin
         if cache is None:
             return Answer(ttft_s, int(answer[0, -1]), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -108,6 +109,19 @@ def test_the_answer_is_the_one_without_a_store(session: Session, model: PreTrain
     assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), plain)
     # All but one token of a prompt that is stored whole; else its full blocks.
     assert cache.report.restored_tokens == min(length // BLOCK * BLOCK, length - 1)
+
+
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+def test_either_name_of_the_argument_does(session: Session, model: PreTrainedModel, keyword: str) -> None:
+    if keyword not in inspect.signature(model.forward).parameters and keyword == "cache":
+        pytest.skip("this Transformers calls it past_key_values alone")
+    ids = prompt(90, seed=90)
+    expected = stored(session, model, ids)
+    cache = new_cache(session, model)
+    assert torch.equal(model.generate(ids, **{keyword: cache}, **ASKED), expected)
+    with torch.no_grad():
+        further = model(expected[:, cache.get_seq_length() :], **{keyword: cache}).logits
+    assert cache.report.restored_tokens == 88 and further.shape[1] == 1
 
 
 def test_a_socket_directory_is_enough(daemon: RunningDaemon, session: Session, model: PreTrainedModel) -> None:
