@@ -130,7 +130,7 @@ class Vllm:
     block_tokens = 128
 
     def __init__(self, _threads: int) -> None:
-        self._model = vllm_engine.model()
+        self._model = vllm_engine.model("float32")
         self._running = ExitStack()
         self._engines: dict[str, vllm_engine.EngineProcess] = {}
 
@@ -139,7 +139,9 @@ class Vllm:
         chosen = {"socket": str(socket_dir), "lookup_deadline_ms": int(1000 * DEADLINE_S)}
         patient = {"always_load": True, "load_deadline_ms": LONGEST_LOAD_MS, "beside_deadline_ms": LONGEST_LOAD_MS}
         for way, settings in ((COMPUTE, None), (CHOICE, chosen), (LOAD, chosen | patient)):
-            engine = vllm_engine.started(logs / f"{way}.log", self._model, settings, enable_prefix_caching=False)
+            engine = vllm_engine.started(
+                logs / f"{way}.log", self._model, settings, dtype="float32", enable_prefix_caching=False
+            )
             self._engines[way] = self._running.enter_context(engine)
 
     def ask(self, way: str, prompt: list[int]) -> Answer:

@@ -22,11 +22,12 @@ __all__ = ["PYTHON", "Answer", "EngineDied", "EngineProcess", "model", "started"
 PYTHON = Path(os.environ.get("KVSTORED_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
 
 
-def model() -> str:
-    """The folder of SmolLM2 as vLLM reads it; the first time it is fetched and converted. SystemExit without vLLM."""
+def model(dtype: str = "bfloat16") -> str:
+    """The folder of SmolLM2 as vLLM reads it, in "bfloat16" or "float32"; the first time it is fetched and converted.
+    SystemExit without vLLM."""
     if not PYTHON.exists():
         raise SystemExit(f"there is no {PYTHON}: make test-vllm makes it, or set KVSTORED_VLLM_PYTHON")
-    command = [str(PYTHON), "-m", "tests.vllm.smollm2", "bfloat16"]
+    command = [str(PYTHON), "-m", "tests.vllm.smollm2", dtype]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit("the model could not be converted; what went wrong stands above")
