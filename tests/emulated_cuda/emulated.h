@@ -26,7 +26,7 @@ enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
     INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, LAUNCH_TIMEOUT = 702, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800,
-    NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900
+    NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901
 };
 
 enum { DEVICES = 2, GRANULARITY = 2 << 20, RIGHT_READ = 1, RIGHT_WRITE = 2, POISON = 0xA5, SPOIL = -1 };
@@ -49,6 +49,12 @@ extern pthread_mutex_t emulated_lock;
 /* faults.c: called first by every function of the driver. */
 CUresult enter(const char *name);            /* SUCCESS, or what was ordered for this call */
 CUresult enter_context(const char *name);    /* the same, and that there is a context which is not broken */
+
+/* capture.c */
+void capture_begun(int mode);
+bool capture_ended(int mode);               /* whether nothing has spoiled it */
+CUresult forbidden(const char *name);       /* CAPTURE_UNSUPPORTED, for a call that a capture forbids */
+
 void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 long setting(const char *name, long otherwise);
 

@@ -106,5 +106,7 @@ CUresult enter_context(const char *name) {
     if (result)
         return result;
     int device = current_device();
-    return device < 0 ? INVALID_CONTEXT : broken(device);
+    if (device < 0)
+        return INVALID_CONTEXT;
+    return broken(device) ? broken(device) : forbidden(name);
 }

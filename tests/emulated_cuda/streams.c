@@ -28,6 +28,7 @@ struct stream {
     struct stream *next;
     struct work *captured, *captured_last;
     bool is_capturing;
+    int capture_mode;
     unsigned seed, number; /* from 1, in the order in which streams were made */
 };
 
@@ -234,8 +235,11 @@ EXPORTED CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
     ENTER("cuStreamBeginCapture");
     pthread_mutex_lock(&emulated_lock);
     CUresult result = !is_known(stream) ? INVALID_HANDLE : stream->is_capturing || mode < 0 || mode > 2 ? INVALID_VALUE : 0;
-    if (!result)
+    if (!result) {
         stream->is_capturing = true;
+        stream->capture_mode = mode;
+        capture_begun(mode);
+    }
     pthread_mutex_unlock(&emulated_lock);
     return result;
 }
@@ -249,6 +253,8 @@ EXPORTED CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) {
         (*graph)->first = stream->captured;
         stream->captured = stream->captured_last = NULL;
         stream->is_capturing = false;
+        if (!capture_ended(stream->capture_mode))
+            result = CAPTURE_INVALIDATED;
     }
     pthread_mutex_unlock(&emulated_lock);
     return result;

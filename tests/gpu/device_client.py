@@ -7,6 +7,7 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
 ["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
 ["store-at-once", conversation, blocks] (one event behind all layers), ["crossover"] (what the kernel copies, by way),
+["load-captured", conversation, blocks] (while a stream is captured),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
 ["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
 """
@@ -62,7 +63,7 @@ class Client:
         if command.startswith("vllm."):
             assert self.worker is not None
             return self.worker.obey(command.removeprefix("vllm."), *numbers)
-        if command in ("load", "store", "store-at-once", "register", "registered", "crossover"):
+        if command in ("load", "load-captured", "store", "store-at-once", "register", "registered", "crossover"):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)

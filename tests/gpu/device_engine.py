@@ -54,6 +54,8 @@ class EmulatedEngine:
             return {"pieces": self._registered()}
         if command == "crossover":
             return dict(self.transfers.means.crossover.settled())
+        if command == "load-captured":
+            return self._captured(*numbers)
         number, blocks = numbers
         pages = self._random.sample(range(PAGES), blocks)
         return self._load(number, pages) if command == "load" else self._store(number, pages, command)
@@ -79,6 +81,21 @@ class EmulatedEngine:
             "blocks": len(pages), "on_device": on_device, "right": right, "valid": valid,
             "registered": self._registered(),
         }  # fmt: skip
+
+    def _captured(self, number: int, blocks: int) -> dict[str, Any]:
+        """Begin copies anew and load while a stream is captured as torch does it: no thread may spoil the graph."""
+        with self.device.current():
+            stream = self.device.call("cuStreamCreate", 1)
+            modes = self.device.driver.CUstreamCaptureMode
+            self.device.call("cuStreamBeginCapture", stream, modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self.transfers.close()
+        self.transfers = DeviceTransfers(self.device, self.pool)
+        self.transfers.means.crossover.settled()
+        assert self.transfers.registered.settle(30.0)
+        found = self._load(number, self._random.sample(range(PAGES), blocks))
+        with self.device.current():
+            self.device.call("cuStreamEndCapture", stream)
+        return found
 
     def _registered(self) -> int:
         return sum(part.is_made for part in self.transfers.registered._parts.values())

@@ -85,6 +85,14 @@ def test_what_is_faster_is_measured_and_leaves_no_memory_behind(daemon: RunningD
         assert loaded(client, 1)[0]
 
 
+def test_no_graph_is_spoiled_that_the_engine_captures_meanwhile(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon, **{crossover.VARIABLE: ""}) as client:
+        put_conversation(session, 1, BLOCKS, wait="settled")
+        found = client("load-captured", 1, BLOCKS)
+        assert (found["right"], found["blocks"]) == (True, BLOCKS) and found["registered"] > 0
+        assert client("crossover") != {}
+
+
 @pytest.mark.parametrize(
     "fault",
     [

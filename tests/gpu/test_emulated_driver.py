@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import pytest
 from tests.emulated_cuda.build import driver_directory
 
 CHUNK = 2 << 20
-INVALID, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY, ILLEGAL, CAPTURE_UNSUPPORTED = 1, 2, 400, 600, 700, 900
+INVALID, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY, ILLEGAL = 1, 2, 400, 600, 700
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 READ, READ_WRITE = 1, 3
 _NODES = itertools.count()
 
@@ -44,9 +46,9 @@ class Driver:
         self.library = ctypes.CDLL(str(path))
         self.device = device
         self.must("cuInit", 0)
-        context = ctypes.c_void_p()
-        self.must("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.must("cuCtxSetCurrent", context)
+        self.context = ctypes.c_void_p()
+        self.must("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self.must("cuCtxSetCurrent", self.context)
         self.stream = ctypes.c_void_p()
         self.must("cuStreamCreate", ctypes.byref(self.stream), 1)
 
@@ -183,6 +185,24 @@ def test_what_a_stream_captures_runs_when_its_graph_is_launched_and_each_time(pa
         source.mapping[:] = content * 4096
         driver.must("cuGraphLaunch", executable, driver.stream)
         assert driver.wait() == 0 and target.mapping[:] == content * 4096
+
+
+def test_a_capture_forbids_other_threads_what_it_cannot_see(path: Path) -> None:
+    driver, graph, memory = Driver(path), ctypes.c_void_p(), Memory(b"1")
+    found = []
+
+    def register(mode: int) -> None:
+        driver.must("cuCtxSetCurrent", driver.context)
+        driver.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(mode)))
+        found.append(driver.call("cuMemHostRegister_v2", memory.pointer, ctypes.c_size_t(4096), 0))
+
+    for mode in (2, 0):
+        driver.must("cuStreamBeginCapture_v2", driver.stream, 0)
+        other = threading.Thread(target=register, args=(mode,))
+        other.start()
+        other.join()
+        found.append(driver.call("cuStreamEndCapture", driver.stream, ctypes.byref(graph)))
+    assert found == [0, 0, CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED]
 
 
 def test_a_copy_from_unregistered_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

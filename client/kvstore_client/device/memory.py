@@ -3,7 +3,8 @@
 Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Never
 copies a payload unless it is asked for one in host memory.
 Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
-engine's context; the caller's context is current again after each call.
+engine's context; the caller's context is current again after each call; no call spoils a CUDA graph that the engine
+captures on another stream meanwhile.
 
 The library is `cuda-bindings`: pip install 'kvstored[gpu]'.
 """
@@ -142,15 +143,10 @@ class DeviceMemory:
         """The library that `call` calls."""
         return self._cuda
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """The device's context is that of this thread meanwhile."""
-        before = self.call("cuCtxGetCurrent")
-        self.call("cuCtxSetCurrent", self._context)
-        try:
-            yield
-        finally:
-            _quietly(self._cuda, "cuCtxSetCurrent", before)
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """The device's context is that of this thread meanwhile, and no capture of the engine forbids it a call: what
+        is called here is no part of any graph."""
+        return _current(self._cuda, self._context)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a function of the driver answers beside its code: one thing, or a tuple. Raises DeviceError."""
@@ -162,10 +158,20 @@ def _quietly(cuda: ModuleType, name: str, *arguments: Any) -> None:
         call(cuda, name, *arguments)
 
 
+@contextlib.contextmanager
+def _current(cuda: ModuleType, context: Any) -> Iterator[None]:
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before, mode = call(cuda, "cuCtxGetCurrent"), call(cuda, "cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        call(cuda, "cuCtxSetCurrent", context)
+        yield
+    finally:
+        _quietly(cuda, "cuThreadExchangeStreamCaptureMode", mode)
+        _quietly(cuda, "cuCtxSetCurrent", before)
+
+
 def _unregister(cuda: ModuleType, context: Any, address: int, buffer: mmap.mmap) -> None:
     """`buffer` lives until the device does not know it any more."""
-    before = call(cuda, "cuCtxGetCurrent")
-    _quietly(cuda, "cuCtxSetCurrent", context)
-    _quietly(cuda, "cuMemHostUnregister", address)
-    _quietly(cuda, "cuCtxSetCurrent", before)
+    with contextlib.suppress(DeviceError), _current(cuda, context):
+        _quietly(cuda, "cuMemHostUnregister", address)
     del buffer
