@@ -24,8 +24,8 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     nbytes = min(sizes.copied_bytes, MOST_BYTES)
     driver, memory = Driver(device), DeviceMemory(device)
     pool = on_device(driver, 2 * nbytes)
-    filled, source, why = arena(driver, nbytes)
-    stored, staging = pinned(driver, nbytes)
+    filled, source, why = arena(driver, nbytes, for_kernels=True)
+    stored, staging = pinned(driver, nbytes, for_kernels=True)
     pages = random.Random(0).sample(range(2 * nbytes // RUN_BYTES), nbytes // RUN_BYTES)
     places = [(pool + page * RUN_BYTES, number * RUN_BYTES) for number, page in enumerate(pages)]
     try:

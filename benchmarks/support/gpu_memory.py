@@ -19,15 +19,15 @@ from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 
 
-def pinned(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int]:
+def pinned(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int]:
     """Registered memory of this process, and its address."""
     mapping = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    driver.register(address, nbytes)
+    driver.register(address, nbytes, for_kernels=for_kernels)
     return mapping, address
 
 
-def arena(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int, str]:
+def arena(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int, str]:
     """A memfd with bytes in it, mapped as a client maps an arena: read-only, and registered so. The mapping, its
     address, and why it had to be mapped writable where the device cannot register memory read-only."""
     descriptor = os.memfd_create("arena")
@@ -39,14 +39,14 @@ def arena(driver: Driver, nbytes: int) -> tuple[mmap.mmap, int, str]:
         mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         try:
-            driver.register(address, nbytes, read_only=True)
+            driver.register(address, nbytes, read_only=True, for_kernels=for_kernels)
         except DriverError as error:
             if error.is_final:
                 raise
             why = str(error)
             mapping = mmap.mmap(descriptor, nbytes)
             address = np.frombuffer(mapping, np.uint8).ctypes.data
-            driver.register(address, nbytes)
+            driver.register(address, nbytes, for_kernels=for_kernels)
     finally:
         os.close(descriptor)
     return mapping, address, why

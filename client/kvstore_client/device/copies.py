@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_proto.cuda_copies import Run, Way, has_batches, merged, queue_copies
 
 _NON_BLOCKING = 1
-_HIGHEST = -1000  # priority: the driver takes the highest that there is
 Small = Callable[[Sequence[Run], Way, Any], Sequence[Run]]
 
 
@@ -25,7 +25,7 @@ class CopyStream:
     def __init__(self, device: DeviceMemory, queue_small: Small) -> None:
         self._device, self._queue_small = device, queue_small
         self._is_batched = has_batches(device.driver)
-        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, _HIGHEST)
+        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, HIGHEST_PRIORITY)
 
     def queue(self, runs: Sequence[Run], way: Way) -> None:
         """Queue copies, in no order among them, neighbours as one."""

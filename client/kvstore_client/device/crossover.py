@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import threading
@@ -19,17 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, GatherKernel
-from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, HIGHEST_PRIORITY, GatherKernel
+from kvstore_client.device.memory import DeviceMemory
 from kvstore_proto.cuda_copies import Run, Way, has_batches, queue_copies
-from kvstore_proto.nvrtc import CompileError
 
 VARIABLE = "KVSTORED_GATHER_BYTES"
 LEAST_RUNS = 8  # fewer are not worth a launch
 WAYS: tuple[Way, ...] = ("to device", "to host", "on device")
 _SIZES = tuple(1024 << power for power in range(2, 8))  # 4 to 128 KiB
 MOVED_BYTES = 4 << 20
-_TURNS = 5
+_TURNS, _PAUSE_S = 5, 0.01
 _GAIN = 0.9  # of the batch's time the kernel may take
 _log = logging.getLogger(__name__)
 _measuring = threading.Lock()
@@ -37,24 +37,27 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class Crossover:
-    """Which copies are the kernel's. `close` waits for the thread."""
+    """Which copies are the kernel's. After `close` none are."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
         self._found: tuple[GatherKernel, Mapping[Way, int]] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # of both
         self._thread = threading.Thread(target=self._run, name="kvstore-gather", daemon=True)
         self._thread.start()
 
     def queue_small(self, runs: Sequence[Run], way: Way, stream: Any) -> Sequence[Run]:
         """Queue those that the kernel copies faster; the others. Raises DeviceError."""
-        if self._found is None:
+        found = self._found
+        if found is None:
             return runs
-        kernel, limits = self._found
+        kernel, limits = found
         small = [run for run in runs if run.nbytes <= limits[way] and _is_aligned(run)]
         if len(small) < LEAST_RUNS:
             return runs
-        kernel.queue(small, stream)
-        return [run for run in runs if run.nbytes > limits[way] or not _is_aligned(run)]
+        left = kernel.queue(small, stream)
+        return [*left, *(run for run in runs if run.nbytes > limits[way] or not _is_aligned(run))]
 
     def settled(self) -> Mapping[Way, int]:
         """Bytes of the largest runs that the kernel copies; empty where there is none. Waits until that is known."""
@@ -62,9 +65,9 @@ class Crossover:
         return {} if self._found is None else self._found[1]
 
     def close(self) -> None:
-        """The copies have ended. Idempotent."""
-        self._thread.join()
-        self._found = None
+        """It waits neither for the thread, which may be compiling, nor for copies. Idempotent."""
+        with self._lock:
+            self._is_closed, self._found = True, None
 
     def _run(self) -> None:
         wanted = os.environ.get(VARIABLE, "")
@@ -76,9 +79,10 @@ class Crossover:
             with self._device.current():
                 kernel = GatherKernel(self._device)
                 limits = {way: int(wanted) for way in WAYS} if wanted else _limits(self._device, kernel)
-            self._found = kernel, limits
+            with self._lock:
+                self._found = None if self._is_closed else (kernel, limits)
             _log.info("a kernel copies runs of so many bytes at most: %s", limits)
-        except (CompileError, DeviceError) as error:
+        except Exception as error:  # no kernel is no harm
             _log.info("small runs are copied in batches: %s", error)
 
 
@@ -101,7 +105,7 @@ class _Scratch:
         self._device = device
         self._is_batched = has_batches(device.driver)
         with contextlib.ExitStack() as undo:
-            self._stream = device.call("cuStreamCreate", 1)
+            self._stream = device.call("cuStreamCreateWithPriority", 1, HIGHEST_PRIORITY)  # as that of the copies
             undo.callback(device.quietly, "cuStreamDestroy", self._stream)
             self._pool = device.call("cuMemAlloc", 2 * MOVED_BYTES)
             undo.callback(device.quietly, "cuMemFree", self._pool)
@@ -110,6 +114,7 @@ class _Scratch:
             self._host = np.frombuffer(mmap.mmap(-1, MOVED_BYTES), np.uint8)
             device.call("cuMemHostRegister", self._host.ctypes.data, MOVED_BYTES, FOR_KERNELS)
             undo.callback(device.quietly, "cuMemHostUnregister", self._host.ctypes.data)
+            undo.callback(device.quietly, "cuStreamSynchronize", self._stream)  # comes first
             self._ending = undo.pop_all()
 
     def __enter__(self) -> _Scratch:
@@ -123,8 +128,11 @@ class _Scratch:
         found = 0
         for nbytes in _SIZES:
             runs = self._runs(nbytes, way)
-            by_kernel_s = self._seconds(partial(kernel.queue, runs, self._stream))
-            by_batch_s = self._seconds(partial(self._batch, runs, way))
+            by_kernel_s = by_batch_s = math.inf
+            for _ in range(_TURNS):  # the least of each: what an engine runs meanwhile only adds to it
+                by_kernel_s = min(by_kernel_s, self._seconds(partial(kernel.queue, runs, self._stream)))
+                by_batch_s = min(by_batch_s, self._seconds(partial(self._batch, runs, way)))
+                time.sleep(_PAUSE_S)
             if by_kernel_s > _GAIN * by_batch_s:
                 break
             found = nbytes
@@ -142,12 +150,9 @@ class _Scratch:
             runs.append(Run(at, page, nbytes) if way == "to host" else Run(page, at, nbytes))
         return runs
 
-    def _seconds(self, queue: Callable[[], None]) -> float:
-        """From the call until the copies have ended, the least of some turns: what runs beside only adds to it."""
-        taken = []
-        for _ in range(_TURNS):
-            begin = time.perf_counter()
-            queue()
-            self._device.call("cuStreamSynchronize", self._stream)
-            taken.append(time.perf_counter() - begin)
-        return min(taken)
+    def _seconds(self, queue: Callable[[], object]) -> float:
+        """From the call until the copies have ended."""
+        begin = time.perf_counter()
+        queue()
+        self._device.call("cuStreamSynchronize", self._stream)
+        return time.perf_counter() - begin

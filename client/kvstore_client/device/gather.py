@@ -2,7 +2,7 @@
 
 Owns the kernel, the host memory that it finds its runs in (sheets), and an event for each sheet. The kernel comes from
 NVRTC (extra `cuda`). Never decides which runs are small. One thread at a time calls `queue`.
-Invariant: a sheet is not written again before the kernel that reads it has ended.
+Invariants: a sheet is not written again before the kernel that reads it has ended, and no thread waits for that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ ALIGNED_BYTES = 16  # of each address and length
 THREADS = 256  # of a thread block
 BLOCKS = 16  # that run at once: most of the device stays with the steps of the engine
 MOST_RUNS = 1024  # of one launch
-_SHEETS = 64
+SHEETS = 64
 _RUN = np.dtype([("to", "<u8"), ("source", "<u8"), ("nbytes", "<u8")])
 PROGRAM = Program(Path(__file__).parent / "csrc", "gather.cu", (("KV_THREADS", str(THREADS)),))
 KERNEL = "kv_copy_runs"
 FOR_KERNELS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
-_NO_TIMING_BLOCKING_SYNC = 3
+HIGHEST_PRIORITY = -1000  # of a stream: the driver takes the highest that there is
+_NO_TIMING_BLOCKING_SYNC, _NOT_READY = 3, 600
 _MAJOR, _MINOR, _SAME_POINTERS = 75, 76, 91  # CUdevice_attribute
 LONGEST_COMPILATION_S = 60.0
 
@@ -55,31 +56,46 @@ class GatherKernel:
             module = device.call("cuModuleLoadData", cubin)
             undo.callback(device.quietly, "cuModuleUnload", module)
             self._function = device.call("cuModuleGetFunction", module, KERNEL.encode())
-            memory = mmap.mmap(-1, _SHEETS * MOST_RUNS * _RUN.itemsize)
-            self._rows = np.frombuffer(memory, _RUN).reshape(_SHEETS, MOST_RUNS)
+            memory = mmap.mmap(-1, SHEETS * MOST_RUNS * _RUN.itemsize)
+            self._rows = np.frombuffer(memory, _RUN).reshape(SHEETS, MOST_RUNS)
             self._rows.flags.writeable = True
             address = self._rows.ctypes.data
             device.call("cuMemHostRegister", address, len(memory), FOR_KERNELS)
             undo.callback(device.quietly, "cuMemHostUnregister", address)
             self._events: list[Any] = []
-            for _ in range(_SHEETS):
+            for _ in range(SHEETS):
                 self._events.append(device.call("cuEventCreate", _NO_TIMING_BLOCKING_SYNC))
                 undo.callback(device.quietly, "cuEventDestroy", self._events[-1])
             ending = undo.pop_all()
         self._next = 0
         weakref.finalize(self, _end, device, ending, self._rows, self._events).atexit = False  # the driver may be gone
 
-    def queue(self, runs: Sequence[Run], stream: Any) -> None:
-        """Queue copies of any memory that the device may use, in no order among them. Each address and length is a
-        multiple of ALIGNED_BYTES. Raises DeviceError."""
+    def queue(self, runs: Sequence[Run], stream: Any) -> Sequence[Run]:
+        """Queue copies of any memory that the device may use, in no order among them; those for which no sheet is free
+        are returned. Each address and length is a multiple of ALIGNED_BYTES. Raises DeviceError."""
         for start in range(0, len(runs), MOST_RUNS):
+            if not self._has_ended(self._events[self._next]):
+                return runs[start:]
             part = runs[start : start + MOST_RUNS]
-            sheet, self._next = self._next, (self._next + 1) % _SHEETS
-            self._device.call("cuEventSynchronize", self._events[sheet])
+            sheet, self._next = self._next, (self._next + 1) % SHEETS
             rows = self._rows[sheet]
             rows[: len(part)] = [(run.to, run.source, run.nbytes) for run in part]
             self._launch(Argument(rows.ctypes.data, len(part)), stream)
-            self._device.call("cuEventRecord", self._events[sheet], stream)
+            try:
+                self._device.call("cuEventRecord", self._events[sheet], stream)
+            except DeviceError:
+                self._device.quietly("cuStreamSynchronize", stream)  # nothing else says when its sheet is free
+                raise
+        return ()
+
+    def _has_ended(self, event: Any) -> bool:
+        try:
+            self._device.call("cuEventQuery", event)
+        except DeviceError as error:
+            if error.code != _NOT_READY:
+                raise
+            return False
+        return True
 
     def _launch(self, argument: Argument, stream: Any) -> None:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))

@@ -58,13 +58,13 @@ class CopyMeans:
             if self._is_closed:
                 return
             self._is_closed = True
+            self.crossover.close()
             with self.device.current():
                 self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
                 if self._owns_registered:
                     self.registered.close()
                 self._ending()
-            self.crossover.close()
 
     def check_open(self) -> None:
         """Raises KVStoreError after `close`; for the thread that holds `using`."""
