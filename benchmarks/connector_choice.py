@@ -10,11 +10,11 @@ not count, and keeps for the next. The first token must be the same all four way
 
 Needs idle cores. Transformers and llama-cpp-python must be in the Python that runs this; vLLM runs in the environment
 that `make test-vllm` makes (.venv-vllm, or KVSTORED_VLLM_PYTHON). Without --connector those that are there run, about 6
-minutes each on two cores.
+minutes each on two cores, vLLM, whose engines start anew for each ratio, 20.
 
 examples:
   .venv/bin/python benchmarks/connector_choice.py --connector transformers
-  .venv/bin/python benchmarks/connector_choice.py --connector vllm --tokens 1024
+  .venv/bin/python benchmarks/connector_choice.py --connector vllm --rounds 3
   .venv-llama-cpp/bin/python benchmarks/connector_choice.py --connector llama-cpp --json
   .venv/bin/python benchmarks/connector_choice.py --quick --threads 1 --ratios 0.25 4
 """

@@ -39,7 +39,7 @@ class Engine(Protocol):
 
     def connect(self, socket_dir: Path) -> None: ...
     def ask(self, way: str, prompt: list[int]) -> Answer:
-        """The prompt from an empty engine; storing comes after the first token, and has ended on return."""
+        """The prompt from an empty engine; what it computed is stored after the first token, or soon after return."""
 
     def disconnect(self) -> None: ...
 

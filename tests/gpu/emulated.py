@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvstore_client.device import crossover
-from kvstore_proto.cuda_compiler import compile_program
+from kvstore_proto.cuda_compiler import Program, compile_program
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.checksums import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.emulated_cuda.build import driver_directory
 
-ARCHITECTURE = "sm_90"  # of the emulated devices
 _NODES = itertools.count()
+
+
+def compiled(program: Program) -> bytes:
+    """The cubin for the emulated devices, kept for processes that find their driver: NVRTC crashes there. Raises
+    CompileError."""
+    return compile_program(program, "sm_90")
 
 
 def emulated_node(
@@ -31,7 +36,7 @@ def emulated_node(
             pytest.skip("needs the emulated driver: failures on demand, or devices that are as it says")
         return {}
     with contextlib.suppress(CompileError):
-        compile_program(PROGRAM, ARCHITECTURE)  # here, and kept: NVRTC crashes where it finds the emulated driver
+        compiled(PROGRAM)
     variables = {
         "LD_LIBRARY_PATH": str(driver_directory()),
         "EMULATED_CUDA_NODE": f"tier{os.getpid()}-{next(_NODES)}",

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvstore_client.device import crossover, gather
-from kvstore_proto.cuda_compiler import compile_program
 from tests.cuda_shim.build import shim_library
 from tests.gpu.device_engine import POOL_BYTES
-from tests.gpu.emulated import emulated_node
+from tests.gpu.emulated import compiled, emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import put_conversation
@@ -27,7 +26,7 @@ NO_KERNEL = {"EMULATED_CUDA_FAULTS": "cuLaunchKernel:0=999"}
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
     need_nvrtc()
-    compile_program(gather.PROGRAM, "sm_90")  # here, and kept: NVRTC crashes where it finds the emulated driver
+    compiled(gather.PROGRAM)
     for name, value in emulated_node(must_emulate=True).items():
         monkeypatch.setenv(name, value)
     with running_daemon(*SETTINGS) as running:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvstore_proto.cuda_compiler import compile_program
 from kvstore_tiers.gpu.checksums import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
 from tests.cuda_shim.build import shim_library
+from tests.gpu.emulated import compiled
 from tests.gpu.test_emulated_driver import (
     CHUNK,
     ILLEGAL,
@@ -64,7 +64,7 @@ class Kernel:
 
 def cubin() -> bytes:
     need_nvrtc()
-    return compile_program(PROGRAM, "sm_90")
+    return compiled(PROGRAM)
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,10 @@ import pytest
 
 from kvstore_client.device import crossover, gather
 from kvstore_engine.kernels.cuda import PagedAttention, Program
-from kvstore_proto.cuda_compiler import compile_program
 from kvstore_tiers.gpu.checksums import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
-from tests.gpu.emulated import emulated_node
+from tests.gpu.emulated import compiled, emulated_node
 from tests.reference.benchmark_scripts import BENCHMARKS, importable
 from tests.reference.running_daemon import eventually
 from tests.tidy.tree import ROOT
@@ -60,7 +59,7 @@ def only(*names: str) -> list[str]:
 
 
 def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) -> None:
-    compile_program(PROGRAM, "sm_90")  # as below
+    compiled(PROGRAM)
     ended = check(*only(*PROMISES, *SPEEDS), "--json", "--out", str(tmp_path / "out"))
     records = json.loads(ended.stdout)
     answers = {record["question"]: record["answer"] for record in records}
@@ -86,7 +85,7 @@ def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device
 
     programs = PagedAttention(ShimLauncher(), BF16).program, Program.of("blocks.cu")
     for program in programs:
-        compile_program(program, "sm_90")  # here, and kept: NVRTC crashes where it finds the emulated driver
+        compiled(program)
     libraries = ":".join(str(shim_library(program)) for program in programs)
     ended = check(*only(*OF_ONE_PROGRAM), "--json", EMULATED_CUDA_KERNELS=libraries)
     records = json.loads(ended.stdout)
@@ -96,7 +95,7 @@ def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device
 
 
 def test_the_clients_kernel_moves_the_right_bytes_out_of_a_read_only_arena() -> None:
-    compile_program(gather.PROGRAM, "sm_90")  # as above
+    compiled(gather.PROGRAM)
     variables = {"EMULATED_CUDA_KERNELS": str(shim_library(gather.PROGRAM)), crossover.VARIABLE: ""}
     (record,) = json.loads(check(*only("client-gather"), "--json", **variables).stdout)
     assert record["answer"] == "yes" and "moves the right bytes" in record["says"], record

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_client.device import gather
 from kvstore_engine.kernels.cuda import (
     BlockMover,
     CacheShape,
@@ -23,6 +24,7 @@ from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
 from kvstore_proto import cuda_compiler, kernel_cache, nvrtc
 from kvstore_proto.cuda_compiler import compile_program, compile_with_log
 from kvstore_proto.nvrtc import CompileError
+from kvstore_tiers.gpu import checksums
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.nvrtc import need_nvrtc
 
@@ -48,7 +50,7 @@ def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> 
     for shape in SHAPES:
         programs += [PagedAttention(ShimLauncher(), shape).program, RopeCache(ShimLauncher(), shape).program]
     assert {program.source for program in programs} == {path.name for path in SOURCES.glob("*.cu")}
-    for program in programs:
+    for program in (*programs, checksums.PROGRAM, gather.PROGRAM):
         cubin, log = compile_with_log(program, architecture, "--ptxas-options=-v")
         assert cubin.startswith(b"\x7fELF"), program
         assert SPILLS.findall(log) and set(SPILLS.findall(log)) == {"0"}, f"{program}\n{log}"

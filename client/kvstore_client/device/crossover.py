@@ -53,11 +53,11 @@ class Crossover:
         if found is None:
             return runs
         kernel, limits = found
-        small = [run for run in runs if run.nbytes <= limits[way] and _is_aligned(run)]
-        if len(small) < LEAST_RUNS:
-            return runs
-        left = kernel.queue(small, stream)
-        return [*left, *(run for run in runs if run.nbytes > limits[way] or not _is_aligned(run))]
+        small: list[Run] = []
+        others: list[Run] = []
+        for run in runs:
+            (small if run.nbytes <= limits[way] and _is_aligned(run) else others).append(run)
+        return runs if len(small) < LEAST_RUNS else [*kernel.queue(small, stream), *others]
 
     def settled(self) -> Mapping[Way, int]:
         """Bytes of the largest runs that the kernel copies; empty where there is none. Waits until that is known."""

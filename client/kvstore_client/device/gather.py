@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of
 from kvstore_proto.cuda_compiler import Program, compile_program
 from kvstore_proto.cuda_copies import Run
 
@@ -48,7 +48,7 @@ class GatherKernel:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        major, minor, same_pointers = (_attribute(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
+        major, minor, same_pointers = (attribute_of(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
         if not same_pointers:
             raise DeviceError("cuDeviceGetAttribute", 801, "this device has host memory at other addresses")
         cubin = compile_program(PROGRAM, f"sm_{major}{minor}", longest_s=LONGEST_COMPILATION_S)
@@ -101,11 +101,6 @@ class GatherKernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         grid, block = (min(argument.count, BLOCKS), 1, 1), (THREADS, 1, 1)
         self._device.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, ctypes.addressof(parameters), 0)
-
-
-def _attribute(device: DeviceMemory, number: int) -> int:
-    name = device.driver.CUdevice_attribute(number)
-    return int(device.call("cuDeviceGetAttribute", name, device.call("cuDeviceGet", device.index)))
 
 
 def _end(device: DeviceMemory, ending: contextlib.ExitStack, _rows: object, events: Sequence[Any]) -> None:

@@ -153,6 +153,12 @@ class DeviceMemory:
         return call(self._cuda, name, *arguments)
 
 
+def attribute_of(device: DeviceMemory, number: int) -> int:
+    """A CUdevice_attribute of the device. Raises DeviceError."""
+    name = device.driver.CUdevice_attribute(number)
+    return int(device.call("cuDeviceGetAttribute", name, device.call("cuDeviceGet", device.index)))
+
+
 def _quietly(cuda: ModuleType, name: str, *arguments: Any) -> None:
     with contextlib.suppress(DeviceError):
         call(cuda, name, *arguments)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore_client.device.gather import FOR_KERNELS
-from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of
 from kvstore_client.memory import Bytes
 
 REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
@@ -46,10 +46,7 @@ class RegisteredMemory:
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
         with device.current():
-            supported = device.driver.CUdevice_attribute(_READ_ONLY_SUPPORTED)
-            self._can_read_only = bool(
-                device.call("cuDeviceGetAttribute", supported, device.call("cuDeviceGet", device.index))
-            )
+            self._can_read_only = bool(attribute_of(device, _READ_ONLY_SUPPORTED))
         self._changed = threading.Condition()
         self._parts: dict[int, Registration] = {}  # by address
         self._wanted: deque[Registration] = deque()

@@ -52,7 +52,8 @@ class Stores:
         to = address if taken is not None else self._buffer.__array_interface__["data"][0] + storing.at
         try:
             layers = range(len(pool.layers))
-            for at, group in enumerate([[layer] for layer in layers] if len(after) > 1 else [layers]):
+            groups = [range(layer, layer + 1) for layer in layers] if len(after) > 1 else [layers]
+            for at, group in enumerate(groups):
                 if at < len(after):
                     self._stream.wait(after[at])
                 pieces = [piece for layer in group for piece in pool.pieces(layer, page)]
