@@ -4,7 +4,7 @@ answer, and hints that are made up. Hints that a daemon recorded are in `recorde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from kvstored.simulator.hints import Hints, made_up
@@ -17,15 +17,15 @@ ANSWER_TOKEN_NS = 20_000_000
 
 
 class EngineReports:
-    """`tenants`: the residency's number of each of the trace's."""
+    """`tenant_of`: the residency's number of a tenant of the trace."""
 
     def __init__(
-        self, trace: Trace, hints: Hints, policy: Policy, residency: ResidencyView, tenants: Mapping[int, int]
+        self, trace: Trace, hints: Hints, policy: Policy, residency: ResidencyView, tenant_of: Callable[[int], int]
     ) -> None:
         self._trace = trace
         self._policy = policy
         self._residency = residency
-        self._tenants = tenants
+        self._tenant_of = tenant_of
         self._queue_s = hints.queue_s
         self._hints = made_up(trace, hints)
         self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
@@ -67,7 +67,7 @@ class EngineReports:
                 break
             self._queued += 1
             blocks = trace.blocks[trace.starts[later] : trace.starts[later + 1]].tolist()
-            tenant, keys = self._tenants[int(trace.tenants[later])], [trace.key(block) for block in blocks]
+            tenant, keys = self._tenant_of(int(trace.tenants[later])), [trace.key(block) for block in blocks]
             rows = self._residency.find_keys(tenant, keys)
             if rows:
                 deliver_hint((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)

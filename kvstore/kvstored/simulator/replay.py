@@ -87,16 +87,13 @@ class Replay:
         else:
             self.policy = create(settings.policy, self.residency, TIER, wanted)
         self.admission = create_admission(settings.admission, self.residency, TIER, self.policy)
-        self._tenants = {
-            number: self.residency.tenant(f"tenant-{number}") for number in sorted(set(trace.tenants.tolist()))
-        }
         self._compute = ComputeTimes()  # of recorded gets and puts
         self._stored = self._refused = self._evicted = self._expired = self._bypassed = 0
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
         self._reports: EngineReports | None = None
         if type(self.policy).expect is not Policy.expect:  # other policies make no use of it
-            self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenants)
+            self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenant)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
         """The whole trace, once."""
@@ -120,7 +117,7 @@ class Replay:
             if self._reports is not None:
                 self._reports.begins(at, now_ns)
             hits[at] = self.request(
-                asked, op_of[ops[at]], self._tenants[tenants[at]], now_ns, first, int(trace.input_tokens[at])
+                asked, op_of[ops[at]], self._tenant(tenants[at]), now_ns, first, int(trace.input_tokens[at])
             )
         seconds = time.perf_counter() - began
         progress(trace.requests, trace.requests)
@@ -128,6 +125,10 @@ class Replay:
             "evicted": self._evicted, "expired": self._expired, "refused": self._refused, "bypassed": self._bypassed,
         }  # fmt: skip
         return ReplayResult(self.settings, hits, held_block_s, self._stored, evicted, seconds)
+
+    def _tenant(self, number: int) -> int:
+        """The residency's number of a tenant of the trace: known from its first request on, as in the daemon."""
+        return self.residency.tenant(f"tenant-{number}")
 
     def _pass_until(self, now_ns: int) -> float:
         """Let time go by, and what expires on the way expire; the blocks held, times seconds."""
@@ -150,7 +151,7 @@ class Replay:
         for hint in hints_before(trace, at):
             then_ns = min(max(hint.time_ns - first_ns, clock.monotonic_ns()), int(trace.times_ns[at]) - first_ns)
             held_block_s += self._pass_until(then_ns)
-            replay_hint(hint, trace, self._tenants[hint.tenant], self.residency, (self.policy,), clock.set_ns(then_ns))
+            replay_hint(hint, trace, self._tenant(hint.tenant), self.residency, (self.policy,), clock.set_ns(then_ns))
         return held_block_s
 
     def request(
