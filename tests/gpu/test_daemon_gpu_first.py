@@ -74,7 +74,8 @@ def test_the_gpu_never_has_more_than_its_capacity() -> None:
     with running_daemon(*SETTINGS) as daemon, daemon.connect(MODEL) as session:
         for number in range(1, 60):
             put_conversation(session, number, BLOCKS, wait="settled")
-            assert whole(session, number)
+            for _ in range(1 + number // 20):  # what is used more often than others takes their place
+                assert whole(session, number)
             vram = daemon.tiers()["vram"]
             assert vram.used_bytes <= vram.capacity_bytes
         assert eventually(lambda: daemon.tiers()["vram"].evicted_blocks > 0)

@@ -93,8 +93,9 @@ def test_what_leaves_device_memory_goes_to_dram_unless_dram_has_it(tmp_path: Pat
         store.leave_host(first)
         for chain in (2, 3, 4):
             await store.put(keys_of(chain, IN_DEVICE // 2), DurabilityMode.NONE)
-            await store.get(keys_of(chain, IN_DEVICE // 2))
-            await idle(store.small.store.sharing)
+            for _ in range(chain):  # each is used more often than the one before
+                await store.get(keys_of(chain, IN_DEVICE // 2))
+                await idle(store.small.store.sharing)
         places = [store.tiers_of(key) for key in first]
         assert set(places) == {ON[DEVICE], ON[HOST]}, "none is lost, some went to DRAM"
         demoted = store.small.store.flows.tiers[DEVICE].demoted_blocks
@@ -104,6 +105,28 @@ def test_what_leaves_device_memory_goes_to_dram_unless_dram_has_it(tmp_path: Pat
         assert (await store.get(first)).blocks == len(first)
 
     drive(tmp_path, what, "nvme.policy=lru")  # as the device's, which has no section
+
+
+def test_blocks_that_are_used_in_turn_and_have_no_room_together_do_not_displace_each_other(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        counters = store.small.store.counters
+        chains = [keys_of(chain, IN_DEVICE // 2) for chain in range(1, 6)]
+        for keys in chains:
+            await store.put(keys, DurabilityMode.NONE)
+        for _ in range(4):
+            for keys in chains:
+                assert (await store.get(keys)).blocks == len(keys)
+                await idle(store.small.store.sharing)
+        on_device = [all(store.tiers_of(key) & ON[DEVICE] for key in keys) for keys in chains]
+        assert on_device == [True, True, False, False, False]
+        assert counters["device_blocks"] == IN_DEVICE, "each once"
+        assert counters["device_declined_blocks"] > IN_DEVICE
+        for _ in range(2):
+            await store.get(chains[-1])
+            await idle(store.small.store.sharing)
+        assert all(store.tiers_of(key) & ON[DEVICE] for key in chains[-1]), "by then used more often"
+
+    drive(tmp_path, what)
 
 
 @pytest.mark.parametrize("plan", [gone(), (Fault("read", "corrupt"),)], ids=["gone", "corrupt"])

@@ -141,13 +141,14 @@ def test_a_tier_behind_dram_has_what_dram_has_no_room_for() -> None:
 
 
 def test_what_the_device_evicts_is_in_dram_again() -> None:
-    """DRAM has lost the first request's blocks by the time that the device evicts some of them; there is no NVMe."""
+    """DRAM has lost the first request's blocks by the time that the device evicts some of them, for what is used more
+    often; there is no NVMe."""
     trace = asked(
         (0, [0, 1, 2, 3], Op.REQUEST), (100, [9, 8, 7, 6], Op.REQUEST), (200, [19, 18, 17, 16], Op.REQUEST),
-        (300, [0, 1, 2, 3], Op.REQUEST),
+        (250, [19, 18, 17, 16], Op.REQUEST), (300, [0, 1, 2, 3], Op.REQUEST),
     )  # fmt: skip
     node = serve(trace, ((GPU, 8), ("dram", 5)))
-    on_device, in_dram = node.served.visits[3].found
+    on_device, in_dram = node.served.visits[4].found
     assert (on_device + in_dram, lanes(node)["gpu→dram"] > 0) == (4, True)
     assert 0 < in_dram < 4
 

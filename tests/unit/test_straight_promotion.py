@@ -212,18 +212,22 @@ def test_a_medium_that_hangs_is_shed_while_the_read_is_under_way(tmp_path: Path)
     drive(tmp_path, what)
 
 
-@pytest.mark.parametrize("is_in_dram", [True, False])
-def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: bool) -> None:
+@pytest.mark.parametrize(("is_in_dram", "uses"), [(True, 3), (False, 3), (True, 2)])
+def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: bool, uses: int) -> None:
+    """It does for a block that was used more often than the one that leaves, if that has not to be written first."""
+
     async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
         before = range(101, 101 + IN_DEVICE)
         there = await on_nvme_alone(small, before)
         assert await promote(straight, there) == [True] * IN_DEVICE
         if is_in_dram:
             assert all([await small.fetch(number) for number in before])
-        (row,) = await on_nvme_alone(small, range(1, 2))
+        (row,) = await on_nvme_alone(small, range(1, 2), uses)
+        wins = is_in_dram and uses > 2
         assert straight.choose([row]) == {row}
-        assert await promote(straight, [row]) == ([True] if is_in_dram else [None])
-        assert places(small, [row]) == [DEVICE | NVME if is_in_dram else NVME]
+        assert await promote(straight, [row]) == ([True] if wins else [None])
+        assert places(small, [row]) == [DEVICE | NVME if wins else NVME]
+        assert small.store.counters["device_declined_blocks"] == (is_in_dram and not wins)
 
     drive(tmp_path, what, "tier.vram.kind=gpu", "tier.vram.capacity=64MiB", "tier.vram.before_host=true")
 
@@ -235,7 +239,7 @@ def test_only_as_many_blocks_go_straight_as_there_is_room_for_at_once(tmp_path: 
         there = await on_nvme_alone(small, range(101, 101 + IN_DEVICE))
         assert await promote(straight, there) == [True] * IN_DEVICE
         assert await small.fetch(100 + IN_DEVICE), "the next victim"
-        rows = await on_nvme_alone(small, range(1, 4))
+        rows = await on_nvme_alone(small, range(1, 4), uses=3)
         assert await promote(straight, rows) == [True] * 3
         assert places(small, rows) == [DEVICE | NVME, HOST | NVME, HOST | NVME]
         assert places(small, there) == [DEVICE | NVME] * (IN_DEVICE - 1) + [HOST | NVME]

@@ -40,6 +40,7 @@ from kvstored.store.remote.absences import Absences
 from kvstored.store.remote.compute import ComputeTimes
 from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.backlog import Backlog
+from kvstored.store.transfer.contest import Contest
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
 from kvstored.store.transfer.device_check import DeviceCheck
@@ -138,6 +139,7 @@ class Store:
             residency, [self._link(source, residency.mapped) for source in self._unmapped], self.room,
             self.counters, self.flows, self.damage, prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
+        self._contests = {position: Contest(residency, position) for position in range(residency.mapped)}
         self.sharing, self.straight = self._make_sharing(), [self._make_straight(at) for at in self._straight_to]
         self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = self._make_prefetch(predictor)
@@ -255,7 +257,7 @@ class Store:
                 link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
                 room = self.rooms[position]
                 counts = self._sharing_counts("shared_blocks")
-                made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, counts))
+                made.append(Sharing(residency, link, back, room, gate, self.absences, None, self.damage, counts))
 
         def used(rows: Sequence[int]) -> None:
             for sharing in made:
@@ -265,7 +267,8 @@ class Store:
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
             gate, room = self._make_device_gate(position), self.rooms[position]
             counts = self._sharing_counts("device_blocks")
-            made.append(Sharing(residency, link, back, room, gate, None, self.damage, counts))
+            contest = self._contests[position]
+            made.append(Sharing(residency, link, back, room, gate, None, contest, self.damage, counts))
 
         if made:
             residency.use_with(used)
@@ -282,11 +285,15 @@ class Store:
     def _make_straight(self, position: int) -> StraightPromotion:
         link, gate = self._link(self.residency.durable, position), self._make_device_gate(position)
         return StraightPromotion(
-            self.residency, link, self.rooms[position], gate, self.promoter, self.damage, self.counters, self.flows
-        )
+            self.residency, link, self.rooms[position], gate, self._contests[position], self.promoter, self.damage,
+            self.counters, self.flows,
+        )  # fmt: skip
 
     def _sharing_counts(self, copied: str) -> SharingCounts:
-        return SharingCounts(partial(self.counters.add, copied), partial(self.counters.add, "device_rate_waits"))
+        add = self.counters.add
+        return SharingCounts(
+            partial(add, copied), partial(add, "device_rate_waits"), partial(add, "device_declined_blocks")
+        )
 
     def _make_device_gate(self, position: int) -> RemoteGate:
         """Of a tier before the mapped one. Its lanes have the byte rate."""

@@ -50,6 +50,7 @@ COUNTERS = {
     "discovered_blocks": "blocks that others had stored and were found that way",
     "shared_blocks": "blocks copied from DRAM to a key-addressed tier for other nodes, before they were evicted",
     "device_blocks": "blocks copied from DRAM to a tier that stands before it, since they are used often",
+    "device_declined_blocks": "blocks not copied there, since the blocks that would leave for them are used as often",
     "device_rate_waits": "times that such copies waited until the byte rate of that tier allowed more",
     "straight_blocks": "blocks read from NVMe to such a tier, past DRAM, for a request of an engine on that device",
     "remote_unworthy_blocks": "evicted blocks that were not worth a write to a key-addressed tier",

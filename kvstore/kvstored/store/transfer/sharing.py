@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
 from kvstored.store.remote.absences import Absences
+from kvstored.store.transfer.contest import Contest
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
@@ -32,19 +33,22 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 
 class SharingCounts(NamedTuple):
-    """Called for each copy that ended well, and each time that the lane's budget was spent."""
+    """Called for each copy that ended well, each time that the lane's budget was spent, and with the number of blocks
+    that were not worth the place of another one."""
 
     copied: Callable[[], None]
     waited: Callable[[], None]
+    declined: Callable[[int], None]
 
 
 class Sharing:
     """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's. `absences`: what is known of a
-    key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged."""
+    key-addressed one. `contest`: for places in one before DRAM; None: a block may take that of any other. `damage`
+    hears of blocks in DRAM that the tier found damaged."""
 
     def __init__(
         self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences | None,
-        damage: Damage, counts: SharingCounts,
+        contest: Contest | None, damage: Damage, counts: SharingCounts,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
@@ -52,6 +56,7 @@ class Sharing:
         self._room = room
         self._gate = gate
         self._absences = absences
+        self._contest = contest
         self._damage = damage
         self._counts = counts
         self._at_once = 1 if link.lane.settings.has_budget else AT_ONCE
@@ -139,7 +144,7 @@ class Sharing:
         residency, link = self._residency, self._link
         row = residency.current(token)
         try:
-            slot = await self._room.allocate(residency.slot_bytes(row), residency.tenant_of(row), is_patient=False)
+            slot = await self._allocate(row)
             if slot is None:
                 self._path.clear()
                 return
@@ -162,6 +167,18 @@ class Sharing:
                     self._damage.found_of(link.source, token, outcome.message)
         finally:
             residency.unpin_run([token])
+
+    async def _allocate(self, row: int) -> Slot | None:
+        room, nbytes, tenant = self._room, self._residency.slot_bytes(row), self._residency.tenant_of(row)
+        slot = room.allocate_now(nbytes, tenant)
+        if slot is not None:
+            return slot
+        if self._contest is not None:
+            victim, blocks = room.next_victim(nbytes, tenant), 1 + len(self._path)
+            if victim >= 0 and not self._contest.wins(row, victim, blocks):
+                self._counts.declined(blocks)
+                return None
+        return await room.allocate(nbytes, tenant, is_patient=False)
 
     def _ended(self, token: int, task: asyncio.Task[None]) -> None:
         del self._under_way[token]

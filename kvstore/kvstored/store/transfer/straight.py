@@ -3,7 +3,8 @@ request of a client that reads it there. No slot of DRAM is taken, and nothing i
 
 Owns the reads under way. A block goes this way if the gate of the device wants it, the block before it is there or goes
 with it (a tier is left from the end of a chain), and the device has room at once: a free slot, or that of a block that
-DRAM has, too. Any other block goes to DRAM (`promote.py`), and so does one whose read fails, but for damage.
+DRAM has, too, and that was used less often (`contest.py`). Any other block goes to DRAM (`promote.py`), and so does one
+whose read fails, but for damage.
 Invariants: a block is read once however many ask, and pinned meanwhile; a slot is readable only after its bytes were
 verified.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
+from kvstored.store.transfer.contest import Contest
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
@@ -38,13 +40,14 @@ class StraightPromotion:
     """`link` leads from NVMe to the tier of `room` and `gate`; `promoter` to DRAM."""
 
     def __init__(
-        self, residency: Residency, link: Link, room: Room, gate: RemoteGate, promoter: Promoter, damage: Damage,
-        counters: Counters, flows: Flows,
+        self, residency: Residency, link: Link, room: Room, gate: RemoteGate, contest: Contest, promoter: Promoter,
+        damage: Damage, counters: Counters, flows: Flows,
     ) -> None:  # fmt: skip
         self._residency = residency
         self._link = link
         self._room = room
         self._gate = gate
+        self._contest = contest
         self._promoter = promoter
         self._damage = damage
         self._counters = counters
@@ -78,7 +81,7 @@ class StraightPromotion:
             return asyncio.shield(read.task)
         nbytes, tenant = self._residency.slot_bytes(row), self._residency.tenant_of(row)
         slot = self._room.allocate_now(nbytes, tenant)
-        if slot is None and not self._can_evict(nbytes, tenant):
+        if slot is None and not self._can_evict(row, nbytes, tenant):
             return None
         self._residency.pin(row)
         read = self._reads[token] = _Read(due_ns)
@@ -117,10 +120,15 @@ class StraightPromotion:
             return False
         return self._gate.shares(row)
 
-    def _can_evict(self, nbytes: int, tenant: int) -> bool:
-        """Whether the next victim of the device has not to be written anywhere first."""
+    def _can_evict(self, row: int, nbytes: int, tenant: int) -> bool:
+        """Whether the next victim of the device gives way to `row`, and has not to be written anywhere first."""
         victim = self._room.next_victim(nbytes, tenant)
-        return victim >= 0 and self._residency.has(victim, self._residency.mapped)
+        if victim < 0 or not self._residency.has(victim, self._residency.mapped):
+            return False
+        if self._contest.wins(row, victim):
+            return True
+        self._counters.add("device_declined_blocks")
+        return False
 
     async def _run(self, token: int, read: _Read, slot: Slot | None) -> bool:
         residency = self._residency
@@ -142,7 +150,9 @@ class StraightPromotion:
         if slot is None and row >= 0:
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
             slot = self._room.allocate_now(nbytes, tenant)
-            if slot is None and self._can_evict(nbytes, tenant):  # asked again: another read may have had that slot
+            if slot is None and self._can_evict(
+                row, nbytes, tenant
+            ):  # asked again: another read may have had that slot
                 slot = await self._room.allocate(nbytes, tenant, is_patient=False)
                 row = residency.current(token)
         if slot is None:
