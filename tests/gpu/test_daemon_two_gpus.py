@@ -51,7 +51,7 @@ def test_clients_on_two_devices_read_each_its_own(monkeypatch: pytest.MonkeyPatc
         assert on_device(second, 1) == 0, "from the other device to DRAM, by the daemon"
         assert daemon.tiers()["vram"].promoted_blocks == BLOCKS
         assert on_device(first, 1) == BLOCKS
-        assert eventually(lambda: on_device(second, 1) == BLOCKS), "it was used: a copy is on each device"
+        assert eventually(lambda: on_device(second, 1) == BLOCKS), "it was used there, too"
         assert blocks_in(daemon, "vram", "second", "host") == [BLOCKS] * 3
         chunk = DEVICE_ARENAS + CHUNKS_A_TIER
         assert second("arena", chunk)["granted"] and not first("arena", chunk)["granted"]

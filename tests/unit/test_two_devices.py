@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,10 @@ from kvstored.clients.codes import codes_by_mask
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.get import Acquired, Wanted
-from tests.reference.driven_store import DrivenStore
+from kvstored.store.operations.offer import DurabilityMode
+from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
+from tests.unit.test_device_before_host import idle
 from tests.unit.test_straight_promotion import CHAIN, on_nvme_alone, places
 
 FIRST, SECOND, HOST, NVME = (1 << position for position in range(4))
@@ -41,18 +45,24 @@ def leased_in(store: DrivenStore, held: Acquired) -> list[int]:
     ]
 
 
+@asynccontextmanager
+async def two_devices(directory: Path) -> AsyncIterator[DrivenStore]:
+    devices = [MemoryTier(16 * SLOT_BYTES, name=name, memory=MemoryKind.DEVICE) for name in ("first", "second")]
+    for device in devices:
+        device.info = replace(device.info, loads_files=True)
+    for _ in range(8):  # no slot of one is equal to one of the other
+        devices[0].allocate(SLOT_BYTES)
+    async with small_store(directory, before=devices) as small:
+        yield DrivenStore(small)
+
+
 @pytest.mark.parametrize(("own", "other"), [(FIRST, SECOND), (SECOND, FIRST)])
 def test_blocks_go_straight_to_the_clients_own_device_and_another_one_has_them_from_dram(
     tmp_path: Path, own: int, other: int
 ) -> None:
     async def main() -> None:
-        devices = [MemoryTier(16 * SLOT_BYTES, name=name, memory=MemoryKind.DEVICE) for name in ("first", "second")]
-        for device in devices:
-            device.info = replace(device.info, loads_files=True)
-        for _ in range(8):  # no slot of one is equal to one of the other
-            devices[0].allocate(SLOT_BYTES)
-        async with small_store(tmp_path, before=devices) as small:
-            store = DrivenStore(small)
+        async with two_devices(tmp_path) as store:
+            small = store.small
             here, there = store.new_client(2), store.new_client(3)
             here.device_tiers, there.device_tiers = own, other
             rows = await on_nvme_alone(small)
@@ -63,6 +73,20 @@ def test_blocks_go_straight_to_the_clients_own_device_and_another_one_has_them_f
             assert leased_in(store, await get(store, here)) == [own] * len(rows)
             assert leased_in(store, await get(store, here, host_only=True)) == [HOST] * len(rows)
             assert small.store.counters["straight_blocks"] == len(rows)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("own", "copied_to"), [(FIRST, FIRST), (SECOND, SECOND), (0, FIRST | SECOND)])
+def test_what_is_used_is_copied_to_the_device_of_the_client_or_to_all(tmp_path: Path, own: int, copied_to: int) -> None:
+    async def main() -> None:
+        async with two_devices(tmp_path) as store:
+            client, keys = store.new_client(2), keys_of(1, 5)
+            client.device_tiers = own
+            await store.put(keys, DurabilityMode.NONE, client)
+            assert (await store.get(keys, client)).blocks == len(keys)
+            await idle(store.small.store.sharing)
+            assert [store.tiers_of(key) for key in keys] == [copied_to | HOST] * len(keys)
 
     asyncio.run(main())
 

@@ -265,9 +265,13 @@ class Store:
                 counts = self._sharing_counts("shared_blocks")
                 made.append(Sharing(residency, link, back, room, gate, self.absences, self.damage, counts))
 
-        def used(rows: Sequence[int]) -> None:
+        on_devices = (1 << residency.mapped) - 1
+
+        def used(rows: Sequence[int], device_tiers: int) -> None:
+            others = on_devices & ~device_tiers if device_tiers else 0  # a client on a device has no use for them
             for sharing in made:
-                sharing.used(rows)
+                if not others >> sharing.destination & 1:
+                    sharing.used(rows)
 
         for position in range(residency.mapped):
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)

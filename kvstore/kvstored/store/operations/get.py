@@ -351,7 +351,7 @@ class Get:
             for policy in self._feed.policies:
                 if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
                     policy.expect(wanted.context)
-        residency.request_run(client.tenant_id, rows, missing, now_ns)
+        residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
 
     def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
