@@ -64,7 +64,7 @@ class ClientOptions:
             client_name=self.client_name,
             fingerprint=self.fingerprint.canonical(),
             staging_bytes=self.staging_bytes,
-            maps_device_memory=self.device is not None,
+            device_identity=self.device.identity if self.device is not None else 0,
         )
 
 

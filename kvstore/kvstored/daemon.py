@@ -265,7 +265,7 @@ class Daemon:
         self._factory = SessionFactory(self._sessions, self._tenants, residency, self._shares, staging)
         reception = Reception(
             config, self._factory, ArenaGrants(store.host, config, store.exporter_of), indexes, self._streams,
-            store.counters, end_session, self._former,
+            store.counters, end_session, store.tiers_on, self._former,
         )  # fmt: skip
         self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
         self.lifetime = Lifetime(

@@ -92,8 +92,7 @@ class NodeStorage:
             tenant = self.tenants.by_digest(digest)
             return tenant.limits.remote if tenant is not None else ""
 
-        before_host = self._config.tiers.index(self._config.host)
-        return Start(early_scan=early_scan, cluster=Cluster(keyring.secret, mode_of), before_host=before_host)
+        return Start(early_scan=early_scan, cluster=Cluster(keyring.secret, mode_of))
 
     def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
         """All tiers, fastest first; `mapped` is open."""

@@ -41,6 +41,12 @@ def cuda_driver(missing: str = "the library cuda-bindings is missing: pip instal
     return library
 
 
+def device_identity(driver: ModuleType, device: Any) -> int:
+    """A number of 64 bits, not 0, that no other device has: the same in each process, and after a restart of the
+    machine. Raises DriverError."""
+    return int.from_bytes(bytes(call(driver, "cuDeviceGetUuid", device).bytes)[:8], "little") or 1
+
+
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
     """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
     code, *answers = getattr(driver, name)(*arguments)

@@ -318,6 +318,8 @@ static CUresult set_access(CUdeviceptr address, size_t nbytes, const CUmemAccess
         int device = descriptions[i].location.id, flags = descriptions[i].flags;
         if (descriptions[i].location.type != 1 || device < 0 || device >= DEVICES || (flags != 0 && flags != 1 && flags != 3))
             return INVALID_VALUE;
+        if (flags && device != mapping->of->device)
+            return INVALID_DEVICE; /* as of devices that are no peers */
         mapping->rights[device] = flags;
     }
     for (int device = 0; device < DEVICES; device++)

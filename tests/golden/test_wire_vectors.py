@@ -84,6 +84,10 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "0a1108011204766c6c6d1a027b7d2080808020",
     ),
+    "hello_on_a_device": (
+        hs.ClientPacket(hello=hs.Hello(protocol_version=1, client_name="vllm", device_identity=0x0807060504030201)),
+        "0a1108011204766c6c6d390102030405060708",
+    ),
     "welcome": (
         hs.DaemonPacket(
             welcome=hs.Welcome(

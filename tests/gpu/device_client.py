@@ -1,6 +1,6 @@
 """A client that reads leases on device memory, in a process that finds the emulated driver.
 
-    python -m tests.gpu.device_client SOCKET_DIR UID      then a line of JSON in for each line out
+    python -m tests.gpu.device_client SOCKET_DIR UID DEVICE      then a line of JSON in for each line out
 
 Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lease stays), ["again"] (what is held),
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
@@ -119,11 +119,11 @@ def forge(session: Session, lease: Lease) -> None:
         memory.call("cuStreamSynchronize", memory._stream)
 
 
-def main(socket_dir: str, uid: str) -> None:
-    DeviceMemory(0)  # loads the driver, which that user may not be able to read
+def main(socket_dir: str, uid: str, device: str) -> None:
+    DeviceMemory(int(device))  # loads the driver, which that user may not be able to read
     os.seteuid(int(uid))  # of the tenant: the kernel reports it at the time of connecting
-    options: dict[str, Any] = {"required": True, "deadline_s": 30.0, "connect_timeout_s": 60.0, "device": 0}
-    session = connect(socket_dir, fingerprint=MODEL, **options)
+    options: dict[str, Any] = {"required": True, "deadline_s": 30.0, "connect_timeout_s": 60.0}
+    session = connect(socket_dir, fingerprint=MODEL, device=int(device), **options)
     os.seteuid(os.getuid())
     with session:
         client = Client(session)

@@ -44,12 +44,13 @@ def device_client(
     daemon: RunningDaemon,
     uid: int = 0,
     *,
+    device: int = 0,
     module: str = "tests.gpu.device_client",
     stderr: IO[str] | None = None,
     **environment: str,
 ) -> Iterator[DeviceClient]:
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(daemon.socket_dir), str(uid)],
+        [sys.executable, "-m", module, str(daemon.socket_dir), str(uid), str(device)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
         env={**os.environ, **environment},
     )  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 from tests.emulated_cuda.build import driver_directory
 
 CHUNK = 2 << 20
-INVALID, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY, ILLEGAL = 1, 2, 400, 600, 700
+INVALID, OUT_OF_MEMORY, INVALID_DEVICE, INVALID_HANDLE, NOT_READY, ILLEGAL = 1, 2, 101, 400, 600, 700
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 READ, READ_WRITE = 1, 3
 _NODES = itertools.count()
@@ -70,9 +70,13 @@ class Driver:
             "cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), u64(0), u64(0)
         )
         self.must("cuMemMap", address, ctypes.c_size_t(CHUNK), ctypes.c_size_t(0), handle, u64(0))
-        access = Access(Location(1, self.device), rights)
-        self.must("cuMemSetAccess", address, ctypes.c_size_t(CHUNK), ctypes.byref(access), ctypes.c_size_t(1))
+        if rights:
+            assert self.give_access(address, self.device, rights) == 0
         return address
+
+    def give_access(self, address: ctypes.c_uint64, device: int, rights: int) -> int:
+        access = Access(Location(1, device), rights)
+        return self.call("cuMemSetAccess", address, ctypes.c_size_t(CHUNK), ctypes.byref(access), ctypes.c_size_t(1))
 
     def to_device(self, to: ctypes.c_uint64, memory: Memory, nbytes: int = 4096) -> int:
         return self.call("cuMemcpyHtoDAsync_v2", to, memory.pointer, ctypes.c_size_t(nbytes), self.stream)
@@ -220,6 +224,21 @@ def test_read_only_device_memory_cannot_be_written(path: Path) -> None:
     assert driver.to_device(device, memory) == 0
     assert driver.wait() == ILLEGAL
     assert driver.create()[0] == ILLEGAL, "the context is broken for good"
+
+
+def test_a_device_has_no_right_to_the_memory_of_another_one(path: Path, tmp_path: Path) -> None:
+    driver, descriptor, imported = Driver(path), ctypes.c_int(), ctypes.c_uint64()
+    _, handle = driver.create()
+    own = driver.map(handle)
+    assert [driver.give_access(own, 1, rights) for rights in (0, READ, READ_WRITE)] == [0, *[INVALID_DEVICE] * 2]
+    driver.must("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, 1, u64(0))
+    other = Driver(Path(shutil.copy(path, tmp_path / "another.so")), device=1)
+    other.must("cuMemImportFromShareableHandle", ctypes.byref(imported), ctypes.c_void_p(descriptor.value), 1)
+    os.close(descriptor.value)
+    foreign, memory = other.map(imported, 0), Memory().register(other)
+    assert other.give_access(foreign, 1, READ) == INVALID_DEVICE
+    assert other.give_access(foreign, 0, READ) == 0, "that of the device whose memory it is, and no other's"
+    assert other.to_host(memory, foreign) == 0 and other.wait() == ILLEGAL
 
 
 def test_memory_that_was_unmapped_is_an_illegal_address(path: Path) -> None:

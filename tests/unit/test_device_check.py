@@ -69,7 +69,7 @@ class Books:
 
     @property
     def is_open(self) -> bool:
-        return bool(self.residency.readable(maps_device=True) >> VRAM & 1)
+        return bool(self.residency.readable(1 << VRAM) >> VRAM & 1)
 
     def adopt(self) -> asyncio.Task[None]:
         for row in self.rows:

@@ -300,16 +300,3 @@ def test_damage_of_a_block_that_was_removed_meanwhile_is_nobodys(tmp_path: Path)
         assert small.store.counters["corrupt_blocks"] == 0
 
     drive(tmp_path, what)
-
-
-def test_with_two_devices_there_is_no_way_past_dram(tmp_path: Path) -> None:
-    """A session says that it maps device memory, not which."""
-
-    async def main() -> None:
-        devices = [MemoryTier(SLOT_BYTES, name=name, memory=MemoryKind.DEVICE) for name in ("vram", "second")]
-        for device in devices:
-            device.info = replace(device.info, loads_files=True)
-        async with small_store(tmp_path, before=devices) as small:
-            assert not small.store.straight
-
-    asyncio.run(main())

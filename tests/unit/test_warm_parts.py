@@ -127,9 +127,9 @@ def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkey
     slot = host.allocate(SLOT, OWNER)
     assert slot is not None
     unused: Any = None
-    arenas = ArenaGrants(host, unused, lambda _number: None)
+    arenas = ArenaGrants(host, unused, lambda _number, _tiers: None)
     monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
-    session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER), maps_device=False)
+    session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER), device_tiers=0)
     grant, descriptor = arenas.grant(session, hs.ArenaRequest(arena_id=slot.container))
     os.close(descriptor)
     assert (grant.arena_id, grant.size_bytes) == (slot.container, MIB)

@@ -28,7 +28,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_driver import DriverError as DeviceError
-from kvstore_proto.cuda_driver import call, cuda_driver
+from kvstore_proto.cuda_driver import call, cuda_driver, device_identity
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1
@@ -54,7 +54,7 @@ class DeviceChunk:
 
 class DeviceMemory:
     """The primary context of CUDA device `index`, as the driver counts in this process. Raises KVStoreError where there
-    is no driver, no library for it or no such device."""
+    is no driver, no library for it or no such device. `identity` names the device to every process."""
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()  # of the buffer
@@ -67,6 +67,7 @@ class DeviceMemory:
             if not 0 <= index < count:
                 raise invalid(f"there is no CUDA device {index}: this machine has {count}")
             device = self.call("cuDeviceGet", index)
+            self.identity = device_identity(self._cuda, device)
             with contextlib.ExitStack() as undo:
                 self._context = self.call("cuDevicePrimaryCtxRetain", device)
                 undo.callback(_quietly, self._cuda, "cuDevicePrimaryCtxRelease", device)

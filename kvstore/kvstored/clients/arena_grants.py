@@ -1,5 +1,5 @@
 """Which arenas a client may map: read-only those of its own tenant and no other's, and writable only those for puts in
-place, where its tenant may do that. A client that maps device memory may import that of its tenant.
+place, where its tenant may do that. A client on a device may import memory of its tenant there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class ArenaGrants:
     """See the module."""
 
-    def __init__(self, host: HostTier, config: Config, exporter_of: Callable[[int], GpuTier | None]) -> None:
-        """`exporter_of(number)`: the tier of a chunk of device memory that clients may import."""
+    def __init__(self, host: HostTier, config: Config, exporter_of: Callable[[int, int], GpuTier | None]) -> None:
+        """`exporter_of(number, tiers)`: the tier, in the mask `tiers`, of a chunk of device memory that clients may
+        import."""
         self._host = host
         self._config = config
         self._exporter_of = exporter_of
@@ -49,7 +50,7 @@ class ArenaGrants:
     def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
         number, index_name = request.arena_id, session.tenant.index_name
-        exporter = self._exporter_of(number) if session.maps_device and not request.writable else None
+        exporter = self._exporter_of(number, session.device_tiers) if not request.writable else None
         if exporter is not None and exporter.owner(number) == index_name:
             try:
                 descriptor, nbytes = exporter.export(number)

@@ -7,9 +7,9 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
 
 
-def tier_code(residency: ResidencyView, position: int, *, maps_device: bool = False) -> int:
-    """The TierCode of the tier at `position`. `maps_device`: for a client that reads device memory in place."""
-    if maps_device and residency.exported >> position & 1:
+def tier_code(residency: ResidencyView, position: int, device_tiers: int = 0) -> int:
+    """The TierCode of the tier at `position`. `device_tiers`: a mask of those that the client reads on its device."""
+    if device_tiers >> position & 1:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
         return pb.TIER_CODE_HOST
@@ -18,14 +18,10 @@ def tier_code(residency: ResidencyView, position: int, *, maps_device: bool = Fa
     return pb.TIER_CODE_MEMORY if position < residency.in_memory else pb.TIER_CODE_REMOTE
 
 
-def codes_by_mask(residency: ResidencyView, *, maps_device: bool = False) -> bytes:
+def codes_by_mask(residency: ResidencyView, device_tiers: int = 0) -> bytes:
     """By a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
-    mapped = residency.mapped
-    fastest = (
-        mapped if mask >> mapped & 1 else (mask & -mask).bit_length() - 1
-        for mask in range(1, 1 << len(residency.tiers))
-    )
-    return bytes([0, *(tier_code(residency, position, maps_device=maps_device) for position in fastest)])
+    fastest = (residency.fastest_of(mask, device_tiers) for mask in range(1, 1 << len(residency.tiers)))
+    return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 
 
 def miss_reason(cause: Cause) -> pb.MissReason.ValueType:

@@ -45,7 +45,8 @@ class Streams(Protocol):
 
 class Reception:
     """What the daemon does for a client of the handshake socket; refusals are KVStoreError. `on_end(session)` releases
-    what the session held elsewhere. `returning` is None without warm restart."""
+    what the session held elsewhere. `tiers_on(device_identity)`: a mask of the tiers that a client on that device reads
+    in place. `returning` is None without warm restart."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Reception:
         streams: Streams,
         counters: Counters,
         on_end: Callable[[Session], None],
+        tiers_on: Callable[[int], int],
         returning: ReturningClients | None = None,
     ) -> None:
         self._config = config
@@ -65,6 +67,7 @@ class Reception:
         self._streams = streams
         self._counters = counters
         self._on_end = on_end
+        self._tiers_on = tiers_on
         self._returning = returning
         self._epoch = os.urandom(16)
 
@@ -133,7 +136,7 @@ class Reception:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
         tenant = self._factory.tenant_of(peer)
         session = self._factory.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
-        session.maps_device = hello.maps_device_memory
+        session.device_tiers = self._tiers_on(hello.device_identity) if hello.device_identity else 0
         if session.staging is not None:
             self._arenas.prepare(tenant)
         return session

@@ -163,8 +163,9 @@ class NodeStore:
         )
         self.wait_s = config.movement.acquire_wait_ms / 1000
         self._operations = Operations(self.store, DeletionLog(clock))
+        residency = self.store.residency
         self._clients = [
-            client_of(self.store.residency, number, maps_device=True) for number in range(int(trace.tenants.max()) + 1)
+            client_of(residency, number, residency.exported) for number in range(int(trace.tenants.max()) + 1)
         ]
 
     def _make_tiers(
@@ -231,7 +232,7 @@ class NodeStore:
         """Let what is in slower tiers move up, the last block first; no request waits for it. The first `in_pool`
         blocks are with the engine."""
         residency, promoter = self.store.residency, self.store.promoter
-        mask, readable = residency.rows.mask, residency.readable(maps_device=True)
+        mask, readable = residency.rows.mask, residency.readable(residency.exported)
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
         rows = promoter.reachable_run(rows)
         for position in range(len(rows) - 1, in_pool - 1, -1):

@@ -30,13 +30,13 @@ class NoBytes:
 _NO_BYTES = NoBytes()
 
 
-def client_of(residency: Residency, number: int, *, maps_device: bool = False) -> Client:
-    """The engine of tenant `number` of a trace. `maps_device`: it computes on the device of the store's GPU tier."""
+def client_of(residency: Residency, number: int, device_tiers: int = 0) -> Client:
+    """The engine of tenant `number` of a trace. `device_tiers`: a mask of those on the device that it computes on."""
     name = f"tenant-{number}"
     return Client(
         session_id=number + 1, client_name=name, tenant=Tenant(name, bytes(16), b"", TenantSection(name)),
         tenant_id=residency.tenant(name), fingerprint=_FINGERPRINT, fingerprint_digest=_FINGERPRINT.digest(),
-        fingerprint_id=0, roots={}, maps_device=maps_device,
+        fingerprint_id=0, roots={}, device_tiers=device_tiers,
     )  # fmt: skip
 
 

@@ -150,11 +150,19 @@ class Store:
             self.leases if leased >> position & 1 else UnmappedExit(tier) for position, tier in enumerate(self.tiers)
         ]
 
-    def exporter_of(self, container: int) -> GpuTier | None:
-        """The tier of device memory that a container is of, where clients may import that."""
+    def exporter_of(self, container: int, tiers: int = -1) -> GpuTier | None:
+        """The tier of device memory that a container is of, of those in the mask `tiers`, where clients may import
+        that."""
         if container < DEVICE_ARENAS:
             return None
-        return next((tier for tier in self.exporters.values() if tier.owner(container) is not None), None)
+        exporters = (tier for position, tier in self.exporters.items() if tiers >> position & 1)
+        return next((tier for tier in exporters if tier.owner(container) is not None), None)
+
+    def tiers_on(self, device_identity: int) -> int:
+        """The tiers of this device whose memory clients there may import, as a mask; of no other: whether a device can
+        read another one's memory is not asked."""
+        exporters = self.exporters.items()
+        return sum(1 << position for position, tier in exporters if tier.device_identity == device_identity)
 
     @property
     def exporters(self) -> dict[int, GpuTier]:
@@ -259,9 +267,13 @@ class Store:
                 counts = self._sharing_counts("shared_blocks")
                 made.append(Sharing(residency, link, back, room, gate, self.absences, None, self.damage, counts))
 
-        def used(rows: Sequence[int]) -> None:
+        on_devices = (1 << residency.mapped) - 1
+
+        def used(rows: Sequence[int], device_tiers: int) -> None:
+            others = on_devices & ~device_tiers if device_tiers else 0  # a client on a device has no use for them
             for sharing in made:
-                sharing.used(rows)
+                if not others >> sharing.destination & 1:
+                    sharing.used(rows)
 
         for position in range(residency.mapped):
             link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
@@ -276,9 +288,8 @@ class Store:
 
     @property
     def _straight_to(self) -> list[int]:
-        """The tier before the mapped one that reads from the durable one's files. Of several none: a session says that
-        it maps device memory, not which."""
-        if self.nvme is None or not self.nvme.info.lends_files or self.residency.mapped > 1:
+        """The tiers before the mapped one that read from the durable one's files."""
+        if self.nvme is None or not self.nvme.info.lends_files:
             return []
         return [at for at, tier in enumerate(self.tiers[: self.residency.mapped]) if tier.info.loads_files]
 

@@ -95,18 +95,18 @@ class Hello(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     STAGING_BYTES_FIELD_NUMBER: builtins.int
-    MAPS_DEVICE_MEMORY_FIELD_NUMBER: builtins.int
     FORMER_TOKEN_FIELD_NUMBER: builtins.int
+    DEVICE_IDENTITY_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     client_name: builtins.str
     fingerprint: builtins.bytes
     """canonical JSON of kvstore_proto.fingerprint.Fingerprint"""
     staging_bytes: builtins.int
     """wanted; 0 = none (a reader)"""
-    maps_device_memory: builtins.bool
-    """leases may name chunks of device memory (arena ids from 2^31 on): this client imports them"""
     former_token: builtins.bytes
     """session_token of the connection before, if there was one: what it held may still stand"""
+    device_identity: builtins.int
+    """leases may name chunks of memory of this CUDA device (arena ids from 2^31 on), which this"""
     def __init__(
         self,
         *,
@@ -114,10 +114,10 @@ class Hello(google.protobuf.message.Message):
         client_name: builtins.str = ...,
         fingerprint: builtins.bytes = ...,
         staging_bytes: builtins.int = ...,
-        maps_device_memory: builtins.bool = ...,
         former_token: builtins.bytes = ...,
+        device_identity: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "fingerprint", b"fingerprint", "former_token", b"former_token", "maps_device_memory", b"maps_device_memory", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "device_identity", b"device_identity", "fingerprint", b"fingerprint", "former_token", b"former_token", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
 
 global___Hello = Hello
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_proto.cuda_copies import Run, has_batches, queue_copies
-from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
+from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity
 
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
@@ -60,8 +60,7 @@ class Driver:
 
     @property
     def identity(self) -> int:
-        """A number of 64 bits that no other device has, the same after a restart of the machine."""
-        return int.from_bytes(bytes(self._call("cuDeviceGetUuid", self._device).bytes)[:8], "little") or 1
+        return device_identity(self._cuda, self._device)
 
     def memory_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the device."""

@@ -58,14 +58,12 @@ class _Chunk:
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
     from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files;
-    AUTO: by direct storage where that is there; `no_files`: why it reads none, for an operator. `variables`: of its
-    environment, beside ours."""
+    AUTO: by direct storage where that is there. `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     file_patience_s: float = FILE_PATIENCE_S
     checks: bool = True
     from_files: str = BOUNCE
-    no_files: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -98,7 +98,6 @@ class GpuTier(Tier):
         self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
         self._link.add_region(wire.BOUNCE_REGION, self._steps.bounce.descriptor, self._steps.bounce.nbytes)
         self._transfers = GpuTransfers(self._link, self._steps, self._counters)
-        self._no_files = settings.no_files
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -260,6 +259,11 @@ class GpuTier(Tier):
     # Reports
 
     @property
+    def device_identity(self) -> int:
+        """Of the device whose memory it is (`kvstore_proto.cuda_driver`)."""
+        return self._link.device_identity
+
+    @property
     def worker_process(self) -> int:
         """The worker's process id; 0 while there is none."""
         return self._link.process_id
@@ -279,8 +283,6 @@ class GpuTier(Tier):
             message += f"; what arrives on it is not verified there: {self._link.cannot_check}"
         if self._loads is not None:
             message += f"; {self._loads.sentence}"
-        elif self._no_files:
-            message += f"; {self._no_files}"
         if self._closed:
             state = TierState.CLOSED
         elif not self._link.is_up:

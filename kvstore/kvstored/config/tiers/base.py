@@ -50,14 +50,13 @@ class Cluster:
 class Start:
     """What a start of the daemon has for a tier to open with: the witness of memory that a restart keeps, the number
     of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe directory,
-    the cluster, and how many tiers stand before the host's."""
+    and the cluster."""
 
     witness: ChunkWitness | None = None
     first_arena: int = 1
     first_chunk: int = 0  # the tier's own choice
     early_scan: EarlyRecordScan | None = None
     cluster: Cluster | None = None
-    before_host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

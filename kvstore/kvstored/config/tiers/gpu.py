@@ -23,7 +23,6 @@ GRANULARITY_BYTES = 2 << 20  # what devices give out memory by
 OFF = "off"
 BOUNCE = "bounce"
 FROM_NVME = (AUTO, "direct", BOUNCE, OFF)
-_NONE_OF_MANY = "what NVMe alone has comes by DRAM: of several tiers before it clients do not say which they map"
 LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests and for the engine's own copies
 
 
@@ -88,12 +87,7 @@ class GpuSection(TierSection):
         from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier, WorkerSettings
 
-        way, is_one_of_many = self.from_nvme if self.before_host else OFF, start.before_host > 1
-        settings = WorkerSettings(
-            checks=self.verify,
-            from_files=OFF if is_one_of_many else way,
-            no_files=_NONE_OF_MANY if is_one_of_many and way != OFF else "",
-        )
+        settings = WorkerSettings(checks=self.verify, from_files=self.from_nvme if self.before_host else OFF)
         try:
             return GpuTier(
                 self.capacity_bytes,

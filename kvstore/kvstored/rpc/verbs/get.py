@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import cache, partial
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
@@ -28,10 +29,7 @@ class AcquireVerb:
         self._max_keys = max_keys
         self._leases_per_client = leases_per_client
         self._residency = residency
-        self._codes = [
-            [tier_code(residency, position, maps_device=maps) for position in range(len(residency.tiers))]
-            for maps in (False, True)
-        ]
+        self._code = cache(partial(tier_code, residency))
         self._requests = 0
 
     def acquire_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
@@ -54,8 +52,8 @@ class AcquireVerb:
         async with aclosing(answers):
             async for answer in answers:
                 if isinstance(answer, Expected):
-                    codes = self._codes[session.maps_device and not request.host_only]
-                    tiers = bytes(codes[position] for position in answer.tiers)
+                    device_tiers = wanted.device_tiers_of(session)
+                    tiers = bytes(self._code(position, device_tiers) for position in answer.tiers)
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
                     if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
                         continue  # another answer comes at once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
@@ -24,7 +24,7 @@ class LookupVerb:
         self._residency = residency
         self._misses = misses
         self._max_keys = max_keys
-        self._code_of_mask = [codes_by_mask(residency, maps_device=maps) for maps in (False, True)]
+        self._codes_by_mask = cache(partial(codes_by_mask, residency))
 
     def look_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
         """Raises KVStoreError for a request that is wrong as a whole."""
@@ -44,7 +44,7 @@ class LookupVerb:
         known_group(session, key_set.group)
         usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
         found = self._look_up.look_up(session, key_set.keys, usable_of)
-        mask, code = self._residency.rows.mask, self._code_of_mask[session.maps_device]
+        mask, code = self._residency.rows.mask, self._codes_by_mask(session.device_tiers)
         presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in found.rows])
         presence.load_us.extend(found.load_us)
         presence.usable_blocks = found.usable

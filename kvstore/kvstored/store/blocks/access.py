@@ -18,8 +18,9 @@ class AccessLog:
         self._view = view
         self._listeners = listeners
 
-    def touch_run(self, rows: Sequence[int], now_ns: int) -> None:
-        """An access of `rows` together, in chain order (head first): a hit, or the storing of new blocks."""
+    def touch_run(self, rows: Sequence[int], now_ns: int, device_tiers: int = 0) -> None:
+        """An access of `rows` together, in chain order (head first): a hit, or the storing of new blocks.
+        `device_tiers`: those on the client's device, as a mask."""
         columns = self._view.rows
         last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
         everywhere = 0xFF
@@ -38,12 +39,14 @@ class AccessLog:
             elif somewhere & bit:
                 listener.accessed([row for row in rows if mask[row] & bit], now_ns)
         if self._listeners.uses is not None:
-            self._listeners.uses(rows)
+            self._listeners.uses(rows, device_tiers)
 
-    def request_run(self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int) -> None:
+    def request_run(
+        self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int, device_tiers: int = 0
+    ) -> None:
         """`touch_run` of what a request found, which asked for the blocks `missing` after it as well."""
         if not missing:
-            self.touch_run(rows, now_ns)
+            self.touch_run(rows, now_ns, device_tiers)
             return
         last_access_ns, accesses, mask = self._view.rows.last_access_ns, self._view.rows.accesses, self._view.rows.mask
         for row in rows:
@@ -52,7 +55,7 @@ class AccessLog:
         for tier, listener in enumerate(self._listeners.by_tier):
             listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
         if self._listeners.uses is not None:
-            self._listeners.uses(rows)
+            self._listeners.uses(rows, device_tiers)
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
         """A block that was to be stored is not. One that was DECLINED counts as if it had been stored, used and evicted

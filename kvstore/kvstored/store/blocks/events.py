@@ -82,7 +82,7 @@ class Listeners:
         self.noted: Callable[[int], object] | None = None
         self.is_followed = False
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
-        self.uses: Callable[[Sequence[int]], None] | None = None
+        self.uses: Callable[[Sequence[int], int], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
@@ -104,8 +104,9 @@ class Listeners:
         """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
         self.forgets = listener
 
-    def use_with(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Call `listener` with the rows of each use, in chain order, after they were counted; there is one."""
+    def use_with(self, listener: Callable[[Sequence[int], int], None]) -> None:
+        """Call `listener` with the rows of each use, in chain order, after they were counted, and the tiers on the
+        device of the client, as a mask; there is one."""
         self.uses = listener
 
     def presence_changed(self, row: int) -> None:

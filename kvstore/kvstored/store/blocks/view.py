@@ -52,8 +52,8 @@ class ResidencyView:
     answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
     last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
     one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
-    given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client may
-    read in place, if it maps device memory; `closed`: those of them that no new lease may name now. `changes` differs
+    given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client on
+    the same device may read in place; `closed`: those of them that no new lease may name now. `changes` differs
     whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often
     blocks were deleted by order.
     """
@@ -85,9 +85,9 @@ class ResidencyView:
         """The position of a tier. Raises ValueError for an unknown name."""
         return self.tiers.index(name)
 
-    def readable(self, *, maps_device: bool) -> int:
-        """The tiers that a client reads in place, as a mask."""
-        return 1 << self.mapped | (self.exported & ~self.closed if maps_device else 0)
+    def readable(self, device_tiers: int) -> int:
+        """The tiers that a client reads in place, as a mask. `device_tiers`: those on its device."""
+        return 1 << self.mapped | (device_tiers & ~self.closed)
 
     # Looking up
 
@@ -182,11 +182,17 @@ class ResidencyView:
         """Bit t is set when tier t has a readable copy."""
         return self.rows.mask[row]
 
-    def fastest(self, row: int) -> int:
+    def fastest(self, row: int, device_tiers: int = 0) -> int:
         """The tier from which a client has the block soonest: the mapped one if it has a readable copy, else the first
-        one that has; -1 where none has."""
-        mask = self.rows.mask[row]
-        return self.mapped if mask >> self.mapped & 1 else (mask & -mask).bit_length() - 1
+        of those on its device that has, else the first one that has; -1 where none has."""
+        return self.fastest_of(self.rows.mask[row], device_tiers)
+
+    def fastest_of(self, mask: int, device_tiers: int) -> int:
+        """`fastest`, of a block that has readable copies in the tiers of `mask`."""
+        if mask >> self.mapped & 1:
+            return self.mapped
+        nearest = mask & device_tiers or mask
+        return (nearest & -nearest).bit_length() - 1
 
     def fastest_in_memory(self, row: int) -> int:
         """`fastest`, if that is memory, or -1."""

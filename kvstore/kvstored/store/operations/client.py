@@ -52,7 +52,7 @@ class Client:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
     closed: bool = False
-    maps_device: bool = False  # a lease may be on device memory
+    device_tiers: int = 0  # a mask of those on its device: a lease may be on their memory
 
     @property
     def account(self) -> str:

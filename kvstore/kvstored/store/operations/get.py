@@ -40,11 +40,15 @@ class Wanted:
     group: int = 0  # layer group
     from_back: bool = False
     context: RequestContext | None = None
-    host_only: bool = False  # also of a client that maps device memory
+    host_only: bool = False  # also of a client on a device
 
     @property
     def blocks(self) -> int:
         return len(self.keys) // KEY_BYTES
+
+    def device_tiers_of(self, client: Client) -> int:
+        """The tiers on the client's device that the lease may name, as a mask."""
+        return 0 if self.host_only else client.device_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +222,7 @@ class Get:
 
     def _readable(self, client: Client, wanted: Wanted) -> int:
         """The tiers that a client reads in place, as a mask."""
-        return self._residency.readable(maps_device=client.maps_device and not wanted.host_only)
+        return self._residency.readable(wanted.device_tiers_of(client))
 
     def _places(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> list[int]:
         """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
@@ -261,9 +265,9 @@ class Get:
         loading.begin(reversed(order) if wanted.from_back else order, until_ns)
 
     def _expected(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> Expected:
-        fastest = self._residency.fastest
+        fastest, device_tiers = self._residency.fastest, wanted.device_tiers_of(client)
         return Expected(
-            [fastest(row) for row in rows],
+            [fastest(row, device_tiers) for row in rows],
             list(accumulate(self._promoter.estimate_us(rows, self._readable(client, wanted)))),
         )
 
@@ -347,7 +351,7 @@ class Get:
             for policy in self._feed.policies:
                 if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
                     policy.expect(wanted.context)
-        residency.request_run(client.tenant_id, rows, missing, now_ns)
+        residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
 
     def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
         """The keys of the request after the first `found`; none where a block is there that just cannot be had."""

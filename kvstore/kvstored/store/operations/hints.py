@@ -83,7 +83,7 @@ class Hints:
     def touch(self, client: Client, keys: bytes) -> int:
         """Count an access of the leading run; how many blocks that is."""
         rows = self._residency.find_run(client.tenant_id, keys)
-        self._residency.touch_run(rows, self._clock.monotonic_ns())
+        self._residency.touch_run(rows, self._clock.monotonic_ns(), client.device_tiers)
         return len(rows)
 
     def renew(self, client: Client, lease_ids: Sequence[int]) -> int:

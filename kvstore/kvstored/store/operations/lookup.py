@@ -59,7 +59,7 @@ class LookUp:
             if found[usable] < 0:
                 cause = client.why_missing(residency, keys[usable * KEY_BYTES : (usable + 1) * KEY_BYTES])
             self._flows.missed(client, cause, blocks - usable)
-        load_us = self._promoter.estimate_us(rows, residency.readable(maps_device=client.maps_device))
+        load_us = self._promoter.estimate_us(rows, residency.readable(client.device_tiers))
         self._counters.add("lookup_keys", blocks)
         self._counters.add("lookup_hit_keys", usable)
         return Presence(rows, load_us, usable, cause)

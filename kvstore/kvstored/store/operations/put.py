@@ -348,7 +348,7 @@ class Put:
         if published:
             self._counters.add("stored_blocks", len(published))
             self._counters.add("stored_bytes", stored_bytes)
-            residency.touch_run(list(published.values()), now_ns)
+            residency.touch_run(list(published.values()), now_ns, intake.client.device_tiers)
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:
             return {}

@@ -76,6 +76,11 @@ class Sharing:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.tick)
 
     @property
+    def destination(self) -> int:
+        """The position of the tier that blocks are copied to."""
+        return self._link.destination
+
+    @property
     def waiting(self) -> int:
         """Chains and blocks that wait, and copies under way."""
         return len(self._chains) + len(self._path) + len(self._under_way)
