@@ -20,7 +20,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.kernels.cuda import CacheShape
+from kvstore_engine.kernels.cuda import CacheShape, Crossover
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.cache_windows import AskedDevice
@@ -123,6 +123,33 @@ def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path, kv
     assert difference < _BOUND / 2 * found[0].std()
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_a_long_context_is_attended_in_one_pass_or_in_partitions(tmp_path: Path, kv_dtype: str) -> None:
+    """By the crossover, with the same result: a token of a sequence whose 700 tokens before are in the cache."""
+    torch = pytest.importorskip("torch")
+    sizes, setup = StepSizes(threads=1, max_context=800), PoolSetup(48, 16, kv_dtype)
+    path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])
+    model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 800)
+    table = np.random.default_rng(3).permutation(48).astype(np.int32)
+    found, launchers = [], []
+    for crossover in (None, Crossover(0.0), Crossover(1e9)):
+        pool, cache = new_pool(model, setup, sizes)
+        for number, rows in enumerate(rows for layer in range(cache.config.layers) for rows in cache.rows(layer)):
+            values = np.random.default_rng(number).standard_normal((768, *_HEADS), dtype=np.float32)
+            rows.store(torch.arange(768), torch.from_numpy(values))
+        launchers.append(ShimLauncher())
+        ours = KernelAttention(cache, launchers[-1], lambda: 0, crossover=crossover) if crossover else None
+        with TorchExecutor(model, pool, ours or ReferenceAttention(cache), sizes) as executor:
+            found.append(executor.forward([SequenceSlice(_tokens(1), 700, table)]))
+    kernels = [{name for name in launcher.launched if "rope" not in name} for launcher in launchers[1:]]
+    one_pass, partitions = "kv_paged_attention_v1", {"kv_paged_attention_v2", "kv_merge_partitions"}
+    assert kernels == [{one_pass}, partitions | {one_pass}], "a window is one partition"
+    for other in found[1:]:
+        difference = np.sqrt(np.mean(np.square(other - found[0], dtype=np.float64)))
+        assert difference < _BOUND / 2 * found[0].std()
+
+
+_HEADS = (TinyModel().kv_heads, TinyModel().head_dim)
 _PROMPTS = [(0, 5), (1, 44), (2, 17)]
 
 
