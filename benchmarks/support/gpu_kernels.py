@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.cuda import CacheShape, Crossover, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.reference import paged_attention
 from support.gpu_answers import Answer
@@ -60,17 +61,12 @@ class Decode:
         ends = card.place(results), card.place(results)
         return cls(card, attention, batch, context, rows, (planes[0], planes[1]), *ends, scratch)
 
-    def seconds(self, version: int = 0, batch: int = 0) -> float:
-        """Of the first `batch` sequences, or of all."""
-        rows = Rows(
-            batch or self.rows.count, self.rows.sequences, self.rows.contexts, self.rows.tables,
-            self.rows.table_stride, self.rows.longest_context,
-        )  # fmt: skip
-        return self.card.seconds(lambda: self.queue(rows, version))
+    def seconds(self, version: int = 0) -> float:
+        return self.card.seconds(lambda: self.queue(version))
 
-    def queue(self, rows: Rows | None = None, version: int = 0) -> None:
+    def queue(self, version: int = 0) -> None:
         self.attention.attend(
-            self.queries, self.output, self.planes, rows or self.rows, scratch=self.scratch, version=version,
+            self.queries, self.output, self.planes, self.rows, scratch=self.scratch, version=version,
             stream=self.card.stream,
         )  # fmt: skip
 
@@ -105,9 +101,12 @@ def decode_of_one(card: Card, context: int = 32768) -> Answer:
 def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), context: int = 4096) -> Answer:
     """From how many thread blocks a multiprocessor on one pass is as fast as partitions, and the engine's default."""
     case = Decode.of(card, BF16, batches[-1], context)
-    ratios = {batch: case.seconds(1, batch) / case.seconds(2, batch) for batch in batches}
-    first = next((batch for batch in batches if ratios[batch] <= 1), 0)
-    measured = first * BF16.kv_heads / card.launcher.multiprocessors if first else math.inf
+    ratios = pass_ratios(
+        case.attention, case.planes, card.place, lambda queue: card.seconds(lambda: queue(card.stream)),
+        blocks=case.read_bytes // 2 // BF16.block_bytes, rows=batches, context=context,
+    )  # fmt: skip
+    first = least_rows(ratios)
+    measured = case.attention.blocks_per_multiprocessor(first) if first else math.inf
     default = Crossover().blocks_per_multiprocessor
     curve = ", ".join(f"{batch}: {ratio:.2f}x" for batch, ratio in ratios.items())
     says = f"V1 against V2 by batch ({curve}): V1 from {measured:.1f} blocks a multiprocessor on (default {default})"

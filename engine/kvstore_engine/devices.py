@@ -17,8 +17,8 @@ DEVICE_HELP = (
     "torch:cpu, which is the GPU's step on the processor, slowly, for comparisons"
 )
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
-INT8 = "int8"  # a type of K and V, with a float scale for each token and head
-_TORCH_KV_TYPES = ("f16", "bf16", "f32", INT8)
+SCALED_KV_TYPES = ("int8", "fp8")  # of one byte, with a float scale for each token and head; fp8 is e4m3
+_TORCH_KV_TYPES = ("f16", "bf16", "f32", *SCALED_KV_TYPES)
 _CPU_KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q4_0")
 KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.devices import INT8
+from kvstore_engine.devices import SCALED_KV_TYPES
 from kvstore_engine.free_list import FreeList, PoolExhausted
 from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
@@ -176,10 +176,12 @@ class BlockPool:
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
     """Bytes of one token's K (or V) in one layer, stored as `kv_dtype`. ValueError if that type does not fit."""
-    if kv_dtype == INT8:
+    if kv_dtype in SCALED_KV_TYPES:
         return config.kv_heads * (config.head_dim + _SCALE_BYTES)
     if kv_dtype not in KV_TYPES:
-        raise ValueError(f"K/V type {kv_dtype!r} is not supported; supported: {', '.join((*KV_TYPES, INT8))}")
+        raise ValueError(
+            f"K/V type {kv_dtype!r} is not supported; supported: {', '.join((*KV_TYPES, *SCALED_KV_TYPES))}"
+        )
     kind = TENSOR_TYPES[KV_TYPES[kv_dtype]]
     if config.kv_width % kind.block_elements:
         raise ValueError(

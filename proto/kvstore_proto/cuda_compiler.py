@@ -33,7 +33,7 @@ def compile_program(
 ) -> bytes:
     """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
     `longest_s` is given up, one that crashes is tried once more."""
-    target = (folder or cache_folder()) / f"cuda-{_digest(program, architecture)}.cubin"
+    target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()
     except OSError:
@@ -84,7 +84,8 @@ def _options(program: Program) -> list[str]:
     return ["--std=c++17", *(f"-D{name}={value}" for name, value in program.defines)]
 
 
-def _digest(program: Program, architecture: str) -> str:
+def program_digest(program: Program, architecture: str) -> str:
+    """Of all that its cubin depends on. Raises CompileError where there is no NVRTC."""
     digest = hashlib.blake2b(digest_size=12)
     for path in (*sorted(program.folder.glob("*.h")), program.folder / program.source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

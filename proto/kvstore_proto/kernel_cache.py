@@ -1,6 +1,6 @@
-"""Compiled kernels in the user's cache directory, for the next process that needs them.
+"""Compiled kernels, and what was measured of them, in the user's cache directory for the next process that needs them.
 
-Owns the folder, and that a reader never sees half a file. Never decides what is compiled, nor what a file is called.
+Owns the folder, and that a reader never sees half a file. Never decides what is kept, nor what a file is called.
 """
 
 from __future__ import annotations

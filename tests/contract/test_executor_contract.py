@@ -21,9 +21,9 @@ from tests.reference.plain_model import PlainModel
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 _BLOCKS = 96
-_SIZES = StepSizes(threads=1)
+_SIZES, _SETUP = StepSizes(threads=1), PoolSetup(_BLOCKS, 16, "f16")
 _SHAPE = TinyModel(layers=3, width=96, heads=6, kv_heads=2, head_dim=64, feed_forward=160)
-_WINDOW = {"llama.attention.sliding_window": 50}
+_WINDOW, _NARROW = {"llama.attention.sliding_window": 50}, {"llama.attention.sliding_window": 24}
 _MODELS = {
     "f16": _SHAPE,
     "q8_0": replace(_SHAPE, quantisation="q8_0"),
@@ -39,6 +39,29 @@ _ARCHITECTURES = {
     "gemma2": replace(_SHAPE, architecture="gemma2", metadata={**_WINDOW, "llama.attn_logit_softcapping": 3.0}),
     "gemma3": replace(_SHAPE, architecture="gemma3", layers=7, metadata={**_WINDOW, "llama.rope.freq_base": 1e6}),
     "phi3": replace(_SHAPE, architecture="phi3", kv_heads=6),
+}
+_SMALL = replace(_SHAPE, layers=2)
+# Forms of attention: of the heads, a block's tokens, and the type of K and V.
+_ATTENTIONS = {
+    "alone-64": (replace(_SMALL, heads=2, kv_heads=2), 8, "int8"),
+    "shared-128": (replace(_SMALL, heads=8, kv_heads=1, head_dim=128), 32, "fp8"),
+    "windowed-80": (
+        replace(_SMALL, architecture="gemma3", heads=5, kv_heads=1, head_dim=80, metadata=_NARROW),
+        64,
+        "bf16",
+    ),
+    "capped-256": (
+        replace(
+            _SMALL,
+            architecture="gemma2",
+            heads=4,
+            kv_heads=1,
+            head_dim=256,
+            metadata={**_NARROW, "llama.attn_logit_softcapping": 3.0},
+        ),
+        128,
+        "bf16",
+    ),
 }
 
 
@@ -86,7 +109,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tried, name = request.param
     tried.need()
     path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", _MODELS[name])
-    with tried.opens(path, PoolSetup(_BLOCKS, 16, "f16"), _SIZES) as executor:
+    with tried.opens(path, _SETUP, _SIZES) as executor:
         yield Opened(tried, _MODELS[name], executor)
 
 
@@ -98,10 +121,10 @@ def _table(count: int, seed: int = 0) -> TokenArray:
     return np.random.default_rng(seed).permutation(_BLOCKS)[: -(-count // 16)].astype(np.int32)
 
 
-def _tables(*counts: int) -> list[TokenArray]:
+def _tables(*counts: int, setup: PoolSetup = _SETUP) -> list[TokenArray]:
     """Tables without a block in common."""
-    sizes = [-(-count // 16) for count in counts]
-    order = np.random.default_rng(11).permutation(_BLOCKS)[: sum(sizes)].astype(np.int32)
+    sizes = [-(-count // setup.block_tokens) for count in counts]
+    order = np.random.default_rng(11).permutation(setup.blocks)[: sum(sizes)].astype(np.int32)
     return np.split(order, np.cumsum(sizes)[:-1])
 
 
@@ -123,18 +146,39 @@ _STEPS = [(48, 33, 0), (40, 1, 5), (7, 1, 1), (1, 1, 1), (1, 0, 1), (1, 1, 1)]
 def test_logits_are_those_of_double_precision(tmp_path: Path, case: tuple[TriedExecutor, str]) -> None:
     tried, name = case
     tried.need()
-    path = write_model(tmp_path / "m.gguf", _ARCHITECTURES[name])
-    plain = PlainModel(path, _ARCHITECTURES[name])
-    totals = np.sum(_STEPS, 0)
+    _assert_plain(tmp_path, tried, _ARCHITECTURES[name], _SETUP, _STEPS, tried.rounding)
+
+
+@pytest.mark.parametrize("case", _cases(ggml=[], torch=[*_ATTENTIONS], kernels=[*_ATTENTIONS]))
+def test_every_form_of_attention_gives_the_logits_of_double_precision(
+    tmp_path: Path, case: tuple[TriedExecutor, str]
+) -> None:
+    """Sizes of heads, groups that share K and V, sizes of blocks and types of K and V: the first sequence has two
+    blocks."""
+    tried, name = case
+    tried.need()
+    shape, block_tokens, kv_dtype = _ATTENTIONS[name]
+    steps = [(block_tokens - 1, 5), (2, 1), (1, 1)]
+    bound = tried.rounding + tried.kv_noise[kv_dtype]
+    _assert_plain(tmp_path, tried, shape, PoolSetup(4, block_tokens, kv_dtype), steps, bound)
+
+
+def _assert_plain(
+    folder: Path, tried: TriedExecutor, shape: TinyModel, setup: PoolSetup, steps: Sequence[Sequence[int]], bound: float
+) -> None:
+    """Of the tokens that each step has of each sequence."""
+    path = write_model(folder / "m.gguf", shape)
+    plain = PlainModel(path, shape)
+    totals = np.sum(steps, 0)
     texts = [_tokens(count, seed) for seed, count in enumerate(totals)]
-    tables, wanted = _tables(*totals), [plain.logits(text) for text in texts]
-    starts = np.zeros(3, int)
-    with tried.opens(path, PoolSetup(_BLOCKS, 16, "f16"), _SIZES) as executor:
-        for step in _STEPS:
-            ends, parts = starts + step, [n for n in range(3) if step[n]]
+    tables, wanted = _tables(*totals, setup=setup), [plain.logits(text) for text in texts]
+    starts = np.zeros(len(totals), int)
+    with tried.opens(path, setup, _SIZES) as executor:
+        for step in steps:
+            ends, parts = starts + step, [n for n, count in enumerate(step) if count]
             slices = [SequenceSlice(texts[n][starts[n] : ends[n]], int(starts[n]), tables[n], "all") for n in parts]
             expected = np.concatenate([wanted[n][starts[n] : ends[n]] for n in parts])
-            assert 0 < _off(executor.forward(slices), expected) < tried.rounding, f"in the step of {step}"
+            assert 0 < _off(executor.forward(slices), expected) < bound, f"in the step of {step}"
             starts = ends
 
 

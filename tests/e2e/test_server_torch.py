@@ -81,6 +81,19 @@ def test_what_one_server_stored_another_restores_and_the_answer_is_the_same(tmp_
     assert _cached(again)["local_tokens"] > 400, "blocks are shared within a server"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_block_of_one_type_is_served_as_another_of_the_same_size(tmp_path: Path, model: Path) -> None:
+    with running_daemon() as daemon:
+        stores = "--kvstore", str(daemon.socket_dir)
+        found = []
+        for number, kv_dtype in enumerate(("int8", "fp8", "fp8")):
+            (answer,) = _asked(tmp_path / f"{number}", model, *stores, "--kv-dtype", kv_dtype)
+            daemon.ask("Flush", admin_pb2.FlushRequest())
+            found.append(_cached(answer)["daemon_tokens"])
+    assert found[:2] == [0, 0] and found[2] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -1,14 +1,22 @@
-"""The engine's launcher on the emulated driver: it compiles a program, loads it, and its kernel moves blocks."""
+"""The engine's launcher on the emulated driver: it loads a program and its kernel moves blocks; both ways of attention
+are timed, and what comes of it is remembered.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from kvstore_engine.kernels.cuda import CacheShape, PagedAttention
 from kvstore_engine.kernels.cuda.program import Program
+from kvstore_proto.cuda_compiler import compile_program
 from tests.cuda_shim.build import shim_library
-from tests.gpu.emulated import emulated_node
+from tests.cuda_shim.launcher import ShimLauncher
+from tests.gpu.emulated import compiled, emulated_node
 from tests.reference.nvrtc import need_nvrtc
 
 BLOCKS = Program.of("blocks.cu")
@@ -52,6 +60,7 @@ device.close()
 
 def test_blocks_are_moved_by_a_kernel() -> None:
     need_nvrtc()
+    compiled(BLOCKS)
     node = emulated_node(must_emulate=True)
     node |= {"EMULATED_CUDA_KERNELS": str(shim_library(BLOCKS)), "EMULATED_CUDA_DELAY_US": "100000"}
     ended = subprocess.run(
@@ -61,3 +70,82 @@ def test_blocks_are_moved_by_a_kernel() -> None:
     moved, refused = ended.stdout.splitlines()
     assert moved == "[0, 1, 2, 3, 4, 1, 2, 7] sm_90 8"
     assert refused == "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND"
+
+
+SHAPE = CacheShape(2, 1, 64, 16)
+TIME = """
+import mmap
+import numpy as np
+from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
+from kvstore_proto.cuda_copies import Run
+from kvstore_tiers.gpu.driver import Driver
+
+CHUNK, BLOCKS, LONGEST_DELAY_S = 2 << 20, 8, 2e-4
+driver, device = Driver(0), Device(0)
+stream, pages = driver.stream(), []
+
+
+def place(array):
+    at, page = driver.map(driver.create(CHUNK), CHUNK), np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
+    page[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    driver.register(page.ctypes.data, CHUNK)
+    driver.copy([Run(at, page.ctypes.data, CHUNK)], to_device=True, stream=stream)
+    pages.append(page)
+    return at
+
+
+attention = PagedAttention(device, CacheShape(2, 1, 64, 16), partition_keys=32)
+planes = tuple(place(np.zeros((BLOCKS, attention.shape.block_bytes), np.uint8)) for _ in range(2))
+
+
+def measure():
+    print("measuring")
+    ratios = pass_ratios(attention, planes, place, device.seconds, blocks=BLOCKS, rows=(1, 2), context=80)
+    assert all(ratio > 0 for ratio in ratios.values())
+    return measured(attention, ratios)
+
+
+for _ in range(2):
+    found = settled(attention, device.architecture, device.name, measure)
+    print(found.blocks_per_multiprocessor * device.multiprocessors)
+
+row = Rows(1, place(np.zeros(1, np.int32)), place(np.full(1, 80, np.int32)), place(np.arange(5, dtype=np.int32)), 5, 80)
+queries, output = (place(np.zeros((1, 2, 64), np.uint16)) for _ in range(2))
+
+
+def queue(stream, launches):
+    for _ in range(launches):
+        attention.attend(queries, output, planes, row, version=1, stream=stream)
+
+
+one_s, many_s = (device.seconds(lambda stream: queue(stream, launches)) for launches in (1, 8))
+print(many_s > 3 * one_s > 3 * LONGEST_DELAY_S)
+device.close()
+"""
+
+
+@pytest.mark.slow
+def test_attention_is_timed_when_a_device_is_new_and_not_again(tmp_path: Path) -> None:
+    found = _timed(tmp_path)
+    assert found[0] == "measuring" and found[1] == found[2] and float(found[1]) in (1, 2, 4), "rows, of one block each"
+    assert found[3] == "True", "each launch counts, and takes longer than the driver's delay"
+
+
+@pytest.mark.slow
+def test_attention_has_the_default_where_it_cannot_be_timed(tmp_path: Path) -> None:
+    found = _timed(tmp_path, EMULATED_CUDA_FAULTS="cuGraphInstantiate:1=2, cuGraphInstantiate:2=2")
+    assert found[:4] == ["measuring", "16.0", "measuring", "16.0"], "two thread blocks each of 8 multiprocessors"
+
+
+def _timed(folder: Path, **variables: str) -> list[str]:
+    need_nvrtc()
+    program = PagedAttention(ShimLauncher(), SHAPE).program
+    compile_program(program, "sm_90", folder / "kvstored" / "kernels")
+    node = emulated_node(must_emulate=True) | variables | {"XDG_CACHE_HOME": str(folder)}
+    node["EMULATED_CUDA_KERNELS"] = str(shim_library(program))
+    ended = subprocess.run(
+        [sys.executable, "-c", TIME], env=os.environ | node, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()

@@ -64,7 +64,7 @@ def _with_our_kernels(path: Path, setup: PoolSetup, sizes: StepSizes) -> Iterato
         yield executor
 
 
-_TORCH_NOISE = {"f16": 1e-2, "bf16": 2e-2, "int8": 4e-2}
+_TORCH_NOISE = {"f16": 1e-2, "bf16": 2e-2, "int8": 4e-2, "fp8": 6e-2}
 GGML = TriedExecutor("ggml", _on("cpu"), 0.005, True, {"f16": 2e-3, "bf16": 2e-2, "q8_0": 2e-2, "q4_0": 0.4})
 TORCH = TriedExecutor("torch", _on("torch:cpu"), 0.03, False, _TORCH_NOISE)
 KERNELS = TriedExecutor("torch-kernels", _with_our_kernels, 0.03, False, _TORCH_NOISE)

@@ -133,9 +133,9 @@ def test_what_a_kept_file_is_named_after() -> None:
     need_nvrtc()
     other = Program.of(BLOCKS.source, THREADS="64")
     cases = [(BLOCKS, "sm_90"), (BLOCKS, "sm_80"), (other, "sm_90")]
-    names = [cuda_compiler._digest(program, architecture) for program, architecture in cases]
+    names = [cuda_compiler.program_digest(program, architecture) for program, architecture in cases]
     assert len({*names}) == 3
-    assert cuda_compiler._digest(Program.of(BLOCKS.source), "sm_90") == names[0]
+    assert cuda_compiler.program_digest(Program.of(BLOCKS.source), "sm_90") == names[0]
 
 
 @pytest.mark.parametrize(

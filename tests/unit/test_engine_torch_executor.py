@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvstore_engine.devices import SCALED_KV_TYPES
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.kernels.cuda import CacheShape
+from kvstore_engine.kernels.cuda import CacheShape, Crossover
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.cache_windows import AskedDevice
 from tests.reference.cuda_cache import Plane
+from tests.reference.examples import examples
 from tests.reference.make_gguf import TinyModel, write_model
 
 pytest.importorskip("torch", reason="needs the extra torch")
@@ -36,7 +40,7 @@ from kvstore_engine.torch_executor.planes import pieces
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 from kvstore_engine.torch_executor.recordings import Recorder, Replay
 from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
-from kvstore_engine.torch_executor.stored_rows import Int8Rows
+from kvstore_engine.torch_executor.stored_rows import ScaledRows
 from kvstore_engine.torch_executor.weights import TorchModel
 
 _BLOCKS, _SIZES = 24, StepSizes(threads=1, max_context=160)
@@ -99,7 +103,7 @@ def test_logits_are_ggmls_within_the_rounding_of_bf16(tmp_path: Path, name: str)
     assert (found[0].max(1) - best <= 6 * bound).all(), "a greedy token differs only where two are nearly as likely"
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "int8", "fp8"])
 def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path, kv_dtype: str) -> None:
     """Prompts and padded decodes, with windows and caps; the kernels are the GPU's source, compiled for the host."""
     path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])
@@ -119,6 +123,33 @@ def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path, kv
     assert difference < _BOUND / 2 * found[0].std()
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_a_long_context_is_attended_in_one_pass_or_in_partitions(tmp_path: Path, kv_dtype: str) -> None:
+    """By the crossover, with the same result: a token of a sequence whose 700 tokens before are in the cache."""
+    torch = pytest.importorskip("torch")
+    sizes, setup = StepSizes(threads=1, max_context=800), PoolSetup(48, 16, kv_dtype)
+    path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])
+    model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 800)
+    table = np.random.default_rng(3).permutation(48).astype(np.int32)
+    found, launchers = [], []
+    for crossover in (None, Crossover(0.0), Crossover(1e9)):
+        pool, cache = new_pool(model, setup, sizes)
+        for number, rows in enumerate(rows for layer in range(cache.config.layers) for rows in cache.rows(layer)):
+            values = np.random.default_rng(number).standard_normal((768, *_HEADS), dtype=np.float32)
+            rows.store(torch.arange(768), torch.from_numpy(values))
+        launchers.append(ShimLauncher())
+        ours = KernelAttention(cache, launchers[-1], lambda: 0, crossover=crossover) if crossover else None
+        with TorchExecutor(model, pool, ours or ReferenceAttention(cache), sizes) as executor:
+            found.append(executor.forward([SequenceSlice(_tokens(1), 700, table)]))
+    kernels = [{name for name in launcher.launched if "rope" not in name} for launcher in launchers[1:]]
+    one_pass, partitions = "kv_paged_attention_v1", {"kv_paged_attention_v2", "kv_merge_partitions"}
+    assert kernels == [{one_pass}, partitions | {one_pass}], "a window is one partition"
+    for other in found[1:]:
+        difference = np.sqrt(np.mean(np.square(other - found[0], dtype=np.float64)))
+        assert difference < _BOUND / 2 * found[0].std()
+
+
+_HEADS = (TinyModel().kv_heads, TinyModel().head_dim)
 _PROMPTS = [(0, 5), (1, 44), (2, 17)]
 
 
@@ -168,17 +199,37 @@ def test_a_step_is_a_decode_step_if_each_sequence_has_one_token() -> None:
     assert [context_bound(longest, 512) for longest in (1, 512, 513, 1025, 4096)] == [512, 512, 1024, 2048, 4096]
 
 
-def test_int8_rows_are_stored_as_the_kernels_store_them() -> None:
+@pytest.mark.parametrize("kv_dtype", SCALED_KV_TYPES)
+def test_scaled_rows_are_stored_as_the_kernels_store_them(kv_dtype: str) -> None:
+    """Rows of zeros, of tiny values, and one with elements that e4m3 keeps as subnormals."""
     torch = pytest.importorskip("torch")
-    plane, slots = Plane(CacheShape(4, 2, 64, 16, cache="int8"), 3), [0, 17, 47, 5, 31]
-    values = np.random.default_rng(1).standard_normal((5, 2, 64)).astype(np.float32)
-    values[3], values[4] = 0, values[4] * 1e-3
+    plane, slots = Plane(CacheShape(4, 2, 64, 16, cache=kv_dtype), 3), [0, 17, 47, 5, 31, 40]
+    values = np.random.default_rng(1).standard_normal((6, 2, 64)).astype(np.float32)
+    values[3], values[4], values[5, :, 1:] = 0, values[4] * 1e-3, values[5, :, 1:] * 1e-5
     memory = torch.from_numpy(plane.memory.copy())
-    rows = Int8Rows(memory, 16, 2, 64)
+    rows = ScaledRows(memory, kv_dtype, 16, 2, 64)
     read = [plane.write(slot // 16, slot % 16, value) for slot, value in zip(slots, values, strict=True)]
     rows.store(torch.tensor(slots), torch.from_numpy(values))
     np.testing.assert_array_equal(memory.numpy(), plane.memory)
     np.testing.assert_array_equal(rows.load(torch.tensor(slots)).numpy(), np.stack(read))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(kv_dtype=st.sampled_from(SCALED_KV_TYPES), seed=st.integers(0, 2**31), spread=st.floats(0, 8))
+def test_a_scaled_element_is_within_its_bound_of_the_float(kv_dtype: str, seed: int, spread: float) -> None:
+    """`spread`: how many powers of ten a row's elements are apart."""
+    torch, random = pytest.importorskip("torch"), np.random.default_rng(seed)
+    values = random.standard_normal((8, 2, 64)) * 10.0 ** random.uniform(-spread, 0, (8, 2, 64))
+    values *= 10.0 ** random.integers(-20, 20, (8, 1, 1))
+    stored = torch.zeros((1, CacheShape(4, 2, 64, 16, cache=kv_dtype).block_bytes), dtype=torch.uint8)
+    rows, slots = ScaledRows(stored, kv_dtype, 16, 2, 64), torch.arange(8)
+    exact = values.astype(np.float32)
+    rows.store(slots, torch.from_numpy(exact))
+    greatest = np.abs(exact).max(-1, keepdims=True).astype(np.float64)
+    error = np.abs(rows.load(slots).numpy() - exact.astype(np.float64))
+    # Beside the rounding to an element, that of the scale and of products by it, in floats.
+    allowed = greatest / 254 if kv_dtype == "int8" else np.maximum(np.abs(exact) / 16, greatest / 458_752)
+    assert (error <= allowed + greatest * 3e-7).all()
 
 
 def test_copies_are_cut_into_pieces_that_fit_the_stage() -> None:
@@ -190,14 +241,19 @@ def test_copies_are_cut_into_pieces_that_fit_the_stage() -> None:
         assert (covered == 1).all()
 
 
-def test_blocks_of_ggml_are_no_blocks_of_torch(tmp_path: Path) -> None:
+def test_blocks_of_ggml_or_of_another_type_are_no_blocks_of_torch(tmp_path: Path) -> None:
+    """int8 and fp8 have blocks of equal size: nothing but the fingerprint tells them apart."""
     file = GGUFFile.open(write_model(tmp_path / "m.gguf", TinyModel()))
-    tokenizer, digests = Tokenizer.from_metadata(file.metadata), set()
-    for device in ("cpu", "torch:cpu"):
-        with open_executor(GGUFFile.open(file.path), _device(device), _SETUP, _SIZES) as executor:
+    tokenizer, digests, sizes = Tokenizer.from_metadata(file.metadata), set(), {}
+    kept = [("cpu", "f16"), *(("torch:cpu", kv_dtype) for kv_dtype in ("f16", "bf16", "f32", *SCALED_KV_TYPES))]
+    for device, kv_dtype in kept:
+        setup = replace(_SETUP, kv_dtype=kv_dtype)
+        with open_executor(GGUFFile.open(file.path), _device(device), setup, _SIZES) as executor:
             made = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, "ab" * 16, _device(device))
             digests.add(made.digest())
-    assert len(digests) == 2
+            sizes[kv_dtype] = executor.pool.block_bytes
+    assert len(digests) == len(kept)
+    assert sizes["int8"] == sizes["fp8"] < sizes["bf16"]
 
 
 def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -209,11 +265,13 @@ def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
         open_executor(GGUFFile.open(path), _device("torch:cpu"), PoolSetup(4, 16, "q8_0"), _SIZES),
     ):
         pass
-    with (
-        pytest.raises(UsageError, match="K/V type int8 is not kept on cpu: choose one of f16, bf16, f32, q8_0, q4_0"),
-        open_executor(GGUFFile.open(path), _device("cpu"), PoolSetup(4, 16, "int8"), _SIZES),
-    ):
-        pass
+    for kv_dtype in SCALED_KV_TYPES:
+        refusal = f"K/V type {kv_dtype} is not kept on cpu: choose one of f16, bf16, f32, q8_0, q4_0"
+        with (
+            pytest.raises(UsageError, match=refusal),
+            open_executor(GGUFFile.open(path), _device("cpu"), PoolSetup(4, 16, kv_dtype), _SIZES),
+        ):
+            pass
     model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 160)
     _, cache = new_pool(model, _SETUP, _SIZES)
     with pytest.raises(ValueError, match=r"the CUDA kernels cannot run this model: head_dim 32"):

@@ -102,7 +102,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=KV_TYPES,
         default="f16",
-        help="type of K and V in the pool (default f16); q8_0 and q4_0 on cpu, int8 on the other devices",
+        help="type of K and V in the pool (default f16); q8_0 and q4_0 on cpu, int8 and fp8 (e4m3) on the others",
     )
     engine.add_argument(
         "--pool",

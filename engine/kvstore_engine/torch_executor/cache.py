@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.devices import INT8
+from kvstore_engine.devices import SCALED_KV_TYPES
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.frequencies import rotation
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.torch_executor.library import torch_library
-from kvstore_engine.torch_executor.stored_rows import Int8Rows, PlainRows, StoredRows
+from kvstore_engine.torch_executor.stored_rows import PlainRows, ScaledRows, StoredRows
 
 
 class Cache:
@@ -55,6 +55,6 @@ class Cache:
 
     def _stored(self, plane: Any) -> StoredRows:
         config = self.config
-        if self.kv_dtype == INT8:
-            return Int8Rows(plane, self.block_tokens, config.kv_heads, config.head_dim)
+        if self.kv_dtype in SCALED_KV_TYPES:
+            return ScaledRows(plane, self.kv_dtype, self.block_tokens, config.kv_heads, config.head_dim)
         return PlainRows(plane, self.kv_dtype, config.kv_heads, config.head_dim)

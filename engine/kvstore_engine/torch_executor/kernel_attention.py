@@ -12,11 +12,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import CacheShape, Launcher, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda import (
+    CacheShape,
+    Crossover,
+    Device,
+    Launcher,
+    NewTokens,
+    PagedAttention,
+    RopeCache,
+    Rows,
+)
+from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
 from kvstore_engine.kernels.cuda.program import address_of
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.torch_executor.attention import AttentionBackend, StepRows
+from kvstore_engine.torch_executor.buckets import BUCKETS
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.library import torch_library
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
@@ -26,12 +37,13 @@ class KernelAttention(AttentionBackend):
     """`stream()`: the address of the stream that the step's other work is queued on. `window`: of its L2 cache."""
 
     def __init__(
-        self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None
-    ) -> None:
+        self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None,
+        crossover: Crossover | None = None,
+    ) -> None:  # fmt: skip
         """UnsupportedModel for heads that the kernels were not made for."""
         self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
         shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
-        self.attention = PagedAttention(launcher, shape)
+        self.attention = PagedAttention(launcher, shape, crossover=crossover)
         self._ropes = {
             rope: RopeCache(launcher, shape, rotary=rope.dimensions, interleaved=not rope.neox)
             for rope in set(cache.ropes)
@@ -69,6 +81,24 @@ class KernelAttention(AttentionBackend):
 
     def _planes(self, layer: int) -> tuple[Any, Any]:
         return self._cache.planes[2 * layer], self._cache.planes[2 * layer + 1]
+
+
+def crossover_on(device: Device, cache: Cache) -> Crossover:
+    """Where attention over `cache`, which is on `device`, becomes one pass: by `crossover.settled`, measured on the
+    first layer's planes with the rows that decode steps have. Before they are in use. Raises as `kernel_shape`."""
+    attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
+    planes = cache.planes
+
+    def place(array: npt.NDArray[np.generic]) -> Any:
+        return torch_library().from_numpy(array).to(planes.device)
+
+    def measure() -> Crossover:
+        ratios = pass_ratios(
+            attention, (planes[0], planes[1]), place, device.seconds, blocks=planes.shape[1], rows=BUCKETS
+        )
+        return measured(attention, ratios)
+
+    return settled(attention, device.architecture, f"{device.name}, {device.multiprocessors}", measure)
 
 
 def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:

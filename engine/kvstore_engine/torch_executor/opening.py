@@ -19,7 +19,7 @@ from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 from kvstore_engine.torch_executor.attention import AttentionBackend
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.executor import TorchExecutor
-from kvstore_engine.torch_executor.kernel_attention import KernelAttention, kernel_shape
+from kvstore_engine.torch_executor.kernel_attention import KernelAttention, crossover_on, kernel_shape
 from kvstore_engine.torch_executor.library import check_device, free_bytes, torch_library
 from kvstore_engine.torch_executor.planes import TorchPlanes
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
@@ -94,7 +94,8 @@ def _on_gpu(cache: Cache, device: DeviceName, stack: contextlib.ExitStack) -> Ke
         stack.callback(launcher.set_aside_cache, 0)
         torch.cuda.synchronize(device.torch_name)  # the weights were copied on the default stream
         stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device.torch_name)))  # it can have no window
-    return KernelAttention(cache, launcher, partial(_current_stream, device.torch_name), window)
+    stream = partial(_current_stream, device.torch_name)
+    return KernelAttention(cache, launcher, stream, window, crossover_on(launcher, cache))
 
 
 def _current_stream(torch_name: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from kvstore_engine.torch_executor.library import torch_library
 
 _TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-_GREATEST = 127.0
+_SCALED = {"int8": ("int8", 127.0), "fp8": ("float8_e4m3fn", 448.0)}  # and the greatest element
 _ZERO = 1e-34  # a row whose greatest element is below is stored as zeros
 
 
@@ -43,13 +43,20 @@ class PlainRows(StoredRows):
         return self._rows[slots].float()
 
 
-class Int8Rows(StoredRows):
-    """int8, with a float scale for each token and head that follows the block's elements."""
+class ScaledRows(StoredRows):
+    """int8 or fp8, with a float scale for each token and head that follows the block's elements.
 
-    def __init__(self, plane: Any, block_tokens: int, kv_heads: int, head_dim: int) -> None:
+    An element is off by at most 1/254 of its row's greatest as int8. As fp8 it is off by at most 1/16 of itself, or
+    1/458,752 of the greatest where it is below 1/28,672 of that.
+    """
+
+    def __init__(self, plane: Any, kv_dtype: str, block_tokens: int, kv_heads: int, head_dim: int) -> None:
+        """`plane`: uint8 [blocks, block_bytes]."""
         self._torch = torch = torch_library()
-        elements, self._block_tokens = block_tokens * kv_heads * head_dim, block_tokens
-        self._elements = plane[:, :elements].view(torch.int8).view(-1, block_tokens, kv_heads, head_dim)
+        name, self._greatest = _SCALED[kv_dtype]
+        self._type, self._block_tokens = getattr(torch, name), block_tokens
+        elements = block_tokens * kv_heads * head_dim
+        self._elements = plane[:, :elements].view(self._type).view(-1, block_tokens, kv_heads, head_dim)
         self._scales = plane[:, elements:].view(torch.float32).view(-1, block_tokens, kv_heads)
 
     def store(self, slots: Any, rows: Any) -> None:
@@ -57,9 +64,12 @@ class Int8Rows(StoredRows):
         rows = rows.float()
         greatest = rows.abs().amax(-1)
         is_zero = greatest < _ZERO
-        by = torch.where(is_zero, 0.0, _GREATEST / torch.where(is_zero, 1.0, greatest))
-        self._elements[places] = torch.round(rows * by[..., None]).to(torch.int8)
-        self._scales[places] = torch.where(is_zero, 0.0, greatest / _GREATEST)
+        by = torch.where(is_zero, 0.0, self._greatest / torch.where(is_zero, 1.0, greatest))
+        scaled = rows * by[..., None]
+        if not self._type.is_floating_point:
+            scaled = torch.round(scaled)
+        self._elements[places] = scaled.to(self._type)
+        self._scales[places] = torch.where(is_zero, 0.0, greatest / self._greatest)
 
     def load(self, slots: Any) -> Any:
         places = self._places(slots)

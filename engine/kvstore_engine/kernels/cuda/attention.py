@@ -57,7 +57,7 @@ class _Argument(ct.Structure):
 class Crossover:
     """Where V1 becomes faster: from this many thread blocks for each multiprocessor on.
 
-    `benchmarks/gpu_check.py` measures it. The default is what occupancy suggests, not yet a measurement.
+    The default is what occupancy suggests; `crossover.settled` has what a device was measured to do.
     """
 
     blocks_per_multiprocessor: float = 2.0
@@ -112,9 +112,12 @@ class PagedAttention:
 
     def version(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
         """1 or 2: what `attend` runs when it is not said."""
-        blocks = rows * self.shape.kv_heads * self._parts
-        fills = blocks >= self._crossover.blocks_per_multiprocessor * self._launcher.multiprocessors
+        fills = self.blocks_per_multiprocessor(rows) >= self._crossover.blocks_per_multiprocessor
         return 1 if fills or self._partitions(longest_context, kind) == 1 else 2
+
+    def blocks_per_multiprocessor(self, rows: int) -> float:
+        """Thread blocks of one pass over `rows`, for each of the device's multiprocessors."""
+        return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
         """What V2 needs for its partitions."""

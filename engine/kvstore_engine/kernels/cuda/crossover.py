@@ -1,0 +1,120 @@
+"""From how many thread blocks on attention is one pass: measured on a device once, and remembered.
+
+KVENGINE_ATTENTION_CROSSOVER in the environment says it instead, in thread blocks for each multiprocessor; 0: always one
+pass. Owns the measurement and the file of its result, beside compiled kernels, one for each kind of device and program.
+The caller provides memory and the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.errors import UsageError
+from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.program import ELEMENTS, CudaError
+from kvstore_proto.cuda_compiler import program_digest
+from kvstore_proto.kernel_cache import cache_folder, keep
+from kvstore_proto.nvrtc import CompileError
+
+VARIABLE = "KVENGINE_ATTENTION_CROSSOVER"
+CONTEXT = 4096  # tokens of each row that is measured
+Place = Callable[[npt.NDArray[np.generic]], Any]
+Queue = Callable[[int], object]
+_log = logging.getLogger(__name__)
+
+
+def settled(attention: PagedAttention, architecture: str, device: str, measure: Callable[[], Crossover]) -> Crossover:
+    """What the environment says, what was measured before, or what `measure` finds; the default where it fails.
+
+    `architecture` as NVRTC names it; `device`: what else its speed depends on. UsageError for a wrong setting.
+    """
+    asked = _asked()
+    if asked is not None:
+        return asked
+    try:
+        name = f"{program_digest(attention.program, architecture)} {device}"
+        target = cache_folder() / f"crossover-{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
+        found = _remembered(target)
+        if found is None:
+            found = measure()
+            keep(target, repr(found.blocks_per_multiprocessor).encode())
+    except (CompileError, CudaError, RuntimeError) as error:  # as torch's, that memory is short
+        _log.info("attention's crossover is the default, it cannot be measured: %s", error)
+        return Crossover()
+    _log.info("attention is one pass from %.3g thread blocks a multiprocessor on", found.blocks_per_multiprocessor)
+    return found
+
+
+def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> Crossover:
+    """By `pass_ratios`. Where partitions are faster for all rows that were tried, one pass is for twice as many."""
+    rows = least_rows(ratios) or 2 * max(ratios)
+    return Crossover(attention.blocks_per_multiprocessor(rows))
+
+
+def least_rows(ratios: Mapping[int, float]) -> int | None:
+    """From how many rows on one pass is never slower than partitions; None: it is for the most of them."""
+    least = None
+    for rows in sorted(ratios, reverse=True):
+        if ratios[rows] > 1:
+            break
+        least = rows
+    return least
+
+
+def pass_ratios(
+    attention: PagedAttention, planes: tuple[Any, Any], place: Place, seconds: Callable[[Queue], float], *,
+    blocks: int, rows: Sequence[int], context: int = CONTEXT,
+) -> dict[int, float]:  # fmt: skip
+    """How long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
+
+    planes: K and V of `blocks` blocks, which are read and hold any numbers. place: a copy of an array in the device's
+    memory. seconds: how long what is queued on a stream takes. Raises what these raise.
+    """
+    shape, most = attention.shape, max(rows)
+    width = -(-context // shape.block_tokens)
+    tables = np.random.default_rng(0).permutation(most * width).astype(np.int32).reshape(most, width) % blocks
+    results = np.zeros(most * shape.query_heads * shape.head_dim * ELEMENTS[shape.compute].nbytes, np.uint8)
+    queries, output = place(results), place(results)
+    scratch = place(np.zeros(attention.scratch_bytes(most, context), np.uint8))
+    every = Rows(
+        most, place(np.arange(most, dtype=np.int32)), place(np.full(most, context, np.int32)),
+        place(tables), width, context,
+    )  # fmt: skip
+
+    def queue(count: int, version: int, stream: int) -> None:
+        described = replace(every, count=count)
+        attention.attend(queries, output, planes, described, scratch=scratch, version=version, stream=stream)
+
+    return {count: seconds(partial(queue, count, 1)) / seconds(partial(queue, count, 2)) for count in sorted(rows)}
+
+
+def _asked() -> Crossover | None:
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{VARIABLE} must be a number of thread blocks a multiprocessor, at least 0, got {text!r}")
+    return Crossover(value)
+
+
+def _remembered(target: Path) -> Crossover | None:
+    try:
+        value = float(target.read_text())
+    except (OSError, ValueError):
+        return None
+    return Crossover(value) if 0 < value < math.inf else None
