@@ -152,13 +152,13 @@ def test_copies_do_not_wait_for_a_registration_and_memory_is_given_back_when_its
     order(pair.control, "cuMemHostRegister:1=hang")
     pair.share()
     assert pair.there_and_back() == BOUNCED
-    arena = pair.host.arena(pair.image.container)
+    arena, worker = pair.host.arena(pair.image.container), pair.gpu.worker_process
     pair.host.free(pair.image)
     give_back = pair.host.take_empty()
     assert give_back is not None and arena.held_bytes == MIB
     order(pair.control, "")
-    give_back()  # when the worker that does not answer has been killed
-    assert arena.fd < 0
+    give_back()
+    assert arena.fd < 0 and not Path(f"/proc/{worker}").exists(), "the worker that did not answer was killed"
     wait_for_worker(pair.gpu, 2)
 
 
