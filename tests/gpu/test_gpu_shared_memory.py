@@ -22,6 +22,7 @@ from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish, put
 from tests.gpu.emulated import HostCopy, emulated_node, host_copies
 from tests.gpu.test_gpu_worker import CHUNK_BYTES, kill_worker, order, wait_for_worker
+from tests.reference.held_process import held
 from tests.reference.running_daemon import eventually
 
 pytestmark = pytest.mark.slow
@@ -196,3 +197,21 @@ def test_memory_that_is_taken_back_is_not_shared_with_the_next_worker(opened: Ca
     wait_for_worker(pair.gpu, 2)
     maps = Path(f"/proc/{pair.gpu.worker_process}/maps")
     assert eventually(lambda: BOUNCE in maps.read_text()) and ARENA not in maps.read_text()
+
+
+def test_a_copy_that_waited_for_a_worker_does_not_wait_for_its_registrations(
+    opened: Callable[..., Pair],
+) -> None:
+    pair = opened()
+    pair.share()
+    assert eventually(pair.is_in_place)
+    slot, outcomes = pair.gpu.allocate(pair.image.nbytes), list[OutcomeKind]()
+    assert slot is not None
+    source = pair.host.slot_segment(pair.image)
+    with held(pair.gpu.worker_process):
+        kill_worker(pair.gpu)
+        assert not eventually(lambda: pair.gpu.worker_starts > 1, 0.3), "the last one is not gone"
+        pair.gpu.move_in(slot, source, pair.header.key, lambda outcome: outcomes.append(outcome.kind))
+        assert not eventually(lambda: bool(outcomes), 0.3)
+    assert eventually(lambda: outcomes == [OutcomeKind.DONE])
+    assert pair.noted() == BOUNCED[:1]
