@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
 from kvstore_tiers.base import Tier
+from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstored.clients.tenants import TenantDirectory
@@ -104,6 +105,10 @@ class NodeStorage:
                 self._stack.callback(tiers[-1].close)
                 self._memory.charge_headers(tiers[-1])
         self._stack.callback(self._memory.settle)  # before tiers close what may not be kept yet
+        borrowers = [tier for tier in tiers if tier.info.shares_memory]
+        for tier in tiers:
+            if isinstance(tier, HostTier):
+                tier.lend_to(borrowers)
         return tiers
 
     def _recover(self, tier: Tier, residency: Residency, *, forget: bool) -> None:

@@ -21,6 +21,11 @@ static CUresult submit(CUstream stream, const struct piece *pieces, size_t count
         if (!result && !device_range(own[i].to, own[i].nbytes) && !is_pending(own[i].to, own[i].nbytes))
             memset((void *)own[i].to, POISON, own[i].nbytes); /* undefined until the copy has ended */
     }
+    for (size_t i = 0; i < count && !result; i++) {
+        bool to_device = device_range(own[i].to, own[i].nbytes);
+        if (!to_device || !device_range(own[i].from, own[i].nbytes))
+            note_copy(to_device ? own[i].from : own[i].to, own[i].nbytes, to_device);
+    }
     pthread_mutex_unlock(&emulated_lock);
     if (!result)
         return enqueue_copies(stream, own, count);

@@ -73,6 +73,7 @@ void grant(int device, bool to_cpu);         /* let the CPU use a device's memor
 
 /* host.c: with the lock held */
 CUresult host_range(uint64_t address, size_t nbytes, int right);
+void note_copy(uint64_t host, size_t nbytes, bool to_device); /* a line in the file EMULATED_CUDA_COPIES */
 
 /* streams.c */
 struct piece { uint64_t to, from; size_t nbytes; };

@@ -1,18 +1,20 @@
 /* Registered host memory. Memory that the CPU may only read needs CU_MEMHOSTREGISTER_READ_ONLY, and no copy writes it. */
 #define _GNU_SOURCE
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "emulated.h"
 
-struct registered { uint64_t address; size_t nbytes; bool read_only, is_mapped; };
+struct registered { uint64_t address; size_t nbytes; bool read_only, is_mapped; char file[64]; };
 
 enum { MOST = 4096, FLAG_PORTABLE = 1, FLAG_MAP = 2, FLAG_READ_ONLY = 8 };
 static struct registered table[MOST];
 
-/* The rights that the CPU has on all of a range; -1 where a part is not mapped. */
-static int rights_of(uint64_t address, size_t nbytes) {
+/* The rights that the CPU has on all of a range; -1 where a part is not mapped. `file`: what is mapped at its front. */
+static int rights_of(uint64_t address, size_t nbytes, char file[64]) {
     FILE *maps = fopen("/proc/self/maps", "re");
     uint64_t upto = address, end = address + nbytes;
     int rights = RIGHT_READ | RIGHT_WRITE;
@@ -24,6 +26,8 @@ static int rights_of(uint64_t address, size_t nbytes) {
             continue;
         if (from > upto)
             break;
+        if (upto == address && sscanf(line, "%*s %*s %*s %*s %*s %63s", file) != 1)
+            strcpy(file, "-");
         rights &= (flags[0] == 'r' ? RIGHT_READ : 0) | (flags[1] == 'w' ? RIGHT_WRITE : 0);
         upto = to;
     }
@@ -55,11 +59,12 @@ EXPORTED CUresult cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned int
     bool read_only = flags & FLAG_READ_ONLY;
     if (read_only && !setting("EMULATED_CUDA_READ_ONLY_REGISTER", 1))
         return NOT_SUPPORTED;
-    int rights = rights_of((uint64_t)memory, nbytes);
+    struct registered entry = {(uint64_t)memory, nbytes, read_only, (flags & FLAG_MAP) != 0, "-"};
+    int rights = rights_of(entry.address, nbytes, entry.file);
     if (rights < 0 || !(rights & RIGHT_READ) || (!read_only && !(rights & RIGHT_WRITE)))
         return INVALID_VALUE;
     pthread_mutex_lock(&emulated_lock);
-    result = put((struct registered){(uint64_t)memory, nbytes, read_only, (flags & FLAG_MAP) != 0});
+    result = put(entry);
     pthread_mutex_unlock(&emulated_lock);
     return result;
 }
@@ -95,6 +100,18 @@ EXPORTED CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memor
         }
     pthread_mutex_unlock(&emulated_lock);
     return result;
+}
+
+void note_copy(uint64_t host, size_t nbytes, bool to_device) {
+    const char *path = getenv("EMULATED_CUDA_COPIES"), *file = "-";
+    FILE *log = path ? fopen(path, "ae") : NULL;
+    for (int i = 0; i < MOST; i++)
+        if (table[i].nbytes && host - table[i].address < table[i].nbytes)
+            file = table[i].file;
+    if (log) {
+        fprintf(log, "%s %zu %s\n", to_device ? "in" : "out", nbytes, file);
+        fclose(log);
+    }
 }
 
 CUresult host_range(uint64_t address, size_t nbytes, int right) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.passing import send_packet
+from kvstored.lifetime.warm.holder_keeper import HOLDER_SOCKET
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
@@ -446,3 +449,41 @@ def test_killed_at_random_under_load() -> None:
                     lease.release()
             tiers = daemon.tiers()["host"]
             assert tiers.used_bytes <= tiers.capacity_bytes
+
+
+@contextmanager
+def kept_process(daemon: RunningDaemon, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon was killed, and the process of its GPU, which is kept beside its memory, ends only so much later."""
+    with (
+        subprocess.Popen(["sleep", str(seconds)]) as process,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder,
+    ):
+        pidfd = os.pidfd_open(process.pid)
+        holder.connect(str(daemon.state_dir / HOLDER_SOCKET))
+        send_packet(holder, b"Kw%d" % process.pid, [pidfd])
+        os.close(pidfd)
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+def test_nothing_is_taken_over_before_the_process_of_a_gpu_is_gone(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session:
+        put(session, 1)
+    daemon.kill9()
+    with kept_process(daemon, 3.0) as process:
+        daemon.restart()
+        assert process.poll() is not None
+    with daemon.connect(MODEL) as session:
+        assert found(session, 1) == BLOCKS
+    daemon.kill9()
+    with kept_process(daemon, 60.0) as process:
+        daemon.restart()
+        assert process.poll() is None and "since a process of its GPU may still write there" in daemon.log
+    with daemon.connect(MODEL) as session:
+        assert found(session, 1) == 0
+        put(session, 1)
+    daemon.kill9()
+    daemon.restart()
+    with daemon.connect(MODEL) as session:
+        assert found(session, 1) == BLOCKS, "it is not kept any more"

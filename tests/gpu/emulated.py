@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,15 +26,34 @@ def compiled(program: Program) -> bytes:
     return compile_program(program, "sm_90")
 
 
+class HostCopy(NamedTuple):
+    """A copy from or to host memory, as the emulated driver noted it. `file`: what that memory is of."""
+
+    to_device: bool
+    nbytes: int
+    file: str
+
+
+def host_copies(log: Path) -> list[HostCopy]:
+    """What was noted in the file that `emulated_node` was given, in order."""
+    lines = (line.split() for line in log.read_text().splitlines())
+    return [HostCopy(way == "in", int(nbytes), file) for way, nbytes, file in lines]
+
+
 def emulated_node(
-    memory_bytes: int = 64 << 20, control: Path | None = None, *, must_emulate: bool = False
+    memory_bytes: int = 64 << 20,
+    control: Path | None = None,
+    *,
+    must_emulate: bool = False,
+    copies: Path | None = None,
 ) -> dict[str, str]:
     """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
-    (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped."""
+    (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped. `control`
+    orders failures, `copies` is where copies are noted (`host_copies`)."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[gpu]'")
     if os.environ.get("KVSTORED_TEST_GPU") == "hardware":
-        if must_emulate or control is not None:
-            pytest.skip("needs the emulated driver: failures on demand, or devices that are as it says")
+        if must_emulate or control is not None or copies is not None:
+            pytest.skip("needs the emulated driver: failures on demand, notes, or devices that are as it says")
         return {}
     with contextlib.suppress(CompileError):
         compiled(PROGRAM)
@@ -44,4 +64,5 @@ def emulated_node(
         "EMULATED_CUDA_MEMORY": str(memory_bytes),
         crossover.VARIABLE: "0",  # what it would measure here says nothing
     }
-    return variables | ({"EMULATED_CUDA_CONTROL": str(control)} if control is not None else {})
+    files = {"EMULATED_CUDA_CONTROL": control, "EMULATED_CUDA_COPIES": copies}
+    return variables | {name: str(path) for name, path in files.items() if path is not None}

@@ -203,7 +203,7 @@ def test_arenas_that_are_shared_are_copied_in_place() -> None:
             assert slot is not None
             kill_worker(tier)
             wait_for_worker(tier, restarts + 1)
-        tier.unshare(number)
+        tier.unshare(number, lambda: None)
 
 
 def get_of_host(host: HostTier, slot: Slot, key: bytes) -> tuple[bool, np.ndarray]:

@@ -12,6 +12,9 @@ was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FU
 share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
 client unmaps it, so a sealed arena stays with its owner for ever.
 
+An arena that is lent (`loan`) is mapped by a device's process too, and the device copies from and to it. What `release`
+and an heir would give back to the system stays until the last borrower has let go of it; neither waits for that.
+
 Invariants: the number of an arena is never reused; slots are handed out for the first time in ascending order; a
 slot's generation only grows, across changes of slot size and of the daemon too; prefaulting never changes a byte; of
 the slots handed out, those and only those that hold a block have a header that holds.
@@ -34,6 +37,7 @@ from typing import Literal, NamedTuple, Protocol
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Segment, Slot
 from kvstore_tiers.image import erase_header, mark_retired
+from kvstore_tiers.loan import Loan
 from kvstore_tiers.numa import bind_to_node
 from kvstore_tiers.segments import Bytes, view_at
 
@@ -46,6 +50,7 @@ _MADV_POPULATE_WRITE = 23
 
 _NAME_PREFIX = "kvstore-arena-"
 _WRITABLE = "+w"
+_CATCH_UP_BYTES = 8 << 20  # 2.5 ms of punching, which the control thread may have to wait for
 _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 _OUR_MEMORY = f"/memfd:{_NAME_PREFIX}"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -92,6 +97,14 @@ class ChunkWitness(ArenaWitness, Protocol):
     def has_memory(self, number: int, descriptor: int) -> None:
         """The chunk is there now, before any block is in it. The descriptor stays the tier's. May be called on another
         thread."""
+        ...
+
+    def worker_started(self, process: int) -> None:
+        """A process of the tier's has begun, which will write to arenas and chunks. On a thread of the tier's."""
+        ...
+
+    def worker_ended(self, process: int) -> None:
+        """It is gone. On a thread of the tier's."""
         ...
 
 
@@ -142,6 +155,8 @@ class Arena:
         self._donor = donor
         self._inheriting = threading.Lock()  # between the control thread and the one that prefaults
         self.inherited_bytes = 0  # of a donor: how much of its memory was given back already
+        self.loan = Loan()
+        self._owed_bytes = 0  # of a donor that is lent: how much of its memory is to be given back
         self._generations = array("Q")
         self.high_generation = 0  # of all that slots ever had
         self._first_generation = 1
@@ -304,12 +319,23 @@ class Arena:
         self.populated_bytes = start + nbytes
         return nbytes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its memory is its own, and is there or will be at once."""
+        is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
+        return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)
+
     def release(self) -> None:
-        """Give the memory back, even while clients still map it (`owned`), and close the descriptor. Idempotent."""
+        """Give the memory back, even while clients still map it (`owned`), and close the descriptor: of an arena that
+        is lent, when it has been returned. Idempotent."""
         with self._inheriting:
             if self._donor is not None:
                 self._donor.release()
                 self._donor = None
+        if not self.loan.defers(self._give_back):
+            self._give_back()
+
+    def _give_back(self) -> None:
         if self.fd >= 0:
             if self.mode == "owned":
                 self.punch(0, self.nbytes)
@@ -363,15 +389,32 @@ class Arena:
             donor = self._donor
             if donor is None:
                 return
-            if upto_bytes > donor.inherited_bytes:
-                donor._inherit(upto_bytes)  # what it had not yet taken of its own donor
-                donor.punch(donor.inherited_bytes, upto_bytes - donor.inherited_bytes)
-                donor.inherited_bytes = upto_bytes
-            if donor.held_bytes > donor.nbytes - donor.inherited_bytes:  # a client read there since, which makes pages
-                donor.punch(0, donor.inherited_bytes)
-            if donor.inherited_bytes == donor.nbytes:
-                donor.release()
-                self._donor = None
+            if self._owed_bytes or donor.loan.defers(self._catch_up):
+                self._owed_bytes = max(self._owed_bytes, upto_bytes)
+                return
+            self._take_from(donor, upto_bytes)
+
+    def _catch_up(self) -> None:
+        """The donor has been returned: take what was handed out here meanwhile."""
+        while self._owed_bytes:
+            with self._inheriting:
+                donor, owed_bytes = self._donor, self._owed_bytes
+                upto_bytes = min(owed_bytes, donor.inherited_bytes + _CATCH_UP_BYTES) if donor is not None else 0
+                if donor is not None:
+                    self._take_from(donor, upto_bytes)
+                if donor is None or upto_bytes == owed_bytes:
+                    self._owed_bytes = 0
+
+    def _take_from(self, donor: Arena, upto_bytes: int) -> None:
+        if upto_bytes > donor.inherited_bytes:
+            donor._inherit(upto_bytes)  # what it had not yet taken of its own donor
+            donor.punch(donor.inherited_bytes, upto_bytes - donor.inherited_bytes)
+            donor.inherited_bytes = upto_bytes
+        if donor.held_bytes > donor.nbytes - donor.inherited_bytes:  # a client read there since, which makes pages
+            donor.punch(0, donor.inherited_bytes)
+        if donor.inherited_bytes == donor.nbytes:
+            donor.release()
+            self._donor = None
 
 
 def _new_memory(number: int, nbytes: int) -> int:

@@ -85,7 +85,8 @@ class TierInfo:
     """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
     clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
     device memory may import its containers, to read. `lends_files`: another tier may read its slots from their file
-    (`lend`); `loads_files`: it can (`loader`)."""
+    (`lend`); `loads_files`: it can (`loader`). `shares_memory`: it copies from and to memory of other tiers in place
+    that is shared with it (`share`)."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
@@ -97,6 +98,7 @@ class TierInfo:
     dram_bytes: int = 0  # at most, of header pages in DRAM; the capacity of the mapped tier has to have room for them
     lends_files: bool = False
     loads_files: bool = False
+    shares_memory: bool = False
 
     @property
     def is_in_memory(self) -> bool:
@@ -254,6 +256,17 @@ class Tier(ABC):
         whole. FAILED with an `errno` says that the file cannot be read, without one that it is not the file's fault.
         """
         raise RuntimeError(f"the tier {self.info.name} loads no files")
+
+    def share(self, descriptor: int, address: int, nbytes: int) -> int:
+        """Have transfers copy from and to this memory in place, soon: `nbytes` of a memfd, mapped here at `address`. A
+        number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread."""
+        raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
+
+    def unshare(self, number: int, ended: Callable[[], None]) -> None:
+        """Take memory back in which no transfer is under way. Returns at once; no later transfer uses it in place.
+        `ended` is called when nobody has it mapped for this tier: from then on it may be given back to the system. It
+        may take its time, and be called on the caller's thread."""
+        raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
         """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays as

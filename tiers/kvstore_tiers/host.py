@@ -5,6 +5,7 @@ what a lease is.
 Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what the daemon
 `charge`s: staging, the ledger.
 Arenas of a process that has ended, whose descriptors were kept, can be taken over (`adopt`, by way of `adoption`).
+Arenas are lent to tiers of device memory (`lend_to`), and asked back before their memory is given back.
 A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose only segment is
 the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
 Invariants: one owner and one slot size an arena; a container number is never reused; no header in memory that clients
@@ -34,6 +35,7 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
+from kvstore_tiers.lending import Borrower, Lending
 from kvstore_tiers.segments import Bytes
 from kvstore_tiers.sizes import aligned_down, require_slot_size
 
@@ -74,6 +76,7 @@ class HostTier(Tier):
         self._witness = witness
         self._arenas_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
+        self._lending = Lending()
         self._counters = TransferCounters()
         self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
         self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arena_of)
@@ -95,6 +98,7 @@ class HostTier(Tier):
         slot = arena.allocate()
         if not arena.has_room:
             candidates.pop()
+            self._lending.offer(arena)
         self._empty.pop(arena.number, None)
         return slot
 
@@ -182,14 +186,27 @@ class HostTier(Tier):
         self._capacity_bytes = self.ceiling_bytes = capacity_bytes
 
     def take_empty(self) -> Callable[[], None] | None:
-        """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB).
-        None when there is none, or when they are sealed and cannot be given back."""
+        """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB, and
+        as long as a device's process needs to let go of it). None when there is none, or when they are sealed and
+        cannot be given back."""
         arena = next((arena for arena in self._empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
         with self._reshaping:
             self._drop(arena)
-        return arena.release
+
+        def give_back() -> None:
+            arena.loan.wait()
+            arena.release()
+
+        return give_back
+
+    def lend_to(self, borrowers: Sequence[Borrower]) -> None:
+        """Have other tiers copy from and to the arenas in place, from when all of an arena's memory is there. They must
+        be closed before this one `leave`s."""
+        self._lending.begin(borrowers)
+        for arena in self._arenas.values():
+            self._lending.offer(arena)
 
     @property
     def used_bytes(self) -> int:
@@ -236,6 +253,7 @@ class HostTier(Tier):
                 except OSError as error:
                     self._refused = f"the system gives no memory for an arena: {error}"
                     break
+                self._lending.offer(arena)
             arenas = list(self._arenas.values())
         return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
 
@@ -275,6 +293,7 @@ class HostTier(Tier):
             del self._empty[arena.number]
             if arena.has_room:
                 self._with_room[arena.owner, arena.slot_bytes].append(arena)
+        self._lending.offer(arena)
         self._next_number = max(self._next_number, arena.number + 1)
         return found
 
@@ -310,6 +329,7 @@ class HostTier(Tier):
         self._transfers.close()
         with self._reshaping:
             for arena in self._arenas.values():
+                self._lending.withdraw(arena)
                 part_with(arena)
             self._arenas.clear()
             self._empty.clear()
@@ -391,6 +411,7 @@ class HostTier(Tier):
         del self._arenas[arena.number], self._empty[arena.number]
         self.writable.discard(arena.number)
         self._arenas_bytes -= arena.nbytes
+        self._lending.withdraw(arena)
         if self._witness is not None:
             self._witness.given_up(arena.number)
 

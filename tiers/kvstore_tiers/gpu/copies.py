@@ -12,7 +12,7 @@ Invariant: each transfer is reported once, after its bytes are in place or when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore_proto.cuda_copies import Run, merged
 from kvstore_proto.cuda_driver import DriverError
@@ -31,12 +31,14 @@ class Copies:
         self._ended = ended
         self._streams = {to_device: events.stream() for to_device in (True, False)}
 
-    def start(self, transfers: Sequence[int], runs: Sequence[Run], *, to_device: bool) -> None:
-        """Queue the copies of some transfers as one batch."""
+    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[Run]], *, to_device: bool) -> None:
+        """Queue the copies of some transfers as one batch. Each group is of one registration of host memory: no run
+        reaches over the border of two, which may be neighbours."""
         stream = self._streams[to_device]
+        runs = [run for group in groups for run in merged(group)]
 
         def settled(failure: DriverError | None) -> None:
             for transfer in transfers:
                 self._ended(transfer, failure)
 
-        self._events.queue(stream, lambda: self._driver.copy(merged(runs), to_device=to_device, stream=stream), settled)
+        self._events.queue(stream, lambda: self._driver.copy(runs, to_device=to_device, stream=stream), settled)

@@ -4,7 +4,8 @@ Owns the process, what it must know after a restart (regions, chunks and their d
 One thread sends, so that no caller waits for the worker; another one receives, starts workers and ends transfers.
 Invariants: each transfer ends once, with a failure when its worker died or did not answer for too long; one that
 no worker has seen yet waits for the next, unless workers keep dying (`is_up`); a chunk
-whose descriptor has come is never made again, only mapped again; after `close` there is no worker.
+whose descriptor has come is never made again, only mapped again; a region is dropped when no process of ours has it
+mapped any more; after `close` there is no worker.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Protocol
 
 from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.regions import Regions
 from kvstore_tiers.passing import receive_packet, send_packet
 
 START_TIMEOUT_S = 60.0
+REGISTER_BYTES = 256 << 20  # some 25 ms by others' figures, which a withdrawal may have to wait for
 PATIENCE_S = 30.0  # a transfer takes milliseconds
 FILE_PATIENCE_S = 120.0  # a disk that hangs is not the worker's fault: its own breaker and the kernel act before that
 LOOK_S = 0.5
@@ -48,6 +52,12 @@ class _Transfer:
     is_sent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    ended: Callable[[], None]
+    since_s: float
+
+
 @dataclass
 class _Chunk:
     nbytes: int
@@ -58,12 +68,14 @@ class _Chunk:
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
     from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files;
-    AUTO: by direct storage where that is there. `variables`: of its environment, beside ours."""
+    AUTO: by direct storage where that is there. `register_bytes`: how much shared memory is registered in a call.
+    `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     file_patience_s: float = FILE_PATIENCE_S
     checks: bool = True
     from_files: str = BOUNCE
+    register_bytes: int = REGISTER_BYTES
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -71,9 +83,22 @@ class WorkerSettings:
         return self.from_files in (AUTO, DIRECT)
 
 
+class Follower(Protocol):
+    """Hears of the worker, on a thread of the link's. Quick; raises nothing."""
+
+    def has_memory(self, number: int, descriptor: int) -> None:
+        """A chunk is there; the descriptor of its memory stays the link's."""
+        ...
+
+    def worker_started(self, process: int) -> None: ...
+
+    def worker_ended(self, process: int) -> None: ...
+
+
 class WorkerLink:
-    """A worker for `device`. `refused` is called with a chunk that is not there, and why; `made` with one that is, and
-    a descriptor of its memory, which stays the link's. `can_check` says whether the worker has `checksums`, and
+    """A worker for `device`. `refused` is called with a chunk that is not there, and why; `follower` hears of those
+    that are; `regions` hear which of them a worker has registered.
+    `can_check` says whether the worker has `checksums`, and
     `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where they are wanted.
     Raises OSError where no worker starts, with what it said."""
 
@@ -82,7 +107,8 @@ class WorkerLink:
         device: int,
         refused: Callable[[int, str], None],
         *,
-        made: Callable[[int, int], None],
+        follower: Follower | None = None,
+        regions: Regions,
         settings: WorkerSettings | None = None,
     ) -> None:
         self._device = device
@@ -91,8 +117,11 @@ class WorkerLink:
         self.has_direct_storage, self.no_direct_storage = False, ""
         self._wants_direct = self._settings.wants_direct
         self._refused = refused
-        self._made = made
-        self._regions: dict[int, tuple[int, int]] = {}  # descriptor, bytes
+        self._follower = follower
+        self._heard = regions
+        self._regions: dict[int, wire.Region] = {}
+        self._leaving: dict[int, _Leaving] = {}  # regions that a worker may have mapped still
+        self._has_worker = False  # or one that has not gone yet
         self._chunks: dict[int, _Chunk] = {}
         self._pending: dict[int, _Transfer] = {}
         self._lock = threading.Lock()  # of the tables
@@ -130,16 +159,23 @@ class WorkerLink:
         """Whether there is a worker, or will be in a moment."""
         return not self._keeps_dying and not self._closing.is_set()
 
-    def add_region(self, number: int, descriptor: int, nbytes: int) -> None:
-        """Host memory that transfers may name. The descriptor stays the caller's, open until `drop_region`."""
+    def add_region(self, number: int, region: wire.Region) -> None:
+        """Host memory that transfers may name. Its descriptor stays the caller's, open until `drop_region` has
+        ended."""
         with self._lock:
-            self._regions[number] = (descriptor, nbytes)
-        self._queue.put((wire.pack(wire.MAP, number, nbytes), descriptor, -1))
+            self._regions[number] = region
+            self._queue.put((wire.pack_region(number, region), region.descriptor, -1))
 
-    def drop_region(self, number: int) -> None:
+    def drop_region(self, number: int, ended: Callable[[], None]) -> None:
+        """`ended` is called when no worker has it mapped: on a thread of this link's, or on the caller's."""
         with self._lock:
             del self._regions[number]
-        self._queue.put((wire.pack(wire.UNMAP, number), -1, -1))
+            has_worker = self._has_worker
+            if has_worker:
+                self._leaving[number] = _Leaving(ended, time.monotonic())
+                self._queue.put((wire.pack(wire.UNMAP, number), -1, -1))
+        if not has_worker:
+            ended()
 
     def add_chunk(self, number: int, nbytes: int) -> None:
         """Device memory; transfers may name it at once, and fail when it cannot be made."""
@@ -272,10 +308,16 @@ class WorkerLink:
         self.starts += 1
         self._started_s, self._ready_s = time.monotonic(), 0.0
         self._process = process
+        if self._follower is not None:  # before it has anything to write to
+            self._follower.worker_started(process.pid)
         with self._wire, self._lock:
+            self._has_worker = True
             with contextlib.suppress(OSError):  # it died already: the end of the socket says so
-                for number, (descriptor, nbytes) in self._regions.items():
-                    send_packet(own, wire.pack(wire.MAP, number, nbytes), [descriptor])
+                for number, region in self._regions.items():
+                    if number == wire.BOUNCE_REGION:  # others may be many, and nothing waits for them
+                        send_packet(own, wire.pack_region(number, region), [region.descriptor])
+                    else:
+                        self._queue.put((wire.pack_region(number, region), region.descriptor, -1))
                 for number, chunk in self._chunks.items():
                     if chunk.descriptor >= 0:
                         send_packet(own, wire.pack(wire.IMPORT, number, chunk.nbytes), [chunk.descriptor])
@@ -309,12 +351,16 @@ class WorkerLink:
                 return
 
     def _is_overdue(self) -> bool:
-        """Whether the worker has owed an answer for too long: that it is ready, or the end of a transfer."""
+        """Whether the worker has owed an answer for too long: that it is ready, that it has let go of a region, or
+        the end of a transfer."""
         now_s = time.monotonic()
         if not self._ready_s:
             return now_s - self._started_s > START_TIMEOUT_S
         with self._lock:
             sent = [each for each in self._pending.values() if each.is_sent]
+            leaving = [each.since_s for each in self._leaving.values()]
+        if any(now_s - max(since_s, self._ready_s) > self._settings.patience_s for since_s in leaving):
+            return True
         return any(now_s - max(each.since_s, self._ready_s) > each.patience_s for each in sent)
 
     def _end(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -331,6 +377,14 @@ class WorkerLink:
             process.kill()
             self._outwait(process)
         failed = self._fail(lambda each: each.is_sent or not each.waits)
+        self._heard.worker_ended()
+        if self._follower is not None:
+            self._follower.worker_ended(process.pid)
+        with self._lock:
+            self._has_worker = False
+            left, self._leaving = self._leaving, {}
+        for region in left.values():
+            region.ended()
         if not self._closing.is_set() and self._is_ready.is_set():
             _LOG.warning(
                 "the worker of GPU %d ended with status %s; %d transfers failed",
@@ -378,9 +432,19 @@ class WorkerLink:
                     if not descriptors:  # this process had none left to receive it with: another worker makes it anew
                         raise ConnectionError(f"no descriptor came with chunk {number}")
                     chunk.descriptor = descriptors.pop()
-                    self._made(number, chunk.descriptor)  # kept before a transfer with it has ended
+                    if self._follower is not None:  # kept before a transfer with it has ended
+                        self._follower.has_memory(number, chunk.descriptor)
         elif letter == wire.REFUSED:
             self._refused(number, text)
+        elif letter == wire.REGISTERED and text:
+            self._heard.refused(text)
+        elif letter == wire.REGISTERED:
+            self._heard.registered(number, bool(nbytes))
+        elif letter == wire.LEFT:
+            with self._lock:
+                left = self._leaving.pop(number, None)
+            if left is not None:
+                left.ended()
         elif letter == wire.ABLE:
             self.can_check, self.cannot_check = bool(number), text
         elif letter == wire.DIRECT:
@@ -413,6 +477,8 @@ class WorkerLink:
                 transfer = self._pending.get(number)
                 if number >= 0 and transfer is None:
                     return  # failed meanwhile
+                if packet[:1] == wire.MAP and wire.unpack_region(packet, descriptor)[0] not in self._regions:
+                    return  # dropped meanwhile: its descriptor may be another file's
                 if transfer is not None:
                     transfer.is_sent, transfer.since_s = True, time.monotonic()
                 try:

@@ -1,16 +1,21 @@
-"""Host memory that the worker has mapped too, so that the device copies from and to it without a bounce.
+"""Host memory that the worker has registered too, so that the device copies from and to it without a bounce.
 
-Owns which addresses of this process are where in which region. Never allocates memory, never follows an address.
+Owns which addresses of this process are where in which region, and what the worker said of each. Never allocates
+memory, never follows an address.
+Invariant: what no worker has said to be registered is not located.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore_tiers.segments import Segment
+
+_LOG = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -19,33 +24,68 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Regions:
-    """May be asked from any thread."""
+class _Usable(NamedTuple):
+    address: int
+    nbytes: int
+    number: int
+    is_writable: bool
 
-    def __init__(self) -> None:
+
+class Regions:
+    """May be asked from any thread. `name` is that of the tier in the log."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.Lock()
-        self._by_address: list[tuple[int, int, int]] = []  # address, bytes, number; sorted
+        self._known: dict[int, tuple[int, int]] = {}  # address and bytes, by number
+        self._usable: list[_Usable] = []  # sorted; replaced, never changed
+        self.refusal = ""  # why this worker has not registered a region, the last one
+        self._was_refused = False
 
     def add(self, number: int, address: int, nbytes: int) -> None:
         with self._lock:
-            self._by_address = sorted([*self._by_address, (address, nbytes, number)])
+            self._known[number] = address, nbytes
 
     def drop(self, number: int) -> None:
         with self._lock:
-            self._by_address = [entry for entry in self._by_address if entry[2] != number]
+            del self._known[number]
+            self._usable = [each for each in self._usable if each.number != number]
 
-    def locate(self, segments: Iterable[Segment]) -> list[Place] | None:
-        """Where the segments are; None when a part of them is in no region."""
-        regions = self._by_address
+    def registered(self, number: int, is_writable: bool) -> None:
+        """The worker's word; unless it `is_writable` the device may only read there."""
+        with self._lock:
+            if number in self._known:
+                usable = self._usable.copy()
+                insort(usable, _Usable(*self._known[number], number, is_writable))
+                self._usable = usable
+
+    def refused(self, why: str) -> None:
+        """A region is not registered: its bytes go by the bounce buffer."""
+        if not self._was_refused:
+            _LOG.warning("%s copies host memory through its bounce buffer: %s", self._name, why)
+        self.refusal, self._was_refused = why, True
+
+    def worker_ended(self) -> None:
+        with self._lock:
+            self._usable = []
+        self.refusal = ""
+
+    @property
+    def registered_bytes(self) -> int:
+        return sum(each.nbytes for each in self._usable)
+
+    def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[Place] | None:
+        """Where the segments are; None when a part of them is in no region that the device may read, or write."""
+        regions = self._usable
         places: list[Place] = []
         for segment in segments:
             if not segment.nbytes:
                 continue
-            at = bisect_right(regions, segment.address, key=lambda entry: entry[0]) - 1
+            at = bisect_right(regions, segment.address, key=lambda each: each.address) - 1
             if at < 0:
                 return None
-            address, nbytes, number = regions[at]
-            if segment.address + segment.nbytes > address + nbytes:
+            found = regions[at]
+            if segment.address + segment.nbytes > found.address + found.nbytes or (to_write and not found.is_writable):
                 return None
-            places.append(Place(number, segment.address - address, segment.nbytes))
+            places.append(Place(found.number, segment.address - found.address, segment.nbytes))
         return places

@@ -32,9 +32,9 @@ class Steps:
         """Run `job`, which ends the transfer by itself unless it raises."""
         self._beginnings.begin(job, end)
 
-    def finish(self, job: Callable[[], None]) -> None:
-        """Run `job`, which must not raise, of a transfer that has not ended."""
-        self._ends.post(job)  # open until nothing is under way
+    def finish(self, job: Callable[[], None]) -> bool:
+        """Run `job`, which must not raise. False after `close`: not while a transfer has not ended."""
+        return self._ends.post(job)
 
     def close(self) -> None:
         """Finish what is under way, then end the threads. The buffer is the link's too, and closed after it."""

@@ -3,8 +3,9 @@
 Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
 (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
 witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`).
-A slot holds the whole image, header page first. Payloads in memory that was shared (`share`) are copied by the device
-itself, from and to where they are; all others by way of the bounce buffer. What a file has, the worker reads itself.
+A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
+tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
+the bounce buffer. What a file has, the worker reads itself.
 Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
 there, before it may be read. Without NVRTC that is not possible, and `statistics` says so.
 Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
@@ -17,7 +18,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -48,6 +49,8 @@ from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import AUTO, DOWN, OFF, WorkerLink, WorkerSettings
+from kvstore_tiers.gpu.regions import Regions
+from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.segments import buffer_at
@@ -62,7 +65,8 @@ _LOG = logging.getLogger(__name__)
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. `settings` are the worker's. Chunks are
-    numbered from `first_number`. With a `witness` what is on the device is left to it at `close`."""
+    numbered from `first_number`. With a `witness` what is on the device is left to it at `close`. `shares_memory`: what
+    `TierInfo` says."""
 
     def __init__(
         self,
@@ -75,29 +79,33 @@ class GpuTier(Tier):
         settings: WorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
         witness: ChunkWitness | None = None,
+        shares_memory: bool = True,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
         settings = settings or WorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
-            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF,
+            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF, shares_memory=shares_memory,
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
         self._refused, self._refused_at_s = "", 0.0
         self._closed = False
+        self._regions = Regions(name)
         self._link = WorkerLink(
             device, lambda chunk, why: self._refusals.put((chunk, why)),
-            made=_no_keeper if witness is None else witness.has_memory, settings=settings,
+            follower=witness, regions=self._regions, settings=settings,
         )  # fmt: skip
         self._chunks = Chunks(
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
             witness,
         )  # fmt: skip
         self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
-        self._link.add_region(wire.BOUNCE_REGION, self._steps.bounce.descriptor, self._steps.bounce.nbytes)
-        self._transfers = GpuTransfers(self._link, self._steps, self._counters)
+        bounce = self._steps.bounce
+        self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
+        self._shared = SharedMemory(self._link, self._regions, settings.register_bytes, self._steps.finish)
+        self._transfers = GpuTransfers(self._link, self._steps, self._counters, self._regions)
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -248,13 +256,10 @@ class GpuTier(Tier):
         return descriptor, self._chunks.chunk_bytes
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        """Let the device copy from and to host memory, a memfd that is mapped here at `address`, without a bounce. A
-        number for `unshare`. The descriptor stays the caller's, open until then."""
-        return self._transfers.share(descriptor, address, nbytes)
+        return self._shared.share(descriptor, address, nbytes)
 
-    def unshare(self, number: int) -> None:
-        """End `share`: no transfer with that memory is under way."""
-        self._transfers.unshare(number)
+    def unshare(self, number: int, ended: Callable[[], None]) -> None:
+        self._shared.unshare(number, ended)
 
     # Reports
 
@@ -283,6 +288,10 @@ class GpuTier(Tier):
             message += f"; what arrives on it is not verified there: {self._link.cannot_check}"
         if self._loads is not None:
             message += f"; {self._loads.sentence}"
+        if in_place := self._regions.registered_bytes:
+            message += f"; copies {human_bytes(in_place)} of host memory in place"
+        if self._regions.refusal:
+            message += f"; copies host memory through its bounce buffer: {self._regions.refusal}"
         if self._closed:
             state = TierState.CLOSED
         elif not self._link.is_up:
@@ -307,7 +316,3 @@ class GpuTier(Tier):
         self._link.close()
         self._steps.bounce.close()
         self._chunks.leave()
-
-
-def _no_keeper(number: int, descriptor: int) -> None:
-    """Nothing keeps the memory of a chunk that was made: it ends with this process."""

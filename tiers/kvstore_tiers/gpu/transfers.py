@@ -1,6 +1,6 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
-Owns the host memory shared with the worker. The slots' shadows (`chunks`) say which were written whole: a header page
+The slots' shadows (`chunks`) say which were written whole: a header page
 is put there when the copies have ended, and the device has checked them where it can (`written`). An engine could also
 write to device memory: a header that comes back is believed only if it is the one that was written, and with it the
 payload's checksum.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import count
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
@@ -37,25 +36,14 @@ from kvstore_tiers.threads import run_transfer
 
 
 class GpuTransfers:
-    """Transfers over `link`, counted in `counters`."""
+    """Transfers over `link`, counted in `counters`. `regions`: memory that the device may copy in place."""
 
-    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters) -> None:
+    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, regions: Regions) -> None:
         self._link = link
         self._counters = counters
         self._steps = steps
         self._bounce = steps.bounce
-        self._regions = Regions()
-        self._region_numbers = count(wire.BOUNCE_REGION + 1)
-
-    def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        number = next(self._region_numbers)
-        self._link.add_region(number, descriptor, nbytes)
-        self._regions.add(number, address, nbytes)
-        return number
-
-    def unshare(self, number: int) -> None:
-        self._regions.drop(number)
-        self._link.drop_region(number)
+        self._regions = regions
 
     # Writing
 
@@ -67,9 +55,10 @@ class GpuTransfers:
         self._steps.begin(lambda: self._store(slot, shadow, header, segments, end), end)
 
     def _store(
-        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], end: Completion
-    ) -> None:
-        places = self._regions.locate(segments) if header.checksum else None
+        self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], end: Completion,
+        *, in_place: bool = True,
+    ) -> None:  # fmt: skip
+        places = self._regions.locate(segments, to_write=False) if in_place and header.checksum else None
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else header.payload_bytes)
         offset = self._bounce.take(bounced_bytes)
@@ -103,7 +92,10 @@ class GpuTransfers:
             end(outcome)
 
         def copied(failure: str) -> None:
-            if failure:
+            if failure == wire.UNREGISTERED and is_direct:  # another worker has not registered it yet
+                self._bounce.give_back(offset, bounced_bytes)
+                self._steps.begin(lambda: self._store(slot, shadow, header, segments, end, in_place=False), end)
+            elif failure:
                 finish(Outcome(OutcomeKind.FAILED, message=failure))
             elif self._link.can_check:
                 check(self._link, slot, written, finish)
@@ -129,10 +121,11 @@ class GpuTransfers:
             self._steps.begin(lambda: self._fetch(slot, own, expected, written, end), end)
 
     def _fetch(
-        self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion
-    ) -> None:
+        self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion,
+        *, in_place: bool = True,
+    ) -> None:  # fmt: skip
         payload_bytes = header.payload_bytes
-        places = self._regions.locate(segments)
+        places = self._regions.locate(segments, to_write=True) if in_place else None
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
         offset = self._bounce.take(bounced_bytes)
@@ -160,6 +153,9 @@ class GpuTransfers:
         def copied(failure: str) -> None:
             if failure:
                 self._bounce.give_back(offset, bounced_bytes)
+            if failure == wire.UNREGISTERED and is_direct:
+                self._steps.begin(lambda: self._fetch(slot, segments, header, written, end, in_place=False), end)
+            elif failure:
                 end(Outcome(OutcomeKind.FAILED, message=failure))
             else:
                 self._steps.finish(finish)

@@ -7,8 +7,10 @@ ignored: the tier repeats all that is there after a restart.
     to the worker                                    from the worker
                                                      k can why              before ready: whether it can checksum
                                                      d can why              and whether it has direct storage
-    M region bytes + descriptor   map it             r device total name    ready
+    M region bytes + descriptor   map, register it   r device total name    ready
     U region                      unmap it           f text                 it cannot start
+                                                     g region rights text   registered; not, when there is a text
+                                                     l region               unmapped
     C chunk bytes                 make it            c chunk + descriptor   made
     I chunk bytes + descriptor    map it             x chunk text           it is not there
     D chunk                       unmap, release it  t transfer text        ended; well when the text is empty
@@ -33,12 +35,23 @@ MAX_TEXT_BYTES = 400
 
 MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ, CHECK, LOAD = b"M", b"U", b"C", b"I", b"D", b"W", b"R", b"S", b"L"
 ABLE, DIRECT, READY, FATAL, MADE, REFUSED = b"k", b"d", b"r", b"f", b"c", b"x"
+REGISTERED, LEFT = b"g", b"l"
 ENDED, UNREAD, SUMS = b"t", b"u", b"s"
 
 BOUNCE_REGION = 0  # the number of the bounce buffer, which is always there
+UNREGISTERED = "its host memory is not registered"  # the end of a transfer that may be tried again by the bounce buffer
 
 _NUMBERS = struct.Struct("<QQ")
 _LOAD = struct.Struct("<8Q")
+_REGION = struct.Struct("<3Q")
+
+
+class Region(NamedTuple):
+    """`nbytes` of a memfd from `offset` on, which the process that shares it keeps open."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
 
 
 class Piece(NamedTuple):
@@ -83,6 +96,16 @@ def unpack(packet: bytes) -> tuple[int, int, str]:
     """The numbers and the text of a packet that `pack` made."""
     number, nbytes = _NUMBERS.unpack_from(packet, 1)
     return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
+
+
+def pack_region(number: int, region: Region) -> bytes:
+    return MAP + _REGION.pack(number, region.offset, region.nbytes)
+
+
+def unpack_region(packet: bytes, descriptor: int) -> tuple[int, Region]:
+    """`descriptor`: the one that came with the packet."""
+    number, offset, nbytes = _REGION.unpack_from(packet, 1)
+    return number, Region(descriptor, offset, nbytes)
 
 
 def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece]) -> bytes:

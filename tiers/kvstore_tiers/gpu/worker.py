@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import mmap
 import os
 import signal
 import socket
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import Any, NoReturn
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run
@@ -32,12 +30,14 @@ from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
 from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
 from kvstore_tiers.gpu.file_reads import FileRead, FileReads
+from kvstore_tiers.gpu.host_memory import HostMemory, Unregistered
 from kvstore_tiers.passing import receive_packet, send_packet
 from kvstore_tiers.sizes import aligned_up
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1
 BROKEN_STATUS = 3
+_RegionRun = tuple[int, Run]  # with the number of its host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Worker:
         if checks:
             self._checksums = self._load_checksums()
         self._reads = FileReads(driver, self._events, self._load_direct_storage() if direct else None, self._ended)
-        self._regions: dict[int, tuple[mmap.mmap, int]] = {}
+        self._host = HostMemory(driver, self._events, self._say, self._end_broken)
         self._chunks: dict[int, _Chunk] = {}
         self._missing: dict[int, str] = {}  # chunks that are not there, and why
-        self._waiting: dict[bytes, list[tuple[int, list[Run]]]] = {wire.WRITE: [], wire.READ: []}
+        self._waiting: dict[bytes, list[tuple[int, list[_RegionRun]]]] = {wire.WRITE: [], wire.READ: []}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
@@ -128,10 +128,10 @@ class Worker:
         number, nbytes, _ = wire.unpack(packet)
         descriptor = descriptors[0] if descriptors else -1
         try:
-            if letter == wire.MAP and number not in self._regions:
-                self._map_region(number, nbytes, descriptor)
+            if letter == wire.MAP:
+                self._host.add(*wire.unpack_region(packet, descriptor))
             elif letter == wire.UNMAP:
-                self._unmap_region(number)
+                self._host.drop(number)
             elif letter in (wire.CREATE, wire.IMPORT) and number not in self._chunks:
                 self._add_chunk(number, nbytes, descriptor if letter == wire.IMPORT else -1)
             elif letter == wire.DROP:
@@ -141,25 +141,6 @@ class Worker:
                 os.close(stray)
 
     # Memory
-
-    def _map_region(self, number: int, nbytes: int, descriptor: int) -> None:
-        """A region that cannot be mapped is left out: its transfers say so."""
-        try:
-            mapping, read_only = _map(descriptor, nbytes)
-            address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-            self._driver.register(address, nbytes, read_only=read_only)
-        except OSError as error:
-            if isinstance(error, DriverError) and error.is_final:
-                raise
-            print(f"kvstored-gpu: host memory cannot be used: {error}", file=sys.stderr)
-        else:
-            self._regions[number] = (mapping, address)
-
-    def _unmap_region(self, number: int) -> None:
-        found = self._regions.pop(number, None)
-        if found is not None:
-            self._events.settle()
-            self._driver.unregister(found[1])
 
     def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
         try:
@@ -200,6 +181,8 @@ class Worker:
                 self._waiting[letter].append(
                     (number, [self._run(piece, to_device=letter == wire.WRITE) for piece in pieces])
                 )
+        except Unregistered:
+            self._say_ended(number, wire.UNREGISTERED)
         except KeyError:
             absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
             self._say_ended(number, absent or "its memory is not mapped")
@@ -209,10 +192,10 @@ class Worker:
         host_bytes = HEADER_BYTES + (0 if load.is_direct else payload_pages)
         try:
             device, _ = self._range(wire.Piece(load.chunk, load.chunk_offset, 0, 0, payload_pages))
-            mapping, address = self._regions[load.region]
-            host = memoryview(mapping)[load.region_offset : load.region_offset + host_bytes]
-            if descriptor < 0 or len(host) < host_bytes:
-                raise KeyError("no descriptor came, or outside its memory")
+            address = self._host.address_of(load.region, load.region_offset, host_bytes)
+            host = self._host.view(load.region, load.region_offset, host_bytes)
+            if descriptor < 0:
+                raise KeyError("no descriptor came")
         except KeyError:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -225,7 +208,7 @@ class Worker:
                 load.offset,
                 load.payload_bytes,
                 host,
-                address + load.region_offset,
+                address,
                 device,
                 load.is_direct,
             )
@@ -237,20 +220,21 @@ class Worker:
             raise KeyError("outside its memory")
         return chunk.address + piece.chunk_offset, piece.nbytes
 
-    def _run(self, piece: wire.Piece, *, to_device: bool) -> Run:
+    def _run(self, piece: wire.Piece, *, to_device: bool) -> _RegionRun:
         device, nbytes = self._range(piece)
-        mapping, address = self._regions[piece.region]
-        if piece.region_offset + nbytes > len(mapping):
-            raise KeyError("outside its memory")
-        host = address + piece.region_offset
-        return Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+        host = self._host.address_of(piece.region, piece.region_offset, nbytes)
+        return piece.region, Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
             if waiting:
                 self._waiting[letter] = []
-                runs = [run for _, of_one in waiting for run in of_one]
-                self._copies.start([number for number, _ in waiting], runs, to_device=letter == wire.WRITE)
+                by_region: defaultdict[int, list[Run]] = defaultdict(list)
+                for region, run in (each for _, of_one in waiting for each in of_one):
+                    by_region[region].append(run)
+                self._copies.start(
+                    [number for number, _ in waiting], by_region.values(), to_device=letter == wire.WRITE
+                )
         if self._unchecked:
             batch, self._unchecked = self._unchecked, []
             if self._checksums is not None:
@@ -261,12 +245,15 @@ class Worker:
 
     def _ended(self, number: int, failure: OSError | None) -> None:
         if isinstance(failure, DriverError) and failure.is_final:
-            print(f"kvstored-gpu: the context is broken ({failure}); a new process takes over", file=sys.stderr)
-            os._exit(BROKEN_STATUS)  # the tier fails what was under way
+            self._end_broken(failure)
         if failure is not None and failure.errno:
             self._say(wire.pack(wire.UNREAD, number, failure.errno, str(failure)))
         else:
             self._say_ended(number, str(failure or ""))
+
+    def _end_broken(self, failure: DriverError) -> NoReturn:
+        print(f"kvstored-gpu: the context is broken ({failure}); a new process takes over", file=sys.stderr)
+        os._exit(BROKEN_STATUS)  # the tier fails what was under way
 
     def _summed(self, number: int, sums: Sequence[int], failure: DriverError | None) -> None:
         if failure is None:
@@ -282,14 +269,6 @@ class Worker:
             send_packet(self._sock, packet, descriptors)
         except OSError:
             os._exit(0)  # the tier is gone
-
-
-def _map(descriptor: int, nbytes: int) -> tuple[mmap.mmap, bool]:
-    """Host memory, and whether it may only be read: sealed arenas are so."""
-    try:
-        return mmap.mmap(descriptor, nbytes), False
-    except PermissionError:
-        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ), True
 
 
 def main(arguments: list[str] | None = None) -> int:

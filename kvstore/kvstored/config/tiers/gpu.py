@@ -31,14 +31,15 @@ class GpuSection(TierSection):
     """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which blocks get a copy in a tier
     before the host's. `rate_bytes` bounds copies that no request waits for; None: `LINK_SHARE` of what the link is seen
     to move, 0: no limit. `verify`: on the device, what was copied there. `from_nvme`: how a tier before the host's gets
-    blocks that NVMe alone has, past DRAM."""
+    blocks that NVMe alone has, past DRAM. `register_host`: whether DRAM is registered with the device, which copies it
+    in place then."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "gpu", "capacity": "0", "device": 0, "chunk": "32MiB", "bounce": "64MiB",
-        "verify": True, "before_host": False, "from_nvme": BOUNCE, "admission": SECOND_TOUCH, "rate": AUTO,
-        "policy": "lfu-ttl", "ttl_s": 0,
+        "register_host": True, "verify": True, "before_host": False, "from_nvme": BOUNCE, "admission": SECOND_TOUCH,
+        "rate": AUTO, "policy": "lfu-ttl", "ttl_s": 0,
     }  # fmt: skip
 
     admission: str
@@ -46,6 +47,7 @@ class GpuSection(TierSection):
     device: int
     chunk_bytes: int
     bounce_bytes: int
+    register_host: bool
     verify: bool
     before_host: bool
     from_nvme: str
@@ -98,6 +100,7 @@ class GpuSection(TierSection):
                 settings=settings,
                 first_number=start.first_chunk or DEVICE_ARENAS,
                 witness=start.witness,
+                shares_memory=self.register_host,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None

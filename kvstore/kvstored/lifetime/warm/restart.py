@@ -3,10 +3,11 @@
 Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
 rest is given back to the system at once. Records in the ledger what the tiers do. Never reads a payload: a header
 that holds vouches for its block (`kvstore_tiers.adoption`). A chunk of device memory is kept as two descriptors: that
-of its shadow, which is an arena like any other, and that of the memory itself.
-Invariants: an arena is kept before the ledger names it, and named before a block is in it; nothing that was not taken
-over stays in memory, even while former clients map it (device memory: until they unmap it); each tier's capacity holds
-throughout.
+of its shadow, which is an arena like any other, and that of the memory itself. Of a GPU's process a pidfd is kept: the
+device of a daemon that was killed may for a moment still write to DRAM and to its own memory.
+Invariants: nothing is taken over before such a process is gone; an arena is kept before the ledger names it, and named
+before a block is in it; nothing that was not taken over stays in memory, even while former clients map it (device
+memory: until they unmap it); each tier's capacity holds throughout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +50,8 @@ LEDGER_NAME = "ledger"
 GPU_KIND = "gpu"
 LOOK_S = 1.0
 _MEMORY = "g"  # what the name of a descriptor of device memory begins with
+_WORKER = "w"  # and of the pidfd of a GPU's process
+WORKERS_END_S = 10.0  # they are killed with their daemon; the driver takes some time to let go
 SOON_S = 0.05  # between two tries to have kept what is not kept yet: a kill would lose it
 Place = tuple[int, int]
 
@@ -74,6 +79,7 @@ class WarmRestart:
         self._arenas: dict[int, Arena] = {}
         self._unlisted: dict[str, Arena] = {}  # not kept yet, so not in the ledger
         self._memories: dict[int, int] = {}  # descriptors of chunks of device memory, ours, by number
+        self._workers: dict[int, int] = {}  # pidfds, by process
         self._of_devices = threading.Lock()  # which of their memory is held: tiers say so on threads of their own
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
@@ -168,6 +174,9 @@ class WarmRestart:
                 self._list(_name(arena.number))
         for number, memory in list(self._memories.items()):
             self.keeper.keep(_memory_name(number), memory)
+        with self._of_devices:
+            for process, pidfd in self._workers.items():
+                self.keeper.keep(_worker_name(process), pidfd)
 
     def settle(self) -> None:
         """The host tier is about to leave its arenas: what is not kept yet is kept now or lost."""
@@ -182,9 +191,10 @@ class WarmRestart:
                 self.released(number)
         self.keeper.close(forget=forget)
         self.ledger.close()
-        for memory in self._memories.values():
-            os.close(memory)
+        for descriptor in (*self._memories.values(), *self._workers.values()):
+            os.close(descriptor)
         self._memories.clear()
+        self._workers.clear()
 
     # As the host tier's witness
 
@@ -218,6 +228,18 @@ class WarmRestart:
             if number in self._arenas:  # not given up meanwhile
                 memory = self._memories[number] = os.dup(descriptor)
                 self.keeper.keep(_memory_name(number), memory)
+
+    def worker_started(self, process: int) -> None:
+        with self._of_devices, contextlib.suppress(OSError):
+            pidfd = self._workers[process] = os.pidfd_open(process)
+            self.keeper.keep(_worker_name(process), pidfd)
+
+    def worker_ended(self, process: int) -> None:
+        with self._of_devices:
+            pidfd = self._workers.pop(process, -1)
+            if pidfd >= 0:
+                self.keeper.drop(_worker_name(process))
+                os.close(pidfd)
 
     # Inside
 
@@ -256,11 +278,13 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
     kept = keeper.fetch()
     descriptor = kept.pop(LEDGER_NAME, None)
     ledger = None
+    why = "that no secret reaches" if forget else "since a process of its GPU may still write there"
+    forget = not _outwait_workers(keeper, kept) or forget
     if descriptor is not None and forget:
         nbytes = sum(os.fstat(each).st_blocks * 512 for name, each in kept.items() if not name.startswith(_MEMORY))
-        log.warning("dropped %s of DRAM, kept by the process before, that no secret reaches", human_bytes(nbytes))
+        log.warning("dropped %s of DRAM, kept by the process before, %s", human_bytes(nbytes), why)
         if on_devices := sum(name.startswith(_MEMORY) for name in kept):
-            log.warning("dropped %d chunks of GPU memory that no secret reaches", on_devices)
+            log.warning("dropped %d chunks of GPU memory, %s", on_devices, why)
         os.close(descriptor)
     elif descriptor is not None:
         try:
@@ -272,6 +296,20 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
         ledger = Ledger(state_dir)
         keeper.keep(LEDGER_NAME, ledger.fd)
     return WarmRestart(keeper, ledger, kept)
+
+
+def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
+    """Wait for the GPUs' processes of the daemon before, and drop what names them; False when one does not end."""
+    give_up_s = time.monotonic() + WORKERS_END_S
+    are_gone = True
+    for name in [each for each in kept if each.startswith(_WORKER)]:
+        pidfd = kept.pop(name)
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        are_gone = bool(ended.poll(max(0.0, give_up_s - time.monotonic()) * 1000)) and are_gone
+        keeper.drop(name)
+        os.close(pidfd)
+    return are_gone
 
 
 def _take_over(tier: Tier | None, record: ArenaRecord, descriptor: int, memory: int) -> tuple[AdoptedArena | None, str]:
@@ -293,6 +331,10 @@ def _take_over(tier: Tier | None, record: ArenaRecord, descriptor: int, memory: 
 
 def _name(number: int) -> str:
     return f"a{number}"
+
+
+def _worker_name(process: int) -> str:
+    return f"{_WORKER}{process}"
 
 
 def _memory_name(number: int) -> str:

@@ -1,0 +1,140 @@
+"""Host memory that a worker has mapped, and the thread that registers it with the driver.
+
+Owns the mappings and their registrations. Registering takes about 0.1 s a GB by others' figures, so only the bounce
+buffer, which nothing works without, is registered at once; all else in turn by the thread, while commands are obeyed.
+What is dropped goes first: its memory stays in use until it is unregistered.
+Invariants: a copy finds registered memory only; memory is unregistered when no copy is under way any more that was
+queued before it was dropped, and reported as left after that, once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore_proto.cuda_driver import DriverError
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.driver import Driver
+from kvstore_tiers.gpu.events import Events
+
+
+class Unregistered(KeyError):
+    """Memory that copies cannot use: it is not registered, or not yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    number: int
+    mapping: mmap.mmap
+    address: int
+    is_writable: bool
+    is_registered: bool = False
+
+
+class HostMemory:
+    """`say` sends a packet; `broken` is called with an error after which the context is of no use."""
+
+    def __init__(
+        self, driver: Driver, events: Events, say: Callable[[bytes], None], broken: Callable[[DriverError], None]
+    ) -> None:
+        self._driver = driver
+        self._events = events
+        self._say = say
+        self._broken = broken
+        self._regions: dict[int, _Region] = {}
+        self._wanted: deque[_Region] = deque()
+        self._leaving: deque[_Region] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._serve, name="gpu-register", daemon=True).start()
+
+    def add(self, number: int, region: wire.Region) -> None:
+        """Map it, to be registered. One that is known already, or cannot be mapped, is left out: its transfers say
+        so. Raises DriverError where the context is broken."""
+        if number in self._regions:
+            return
+        try:
+            mapping, is_writable = _map(region)
+        except OSError as error:
+            self._say(wire.pack(wire.REGISTERED, number, text=str(error)))
+            return
+        found = _Region(number, mapping, np.frombuffer(mapping, dtype=np.uint8).ctypes.data, is_writable)
+        self._regions[number] = found
+        if number == wire.BOUNCE_REGION:
+            self._register(found)
+            return
+        with self._changed:
+            self._wanted.append(found)
+            self._changed.notify()
+
+    def drop(self, number: int) -> None:
+        """Later transfers do not find it."""
+        region = self._regions.pop(number, None)
+        if region is None:
+            self._say(wire.pack(wire.LEFT, number))
+            return
+        with self._changed:
+            self._leaving.append(region)
+            self._changed.notify()
+
+    def address_of(self, number: int, offset: int, nbytes: int) -> int:
+        """Raises Unregistered, and KeyError for what is outside the region."""
+        region = self._regions.get(number)
+        if region is None or not region.is_registered:
+            raise Unregistered(number)
+        if offset + nbytes > len(region.mapping):
+            raise KeyError("outside its memory")
+        return region.address + offset
+
+    def view(self, number: int, offset: int, nbytes: int) -> memoryview:
+        """The bytes of a region. Raises as `address_of`."""
+        self.address_of(number, offset, nbytes)
+        return memoryview(self._regions[number].mapping)[offset : offset + nbytes]
+
+    def _serve(self) -> None:
+        self._driver.use_in_this_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._leaving or self._wanted)
+                leaving = self._leaving.popleft() if self._leaving else None
+                wanted = self._wanted.popleft() if leaving is None else None
+                if leaving is not None and leaving in self._wanted:
+                    self._wanted.remove(leaving)
+            try:
+                if leaving is not None:
+                    self._leave(leaving)
+                elif wanted is not None:
+                    self._register(wanted)
+            except DriverError as error:
+                self._broken(error)
+
+    def _register(self, region: _Region) -> None:
+        try:
+            self._driver.register(region.address, len(region.mapping), read_only=not region.is_writable)
+        except DriverError as error:
+            if error.is_final:
+                raise
+            self._say(wire.pack(wire.REGISTERED, region.number, text=str(error)))
+        else:
+            region.is_registered = True
+            self._say(wire.pack(wire.REGISTERED, region.number, int(region.is_writable)))
+
+    def _leave(self, region: _Region) -> None:
+        if region.is_registered:
+            self._events.settle()
+            self._driver.unregister(region.address)
+        region.mapping.close()
+        self._say(wire.pack(wire.LEFT, region.number))
+
+
+def _map(region: wire.Region) -> tuple[mmap.mmap, bool]:
+    """The mapping, and whether it may be written: sealed arenas may only be read."""
+    descriptor, offset, nbytes = region
+    try:
+        return mmap.mmap(descriptor, nbytes, offset=offset), True
+    except PermissionError:
+        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ, offset=offset), False
