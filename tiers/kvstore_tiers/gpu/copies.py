@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvstore_proto.cuda_copies import Run, merged
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
@@ -39,4 +39,7 @@ class Copies:
             for transfer in transfers:
                 self._ended(transfer, failure)
 
-        self._events.queue(stream, lambda: self._driver.copy(merged(runs), to_device=to_device, stream=stream), settled)
+        def queue() -> None:
+            self._driver.copy(Runs.of(runs).merged(), to_device=to_device, stream=stream)
+
+        self._events.queue(stream, queue, settled)
