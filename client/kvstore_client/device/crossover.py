@@ -53,7 +53,9 @@ class Crossover:
         if found is None:
             return runs
         kernel, limits = found
-        is_small = (runs.nbytes <= limits[way]) & ~(runs.columns % ALIGNED_BYTES).any(axis=0)
+        is_small = runs.nbytes <= limits[way]
+        if np.count_nonzero(is_small) >= LEAST_RUNS:
+            is_small &= ~(runs.columns % ALIGNED_BYTES).any(axis=0)
         if np.count_nonzero(is_small) < LEAST_RUNS:
             return runs
         return Runs.joined([kernel.queue(runs[is_small], stream), runs[~is_small]])

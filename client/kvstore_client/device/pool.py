@@ -17,6 +17,8 @@ import numpy as np
 from kvstore_client.errors import invalid
 from kvstore_proto.cuda_copies import Numbers, Runs
 
+Integers = Sequence[int] | Numbers
+
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
@@ -48,8 +50,8 @@ class DevicePool:
         self._starts = (0, *itertools.accumulate(sizes))
         self._first_parts = (0, *itertools.accumulate(len(parts) for parts in self.layers))
         every = [(part.address, part.stride, part.nbytes) for parts in self.layers for part in parts]
-        # Of all layers, by part:
-        self._addresses, self._strides, self._sizes = np.array(every, np.int64).astype(np.uint64).T[:, :, None]
+        by_part = np.array(every, np.int64).astype(np.uint64).T[:, :, None]
+        self._addresses, self._strides, self._sizes = by_part
         self._offsets = np.cumsum(self._sizes, axis=0, dtype=np.uint64) - self._sizes  # in a payload
 
     @classmethod
@@ -84,9 +86,7 @@ class DevicePool:
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of a pool of {self.pages}")
 
-    def to_pages(
-        self, pages: Sequence[int] | Numbers, payloads: Sequence[int] | Numbers, layers: range | None = None
-    ) -> list[Runs]:
+    def to_pages(self, pages: Integers, payloads: Integers, layers: range | None = None) -> list[Runs]:
         """By layer, of all or of consecutive ones: copies out of payloads that begin at these addresses, each into a
         page, neighbours in one. Raises IndexError for a page that is not the pool's."""
         layers = range(len(self.layers)) if layers is None else layers
@@ -95,22 +95,21 @@ class DevicePool:
         self._fill(columns[2], columns[0], columns[1], first, pages, payloads)
         return self._by_layer(columns, layers)
 
-    def from_pages(self, pages: Sequence[int] | Numbers, payloads: Sequence[int] | Numbers) -> list[Runs]:
+    def from_pages(self, pages: Integers, payloads: Integers) -> list[Runs]:
         """The other way, all layers."""
         columns = np.empty((3, self.parts, len(pages)), np.uint64)
         self._fill(columns[2], columns[1], columns[0], 0, pages, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
-    def from_pages_at_once(self, pages: Sequence[int] | Numbers, payloads: Sequence[int] | Numbers) -> Runs:
+    def from_pages_at_once(self, pages: Integers, payloads: Integers) -> Runs:
         """As `from_pages`, neighbours of different layers in one too."""
         columns = np.empty((3, len(pages), self.parts), np.uint64)  # so payloads one after the other need no sorting
         self._fill(columns[2].T, columns[1].T, columns[0].T, 0, pages, payloads)
         return Runs(columns.reshape(3, -1)).merged()
 
     def _fill(
-        self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int,
-        pages: Sequence[int] | Numbers, payloads: Sequence[int] | Numbers,
-    ) -> None:  # fmt: skip
+        self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int, pages: Integers, payloads: Integers
+    ) -> None:
         """By part, from the one with number `first` on, and page."""
         wanted = np.asarray(pages, np.int64).astype(np.uint64)  # a negative one becomes too large
         if wanted.size and wanted.max() >= self.pages:
