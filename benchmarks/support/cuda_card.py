@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.kernels.cuda import Device
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import call
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import FULL, Sizes
@@ -55,7 +55,7 @@ class CudaCard(Card):
         mapping, host = self._pinned(array.nbytes)
         mapping[: array.nbytes] = array.tobytes()
         starts = range(0, nbytes, array.nbytes)
-        runs = [Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts]
+        runs = Runs.of(Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
         self._driver.copy(runs, to_device=True, stream=self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
@@ -63,7 +63,7 @@ class CudaCard(Card):
 
     def read(self, address: int, like: Array) -> Array:
         mapping, host = self._pinned(like.nbytes)
-        self._driver.copy([Run(host, address, like.nbytes)], to_device=False, stream=self._stream)
+        self._driver.copy(Runs.of([Run(host, address, like.nbytes)]), to_device=False, stream=self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
         copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
@@ -92,7 +92,7 @@ class CudaCard(Card):
         return took[warm:]
 
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
-        copies, took = [Run(*run) for run in runs], []
+        copies, took = Runs.of(Run(*run) for run in runs), []
         for _ in range(self._sizes.rounds):
             began_s = time.perf_counter()
             self._driver.copy(copies, to_device=to_device, stream=self._stream)
@@ -166,7 +166,7 @@ def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
         driver = Driver(index)
         target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
         streams = driver.stream(), driver.stream()
-        run = [Run(target, source, nbytes)]
+        run = Runs.of([Run(target, source, nbytes)])
         driver.copy(run, to_device=True, stream=streams[0])
         driver.synchronize(streams[0])
     except OSError as error:

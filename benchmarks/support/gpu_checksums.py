@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvstore_console.units import human_bytes
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.checksums import Checksums
 from kvstore_tiers.gpu.driver import Driver
@@ -27,7 +27,7 @@ def checksums(device: int, sizes: Sizes) -> Answer:
     at = on_device(driver, nbytes)
     mapping, host = pinned(driver, nbytes)
     np.frombuffer(mapping, np.uint64)[:] = np.random.default_rng(1).integers(0, 2**63, nbytes // 8)
-    copy_s(driver, [[Run(at, host, nbytes)]], to_device=True)
+    copy_s(driver, [Runs.of([Run(at, host, nbytes)])], to_device=True)
     found: SimpleQueue[tuple[Sequence[int], DriverError | None]] = SimpleQueue()
     kernel = Checksums(driver, Events(driver), lambda _, sums, failure: found.put((sums, failure)))
     said, figures, holds = [], {}, True

@@ -9,7 +9,7 @@ import numpy as np
 from kvstore_client.device import DeviceMemory
 from kvstore_client.device.crossover import WAYS, Crossover
 from kvstore_client.device.gather import GatherKernel
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Question, Sizes
@@ -31,8 +31,8 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     try:
         with memory.current():
             kernel, stream = GatherKernel(memory), memory.call("cuStreamCreate", 1)
-            kernel.queue([Run(page, source + at, RUN_BYTES) for page, at in places], stream)
-            kernel.queue([Run(staging + at, page, RUN_BYTES) for page, at in places], stream)
+            kernel.queue(Runs.of(Run(page, source + at, RUN_BYTES) for page, at in places), stream)
+            kernel.queue(Runs.of(Run(staging + at, page, RUN_BYTES) for page, at in places), stream)
             memory.call("cuStreamSynchronize", stream)
     except CompileError as error:
         return Answer(None, f"there is no kernel: {error}")

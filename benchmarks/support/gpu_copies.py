@@ -9,8 +9,7 @@ import random
 
 import numpy as np
 
-from kvstore_proto.cuda_copies import Run
-from kvstore_tiers.gpu.copies import merged
+from kvstore_proto.cuda_copies import Runs
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Question, Sizes, listed
 from support.gpu_memory import arena, copy_s, on_device, pinned, run_of
@@ -31,12 +30,12 @@ def pieces(device: int, sizes: Sizes) -> Answer:
     for to_device in (True, False):
         way = "to the device" if to_device else "to the host"
         large_s = copy_s(
-            driver, [[run_of(at, host, nbytes, to_device=to_device)]], to_device=to_device, rounds=sizes.rounds
+            driver, [Runs.of([run_of(at, host, nbytes, to_device=to_device)])], to_device=to_device, rounds=sizes.rounds
         )
         ratios = {}
         for piece in sizes.pieces_bytes:
             offsets = range(0, nbytes, 2 * piece)
-            runs = [run_of(at + offset, host + offset, piece, to_device=to_device) for offset in offsets]
+            runs = Runs.of(run_of(at + offset, host + offset, piece, to_device=to_device) for offset in offsets)
             ratios[piece] = large_s / 2 / copy_s(driver, [runs], to_device=to_device, rounds=sizes.rounds)
             figures[f"{way}, {piece >> 10} KiB"] = ratios[piece]
         figures[f"{way}, GB/s"] = nbytes / large_s / 1e9
@@ -58,12 +57,12 @@ def arena_and_pool(device: int, sizes: Sizes) -> Answer:
     scattered = random.Random(0).sample(range(0, 2 * blocks * _PER_PLANE, 2), blocks * _PER_PLANE)
     for to_device, host in ((True, source), (False, staging)):
         way = "arena to pool" if to_device else "pool to staging"
-        whole = [[run_of(pool, host, nbytes, to_device=to_device)]]
+        whole = [Runs.of([run_of(pool, host, nbytes, to_device=to_device)])]
         large_s = copy_s(driver, whole, to_device=to_device, rounds=sizes.rounds)
         ratios = {}
         for kind, places in (("consecutive", range(blocks * _PER_PLANE)), ("scattered", scattered)):
             batches = [
-                merged(_plane_runs(pool + plane * 2 * plane_bytes, host, plane, planes, places, to_device=to_device))
+                _plane_runs(pool + plane * 2 * plane_bytes, host, plane, planes, places, to_device=to_device).merged()
                 for plane in range(planes)
             ]
             ratios[kind] = large_s / copy_s(driver, batches, to_device=to_device, rounds=sizes.rounds)
@@ -82,16 +81,14 @@ def arena_and_pool(device: int, sizes: Sizes) -> Answer:
     return Answer(holds, f"{blocks} blocks of {block_kib} KiB: {'; '.join(said)}{note}", figures)
 
 
-def _plane_runs(
-    pool: int, host: int, plane: int, planes: int, places: range | list[int], *, to_device: bool
-) -> list[Run]:
+def _plane_runs(pool: int, host: int, plane: int, planes: int, places: range | list[int], *, to_device: bool) -> Runs:
     """The pieces of one plane: a storage block is layer-major, so each has `_PER_PLANE` neighbours in the arena."""
     block_bytes, runs = planes * STORED_TOKENS * ROW_BYTES, []
     for number, place in enumerate(places):
         block, part = divmod(number, _PER_PLANE)
         offset = block * block_bytes + (plane * _PER_PLANE + part) * PIECE_BYTES
         runs.append(run_of(pool + place * PIECE_BYTES, host + offset, PIECE_BYTES, to_device=to_device))
-    return runs
+    return Runs.of(runs)
 
 
 COPIES = (

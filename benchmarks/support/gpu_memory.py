@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 
@@ -59,7 +59,7 @@ def on_device(driver: Driver, nbytes: int) -> int:
     return driver.map(driver.create(rounded), rounded)
 
 
-def copy_s(driver: Driver, batches: Sequence[Sequence[Run]], *, to_device: bool, rounds: int = 1) -> float:
+def copy_s(driver: Driver, batches: Sequence[Runs], *, to_device: bool, rounds: int = 1) -> float:
     """Seconds until all has ended, from before the first batch is queued: the least of `rounds`."""
     stream = driver.stream()
     took_s = []

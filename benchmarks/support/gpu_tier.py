@@ -10,10 +10,9 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import pairwise
 
 from kvstore_client import Lease, Session
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_tiers.base import Slot, TierState
 from kvstore_tiers.gpu import GpuTier
 from kvstore_tiers.gpu.driver import Driver
@@ -71,8 +70,8 @@ def get_of_resident(device: int, sizes: Sizes) -> Answer:
         pool, other = on_device(driver, nbytes), on_device(driver, nbytes)
         with session.get(tokens) as lease:
             sources = [address + start for address in _addresses(lease) for start in range(0, block_bytes, PIECE_BYTES)]
-            runs = [Run(pool + at * PIECE_BYTES, source, PIECE_BYTES) for at, source in enumerate(sources)]
-            took_s = copy_s(driver, [_neighbours(runs)], to_device=True, rounds=sizes.rounds)
+            runs = Runs.of(Run(pool + at * PIECE_BYTES, source, PIECE_BYTES) for at, source in enumerate(sources))
+            took_s = copy_s(driver, [runs.merged()], to_device=True, rounds=sizes.rounds)
             pieces_s = copy_s(driver, [runs], to_device=True, rounds=sizes.rounds)
         large_s = copy_s(driver, [_halves(Run(other, pool, nbytes))], to_device=True, rounds=sizes.rounds)
     typical_ms, rare_ms = (percentile(leases_s, percent) * 1e3 for percent in (50, 99))
@@ -86,19 +85,10 @@ def get_of_resident(device: int, sizes: Sizes) -> Answer:
     return Answer(typical_ms <= GET_MS and ratio >= DEVICE_RATIO, says, figures)
 
 
-def _neighbours(runs: list[Run]) -> list[Run]:
-    """Runs whose both sides are neighbours, in one."""
-    starts = [0, *(at for at, (one, next_) in enumerate(pairwise(runs), 1) if one.source + one.nbytes != next_.source)]
-    return [
-        Run(runs[first].to, runs[first].source, sum(run.nbytes for run in runs[first:end]))
-        for first, end in pairwise([*starts, len(runs)])
-    ]
-
-
-def _halves(run: Run) -> list[Run]:
+def _halves(run: Run) -> Runs:
     """Two of them make a batch, whose ends may both be on the device."""
     half = run.nbytes // 2
-    return [Run(run.to, run.source, half), Run(run.to + half, run.source + half, run.nbytes - half)]
+    return Runs.of([Run(run.to, run.source, half), Run(run.to + half, run.source + half, run.nbytes - half)])
 
 
 def worker_kills(device: int, sizes: Sizes) -> Answer:

@@ -6,6 +6,8 @@ common. The library finds libcuda.so.1 by LD_LIBRARY_PATH, then in the system.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +52,23 @@ def device_identity(driver: ModuleType, device: Any) -> int:
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
     """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
     code, *answers = getattr(driver, name)(*arguments)
+    check(driver, name, code)
+    return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def check(driver: ModuleType, name: str, code: int) -> None:
+    """Raises DriverError where `code` says that the call failed."""
     if code != 0:
         found, text = driver.cuGetErrorName(code)
         raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")
-    return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def launch(
+    driver_call: Callable[..., Any], function: Any, grid: tuple[int, int, int], threads: int,
+    argument: ctypes.Structure, *, shared_bytes: int = 0, stream: Any,
+) -> None:  # fmt: skip
+    """Queue a kernel that has one argument, which is copied before this returns. `driver_call` gets the name of the
+    driver's function and its arguments; raises what that raises."""
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    size = (*grid, threads, 1, 1)
+    driver_call("cuLaunchKernel", function, *size, shared_bytes, stream, ctypes.addressof(parameters), 0)

@@ -25,7 +25,7 @@ import ctypes, mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_tiers.gpu.driver import Driver
 
 CHUNK, BLOCK = 2 << 20, 4096
@@ -35,7 +35,7 @@ at = driver.map(driver.create(CHUNK), CHUNK)
 page = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
 driver.register(page.ctypes.data, CHUNK, for_kernels=True)
 page[: 8 * BLOCK] = np.repeat(np.arange(8, dtype=np.uint8), BLOCK)
-driver.copy([Run(at, page.ctypes.data, 8 * BLOCK)], to_device=True, stream=stream)
+driver.copy(Runs.of([Run(at, page.ctypes.data, 8 * BLOCK)]), to_device=True, stream=stream)
 
 runs = BlockRuns.within(np.array([1, 2], np.int32), np.array([5, 6], np.int32), BLOCK)
 shared = driver.device_pointer(page.ctypes.data) + 16 * BLOCK
@@ -47,7 +47,7 @@ driver.synchronize(stream)
 BlockMover(device).move(shared, runs, (shared + 1024, shared + 2048), plane_count=1, stream=int(stream))
 device.synchronize()
 driver._call("cuStreamQuery", stream)  # raises where the kernel has not run
-driver.copy([Run(page.ctypes.data, at, 8 * BLOCK)], to_device=False, stream=stream)
+driver.copy(Runs.of([Run(page.ctypes.data, at, 8 * BLOCK)]), to_device=False, stream=stream)
 driver.synchronize(stream)
 print(page[: 8 * BLOCK : BLOCK].tolist(), device.architecture, device.multiprocessors)
 try:

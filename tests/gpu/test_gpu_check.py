@@ -25,7 +25,7 @@ from tests.tidy.tree import ROOT
 
 pytestmark = pytest.mark.slow
 PROMISES = ("read-only-register", "read-only-access", "outlives-maker", "direct-storage", "checksums", "worker-kills")
-SPEEDS = ("copies", "arena-pool", "resident-get")
+SPEEDS = ("copies", "arena-pool", "client-pool", "resident-get")
 OF_ONE_PROGRAM = (
     "decode-one",
     "crossover",

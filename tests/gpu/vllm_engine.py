@@ -23,6 +23,7 @@ from kvstore_client.hooks.vllm.worker import WorkerSide
 from kvstore_proto.identity import pack_tokens
 from tests.gpu.device_engine import POOL_BYTES, allocate
 from tests.reference.conversations import LAYERS, TOKENS_A_BLOCK, model, payloads_of, tokens_of
+from tests.reference.device_pool import pieces
 from tests.reference.vllm_layouts import device_caches, kv_caches
 
 BLOCKS, HEADS = 48, 2
@@ -195,7 +196,7 @@ class VllmWorker:
         for layer in range(LAYERS):
             self.side.wait_layer(layer)
             for block_id in self._block_ids:
-                for piece in self.pool.pieces(layer, block_id):
+                for piece in pieces(self.pool, layer, block_id):
                     to = self.host.ctypes.data + piece.address - self.address
                     with self.device.current():
                         place = self.device.driver.CUdeviceptr(piece.address)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +19,7 @@ from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, Laye
 from kvstore_client.device.stores import Stores
 from kvstore_client.errors import KVStoreError
 from kvstore_client.lease import Lease
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Runs
 
 
 class Device:
@@ -44,8 +44,8 @@ class Device:
 class Stream:
     """Copies at once."""
 
-    def queue(self, runs: Sequence[Run], way: str) -> None:
-        for run in runs:
+    def queue(self, runs: Runs, way: str) -> None:
+        for run in runs.rows():
             ctypes.memmove(run.to, run.source, run.nbytes)
 
     def synchronize(self) -> None:

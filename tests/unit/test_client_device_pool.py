@@ -17,9 +17,10 @@ from kvstore_client.keys import KeyChains
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_VERIFY_FAILED
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
-from kvstore_proto.cuda_copies import Run, merged
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of
+from tests.reference.device_pool import pieces
 
 
 @dataclass
@@ -34,8 +35,8 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, addres
 def test_arrays_say_where_each_layer_of_a_page_is() -> None:
     pool = DevicePool.from_tensors([(array((3, 4, 8)), array((3, 4, 8), (128, 16, 2), 8192)), array((3, 8, 8))])
     assert (pool.pages, pool.layer_bytes, pool.block_bytes) == (3, 128, 256)
-    assert list(pool.pieces(0, 2)) == [(4096 + 2 * 64, 0, 64), (8192 + 2 * 128, 64, 64)]
-    assert list(pool.pieces(1, 1)) == [(4096 + 128, 128, 128)]
+    assert pieces(pool, 0, 2) == [(4096 + 2 * 64, 0, 64), (8192 + 2 * 128, 64, 64)]
+    assert pieces(pool, 1, 1) == [(4096 + 128, 128, 128)]
 
 
 def test_layers_given_as_parts_may_have_different_sizes() -> None:
@@ -43,13 +44,13 @@ def test_layers_given_as_parts_may_have_different_sizes() -> None:
     pool = DevicePool([[PoolPart(4096, 64, 64), PoolPart(8192, 32, 32)], small, small], 3)
     assert (pool.layer_bytes, pool.block_bytes) == (96, 128)
     assert [pool.extent(layer) for layer in range(3)] == [(0, 96), (96, 16), (112, 16)]
-    assert list(pool.pieces(2, 2)) == [(16384 + 2 * 16, 112, 16)]
+    assert pieces(pool, 2, 2) == [(16384 + 2 * 16, 112, 16)]
 
 
 @pytest.mark.parametrize("page", [-1, 3])
 def test_a_page_that_is_not_there_has_no_place(page: int) -> None:
     with pytest.raises(IndexError):
-        list(DevicePool([[PoolPart(4096, 64, 64)]], 3).pieces(0, page))
+        pieces(DevicePool([[PoolPart(4096, 64, 64)]], 3), 0, page)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_what_cannot_be_a_pool_is_refused(layers: list[Any]) -> None:
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
     a, b, c = Run(0, 100, 8), Run(8, 108, 8), Run(16, 200, 8)
-    assert merged([c, a, b]) == [Run(0, 100, 16), c]
+    assert list(Runs.of([c, a, b]).merged().rows()) == [Run(0, 100, 16), c]
 
 
 @pytest.mark.parametrize(("offset", "blocks"), [(0, 1), (HEADER_BYTES, 0)])

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.device import CopyMeans, DeviceError, DevicePool, DeviceTransfers, PoolPart
+from kvstore_client.device import (
+    CopyMeans,
+    DeviceError,
+    DevicePool,
+    DeviceTransfers,
+    PoolPart,
+    RegisteredMemory,
+)
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.payload import PayloadWriter
 from kvstore_proto import cuda_driver
@@ -203,11 +210,43 @@ def test_means_that_nobody_closed_unregister_their_buffer_before_it_is_unmapped(
     means = CopyMeans(anything)
     assert means.buffer_address in device.registered and device.streams == 1
     device.mapped = weakref.ref(means.buffer)
-    means.registered.close()
     del means
     gc.collect()
     assert (device.registered, device.streams) == (set(), 0)
     assert device.mapped() is None
+
+
+def test_what_means_that_nobody_closed_have_registered_ends_with_them() -> None:
+    device = Device()
+    device.mapped = lambda: device
+    anything: Any = device
+    means = CopyMeans(anything)
+    staging = np.zeros(MIB, np.uint8)
+    means.registered.want(staging)
+    assert means.registered.settle(30.0) and staging.ctypes.data in device.registered
+    thread, known = means.registered._thread, weakref.ref(means.registered)
+    del means
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive() and not device.registered
+    gc.collect()
+    assert known() is None, "the mappings refer to it no more"
+
+
+def test_means_leave_what_was_given_to_them_registered() -> None:
+    device = Device()
+    device.mapped = lambda: device
+    anything: Any = device
+    registered = RegisteredMemory(anything)
+    staging = np.zeros(MIB, np.uint8)
+    registered.want(staging)
+    means = CopyMeans(anything, registered=registered)
+    assert registered.settle(30.0)
+    del means
+    gc.collect()
+    assert device.registered == {staging.ctypes.data}
+    registered.close()
+    assert not device.registered
 
 
 def test_means_that_could_not_be_made_leave_nothing_registered() -> None:

@@ -16,6 +16,7 @@ from kvstore_client.hooks.sglang.device_pages import DevicePages
 from kvstore_client.hooks.sglang.layer_loads import Copies, HeldPages, LayerBatch, LayerCounter
 from kvstore_client.hooks.sglang.offloads import Offloads
 from kvstore_client.hooks.sglang.pages import BackendMisconfigured
+from tests.reference.device_pool import pieces
 
 PAGE, PAGES, ROW = 4, 5, 32
 MAPPING = {0: (0, 2), 2: (1, 3)}  # K and V of the model's layers 0 and 2
@@ -44,10 +45,10 @@ def entry(
 def test_a_page_has_the_buffers_of_each_layer_one_after_another(rows_are_pages: bool) -> None:
     pages, whole = DevicePages(entry(rows_are_pages=rows_are_pages)), PAGES * PAGE * ROW
     assert (pages.layers, pages.pool.pages, pages.pool.block_bytes) == ((0, 2), PAGES, 4 * PAGE * ROW)
-    assert list(pages.pool.pieces(0, 3)) == [
+    assert pieces(pages.pool, 0, 3) == [
         (1000 + 3 * PAGE * ROW, 0, PAGE * ROW), (1000 + 2 * whole + 3 * PAGE * ROW, PAGE * ROW, PAGE * ROW)
     ]  # fmt: skip
-    assert next(iter(pages.pool.pieces(1, 0))).address == 1000 + whole
+    assert pieces(pages.pool, 1, 0)[0].address == 1000 + whole
     tokens = [token for page in (3, 1) for token in range(page * PAGE, (page + 1) * PAGE)]
     assert pages.pages(tokens) == [3, 1]
 
@@ -55,7 +56,7 @@ def test_a_page_has_the_buffers_of_each_layer_one_after_another(rows_are_pages: 
 def test_layers_of_a_draft_make_the_first_layers_larger() -> None:
     pages = DevicePages(entry(mapping={0: (0, 3), 1: 1, 2: 2}))
     assert [pages.pool.extent(layer)[1] for layer in range(3)] == [2 * PAGE * ROW, PAGE * ROW, PAGE * ROW]
-    assert list(pages.pool.pieces(1, 0)) == [(1000 + PAGES * PAGE * ROW, 2 * PAGE * ROW, PAGE * ROW)]
+    assert pieces(pages.pool, 1, 0) == [(1000 + PAGES * PAGE * ROW, 2 * PAGE * ROW, PAGE * ROW)]
 
 
 @pytest.mark.parametrize(

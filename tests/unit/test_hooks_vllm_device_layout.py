@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
+from tests.reference.device_pool import pieces
 from tests.reference.vllm_layouts import KV_LAYOUTS, device_caches
 
 SIZES = {"L": 3, "B": 5, "H": 2, "N": 4, "C": 6}
@@ -34,9 +35,9 @@ def test_the_parts_of_a_page_are_its_bytes_in_the_order_of_the_memory(layout: st
     assert (pool.pages, pool.layer_bytes, {len(parts) for parts in pool.layers}) == (5, PAGE_BYTES, {PARTS[layout]})
     flat, used = memory.view(np.uint8).reshape(-1), np.zeros(memory.nbytes, int)
     for block in range(5):
-        pieces = [piece for layer in range(3) for piece in pool.pieces(layer, block)]
-        assert [piece.offset for piece in pieces] == [at * pieces[0].nbytes for at in range(len(pieces))]
-        places = [slice(piece.address - address, piece.address - address + piece.nbytes) for piece in pieces]
+        found = [piece for layer in range(3) for piece in pieces(pool, layer, block)]
+        assert [piece.offset for piece in found] == [at * found[0].nbytes for at in range(len(found))]
+        places = [slice(piece.address - address, piece.address - address + piece.nbytes) for piece in found]
         assert b"".join(flat[place].tobytes() for place in places) == block_of(memory, layout, block)
         for place in places:
             used[place] += 1

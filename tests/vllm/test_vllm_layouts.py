@@ -24,6 +24,7 @@ from kvstore_client.hooks.vllm.connector import StepMetadata
 from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, StepOrders
 from kvstore_client.hooks.vllm.tensors import kv_tensors
+from tests.reference.device_pool import pieces
 from tests.reference.vllm_layouts import KV_LAYOUTS
 
 LAYERS, BLOCKS, TOKENS = 3, 5, 32
@@ -51,7 +52,7 @@ def test_a_block_is_where_vllm_has_it(layout: KVCacheLayout) -> None:
     order = [axis for axis in layout.layer_view_order if axis != 0]
     for layer, cache in enumerate(caches):
         for block in range(BLOCKS):
-            starts = [(piece.address - raw.data_ptr(), piece.nbytes) for piece in pool.pieces(layer, block)]
+            starts = [(piece.address - raw.data_ptr(), piece.nbytes) for piece in pieces(pool, layer, block)]
             stored = b"".join(memory[start : start + nbytes].tobytes() for start, nbytes in starts)
             inside = cache[block].permute([axis - 1 for axis in order]).contiguous()
             assert stored == inside.view(torch.int8).numpy().tobytes()

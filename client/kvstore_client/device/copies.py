@@ -1,4 +1,4 @@
-"""A stream of this process for copies: merged, small ones by a kernel where that is faster, the others in a batch.
+"""A stream of this process for copies: small ones by a kernel where that is faster, the others in a batch.
 
 Owns the stream until its user destroys it. Never decides what is copied, or when it must have ended.
 The device's context has to be current (`DeviceMemory.current`).
@@ -6,15 +6,15 @@ The device's context has to be current (`DeviceMemory.current`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_proto.cuda_copies import Run, Way, has_batches, merged, queue_copies
+from kvstore_proto.cuda_copies import CopyQueue, Runs, Way
 
 _NON_BLOCKING = 1
-Small = Callable[[Sequence[Run], Way, Any], Sequence[Run]]
+Small = Callable[[Runs, Way, Any], Runs]
 
 
 class CopyStream:
@@ -24,13 +24,13 @@ class CopyStream:
 
     def __init__(self, device: DeviceMemory, queue_small: Small) -> None:
         self._device, self._queue_small = device, queue_small
-        self._is_batched = has_batches(device.driver)
+        self._copies = CopyQueue(device.driver)
         self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, HIGHEST_PRIORITY)
 
-    def queue(self, runs: Sequence[Run], way: Way) -> None:
-        """Queue copies, in no order among them, neighbours as one."""
-        others = self._queue_small(merged(runs), way, self.handle)
-        queue_copies(self._device.driver, others, way, self.handle, is_batched=self._is_batched)
+    def queue(self, runs: Runs, way: Way) -> None:
+        """Queue copies, in no order among them."""
+        if len(runs):
+            self._copies.add(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
         """What is queued from now on runs after this event (a CUevent's address) has passed."""

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, HIGHEST_PRIORITY, GatherKernel
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_proto.cuda_copies import Run, Way, has_batches, queue_copies
+from kvstore_proto.cuda_copies import CopyQueue, Run, Runs, Way
 
 VARIABLE = "KVSTORED_GATHER_BYTES"
 LEAST_RUNS = 8  # fewer are not worth a launch
@@ -47,17 +47,18 @@ class Crossover:
         self._thread = threading.Thread(target=self._run, name="kvstore-gather", daemon=True)
         self._thread.start()
 
-    def queue_small(self, runs: Sequence[Run], way: Way, stream: Any) -> Sequence[Run]:
+    def queue_small(self, runs: Runs, way: Way, stream: Any) -> Runs:
         """Queue those that the kernel copies faster; the others. Raises DeviceError."""
         found = self._found
         if found is None:
             return runs
         kernel, limits = found
-        small: list[Run] = []
-        others: list[Run] = []
-        for run in runs:
-            (small if run.nbytes <= limits[way] and _is_aligned(run) else others).append(run)
-        return runs if len(small) < LEAST_RUNS else [*kernel.queue(small, stream), *others]
+        is_small = runs.nbytes <= limits[way]
+        if np.count_nonzero(is_small) >= LEAST_RUNS:
+            is_small &= ~(runs.columns % ALIGNED_BYTES).any(axis=0)
+        if np.count_nonzero(is_small) < LEAST_RUNS:
+            return runs
+        return Runs.joined([kernel.queue(runs[is_small], stream), runs[~is_small]])
 
     def settled(self) -> Mapping[Way, int]:
         """Bytes of the largest runs that the kernel copies; empty where there is none. Waits until that is known."""
@@ -86,10 +87,6 @@ class Crossover:
             _log.info("small runs are copied in batches: %s", error)
 
 
-def _is_aligned(run: Run) -> bool:
-    return not (run.to | run.source | run.nbytes) % ALIGNED_BYTES
-
-
 def _limits(device: DeviceMemory, kernel: GatherKernel) -> dict[Way, int]:
     with _measuring:
         if device.index not in _measured:
@@ -103,7 +100,7 @@ class _Scratch:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        self._is_batched = has_batches(device.driver)
+        self._copies = CopyQueue(device.driver)
         with contextlib.ExitStack() as undo:
             self._stream = device.call("cuStreamCreateWithPriority", 1, HIGHEST_PRIORITY)  # as that of the copies
             undo.callback(device.quietly, "cuStreamDestroy", self._stream)
@@ -131,24 +128,21 @@ class _Scratch:
             by_kernel_s = by_batch_s = math.inf
             for _ in range(_TURNS):  # the least of each: what an engine runs meanwhile only adds to it
                 by_kernel_s = min(by_kernel_s, self._seconds(partial(kernel.queue, runs, self._stream)))
-                by_batch_s = min(by_batch_s, self._seconds(partial(self._batch, runs, way)))
+                by_batch_s = min(by_batch_s, self._seconds(partial(self._copies.add, runs, way, self._stream)))
                 time.sleep(_PAUSE_S)
             if by_kernel_s > _GAIN * by_batch_s:
                 break
             found = nbytes
         return found
 
-    def _batch(self, runs: Sequence[Run], way: Way) -> None:
-        queue_copies(self._device.driver, runs, way, self._stream, is_batched=self._is_batched)
-
-    def _runs(self, nbytes: int, way: Way) -> list[Run]:
+    def _runs(self, nbytes: int, way: Way) -> Runs:
         """Between packed memory and pages with gaps between them, so that no two runs are neighbours."""
         packed = self._packed if way == "on device" else self._host.ctypes.data
         runs = []
         for number in range(MOVED_BYTES // nbytes):
             page, at = int(self._pool) + 2 * number * nbytes, int(packed) + number * nbytes
             runs.append(Run(at, page, nbytes) if way == "to host" else Run(page, at, nbytes))
-        return runs
+        return Runs.of(runs)
 
     def _seconds(self, queue: Callable[[], object]) -> float:
         """From the call until the copies have ended."""

@@ -19,7 +19,8 @@ import numpy as np
 
 from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of
 from kvstore_proto.cuda_compiler import Program, compile_program
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Runs
+from kvstore_proto.cuda_driver import launch
 
 ALIGNED_BYTES = 16  # of each address and length
 THREADS = 256  # of a thread block
@@ -70,7 +71,7 @@ class GatherKernel:
         self._next = 0
         weakref.finalize(self, _end, device, ending, self._rows, self._events).atexit = False  # the driver may be gone
 
-    def queue(self, runs: Sequence[Run], stream: Any) -> Sequence[Run]:
+    def queue(self, runs: Runs, stream: Any) -> Runs:
         """Queue copies of any memory that the device may use, in no order among them; those for which no sheet is free
         are returned. Each address and length is a multiple of ALIGNED_BYTES. Raises DeviceError."""
         for start in range(0, len(runs), MOST_RUNS):
@@ -78,15 +79,16 @@ class GatherKernel:
                 return runs[start:]
             part = runs[start : start + MOST_RUNS]
             sheet, self._next = self._next, (self._next + 1) % SHEETS
-            rows = self._rows[sheet]
-            rows[: len(part)] = [(run.to, run.source, run.nbytes) for run in part]
-            self._launch(Argument(rows.ctypes.data, len(part)), stream)
+            rows = self._rows[sheet, : len(part)]
+            rows["to"], rows["source"], rows["nbytes"] = part.columns
+            argument, grid = Argument(rows.ctypes.data, len(part)), (min(len(part), BLOCKS), 1, 1)
+            launch(self._device.call, self._function, grid, THREADS, argument, stream=stream)
             try:
                 self._device.call("cuEventRecord", self._events[sheet], stream)
             except DeviceError:
                 self._device.quietly("cuStreamSynchronize", stream)  # nothing else says when its sheet is free
                 raise
-        return ()
+        return runs[len(runs) :]
 
     def _has_ended(self, event: Any) -> bool:
         try:
@@ -96,11 +98,6 @@ class GatherKernel:
                 raise
             return False
         return True
-
-    def _launch(self, argument: Argument, stream: Any) -> None:
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        grid, block = (min(argument.count, BLOCKS), 1, 1), (THREADS, 1, 1)
-        self._device.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, ctypes.addressof(parameters), 0)
 
 
 def _end(device: DeviceMemory, ending: contextlib.ExitStack, _rows: object, events: Sequence[Any]) -> None:

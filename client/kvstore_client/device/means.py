@@ -2,7 +2,7 @@
 
 Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
 `registered`, which is then their maker's to close, after them. Owns all three otherwise, until `close`.
-Where nothing refers to them any more, stream and buffer end without it: the buffer is never unmapped while registered.
+Where nothing refers to them any more, they end without it: the buffer is never unmapped while registered.
 Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`.
 """
 
@@ -43,11 +43,12 @@ class CopyMeans:
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, FOR_KERNELS)
+            undo.callback(device.quietly, "cuMemHostUnregister", self.buffer_address)
+            self.registered = registered or RegisteredMemory(device)
             undo.pop_all()
-        self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer)
+        self._owned = self.registered if registered is None else None
+        self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer, self._owned)
         self._ending.atexit = False  # the driver may be gone already then
-        self._owns_registered = registered is None
-        self.registered = RegisteredMemory(device) if registered is None else registered
         self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
         self.using = threading.Lock()
         self._is_closed = False
@@ -62,8 +63,8 @@ class CopyMeans:
             with self.device.current():
                 self.stores.settle()
                 self.device.quietly("cuStreamSynchronize", self.stream.handle)
-                if self._owns_registered:
-                    self.registered.close()
+                if self._owned is not None:
+                    self._owned.close()
                 self._ending()
 
     def check_open(self) -> None:
@@ -72,9 +73,11 @@ class CopyMeans:
             raise invalid("these transfers are closed")
 
 
-def _end(device: DeviceMemory, stream: Any, buffer: Bytes) -> None:
+def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemory | None) -> None:
     """`buffer` lives until the device does not know it any more."""
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
         device.quietly("cuMemHostUnregister", buffer.__array_interface__["data"][0])
         device.quietly("cuStreamDestroy", stream)
+    if owned is not None:
+        owned.begin_close()

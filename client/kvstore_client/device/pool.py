@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from kvstore_client.errors import invalid
+from kvstore_proto.cuda_copies import Numbers, Runs
+
+Integers = Sequence[int] | Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +27,6 @@ class PoolPart:
 
     address: int
     stride: int
-    nbytes: int
-
-
-class Piece(NamedTuple):
-    """`nbytes` of a block's payload from `offset` on, at `address` of the device."""
-
-    address: int
-    offset: int
     nbytes: int
 
 
@@ -51,6 +48,11 @@ class DevicePool:
                 raise invalid(f"{part} is no part of a pool: its pages would overlap, or are nowhere")
         self.layer_bytes = max(sizes)
         self._starts = (0, *itertools.accumulate(sizes))
+        self._first_parts = (0, *itertools.accumulate(len(parts) for parts in self.layers))
+        every = [(part.address, part.stride, part.nbytes) for parts in self.layers for part in parts]
+        by_part = np.array(every, np.int64).astype(np.uint64).T[:, :, None]
+        self._addresses, self._strides, self._sizes = by_part
+        self._offsets = np.cumsum(self._sizes, axis=0, dtype=np.uint64) - self._sizes  # in a payload
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
@@ -70,18 +72,58 @@ class DevicePool:
         """Of a whole payload: all layers, one after another."""
         return self._starts[-1]
 
+    @property
+    def parts(self) -> int:
+        """Of all layers."""
+        return len(self._addresses)
+
     def extent(self, layer: int) -> tuple[int, int]:
         """Where a layer begins in a payload, and its bytes."""
         return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
-    def pieces(self, layer: int, page: int) -> Iterator[Piece]:
-        """The bytes of one layer in one page. Raises IndexError for a page that is not the pool's."""
+    def check_page(self, page: int) -> None:
+        """Raises IndexError for a page that is not the pool's."""
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of a pool of {self.pages}")
-        offset = self._starts[layer]
-        for part in self.layers[layer]:
-            yield Piece(part.address + page * part.stride, offset, part.nbytes)
-            offset += part.nbytes
+
+    def to_pages(self, pages: Integers, payloads: Integers, layers: range | None = None) -> list[Runs]:
+        """By layer, of all or of consecutive ones: copies out of payloads that begin at these addresses, each into a
+        page, neighbours in one. Raises IndexError for a page that is not the pool's."""
+        layers = range(len(self.layers)) if layers is None else layers
+        first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
+        columns = np.empty((3, end - first, len(pages)), np.uint64)
+        self._fill(columns[2], columns[0], columns[1], first, pages, payloads)
+        return self._by_layer(columns, layers)
+
+    def from_pages(self, pages: Integers, payloads: Integers) -> list[Runs]:
+        """The other way, all layers."""
+        columns = np.empty((3, self.parts, len(pages)), np.uint64)
+        self._fill(columns[2], columns[1], columns[0], 0, pages, payloads)
+        return self._by_layer(columns, range(len(self.layers)))
+
+    def from_pages_at_once(self, pages: Integers, payloads: Integers) -> Runs:
+        """As `from_pages`, neighbours of different layers in one too."""
+        columns = np.empty((3, len(pages), self.parts), np.uint64)  # so payloads one after the other need no sorting
+        self._fill(columns[2].T, columns[1].T, columns[0].T, 0, pages, payloads)
+        return Runs(columns.reshape(3, -1)).merged()
+
+    def _fill(
+        self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int, pages: Integers, payloads: Integers
+    ) -> None:
+        """By part, from the one with number `first` on, and page."""
+        wanted = np.asarray(pages, np.int64).astype(np.uint64)  # a negative one becomes too large
+        if wanted.size and wanted.max() >= self.pages:
+            raise IndexError(f"pages {list(pages)} of a pool of {self.pages}")
+        parts = slice(first, first + len(nbytes))
+        np.multiply(self._strides[parts], wanted, out=in_pool)
+        in_pool += self._addresses[parts]
+        np.add(self._offsets[parts], np.asarray(payloads, np.uint64), out=in_payload)
+        nbytes[...] = self._sizes[parts]
+
+    def _by_layer(self, columns: Numbers, layers: range) -> list[Runs]:
+        first_parts = self._first_parts[layers.start : layers.stop + 1]
+        bounds = [(part - first_parts[0]) * columns.shape[2] for part in first_parts]
+        return Runs(columns.reshape(3, -1)).merged_groups(bounds)
 
 
 def _part(array: Any) -> tuple[PoolPart, int]:

@@ -104,17 +104,21 @@ class RegisteredMemory:
 
     def close(self) -> None:
         """Unregister everything; no copy may be under way. Idempotent."""
-        self._device.mappings.leave(self)
+        self.begin_close()
+        self._thread.join()
+
+    def begin_close(self) -> None:
+        """As `close`, without waiting: for a finalizer, which may run inside of any call of any thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
-                part = self._wanted[0] if self._wanted and not self._is_closed else None
+                is_closed = self._is_closed
+                part = self._wanted[0] if self._wanted and not is_closed else None
                 over = [each for each in self._parts.values() if self._is_over(each) and each not in self._wanted]
                 ending = [each for each in over if each.is_made]
                 for each in over:
@@ -125,7 +129,8 @@ class RegisteredMemory:
                     self._device.quietly("cuMemHostUnregister", each.address)
             if part is not None:
                 self._register(part)
-            elif self._is_closed:
+            elif is_closed:
+                self._device.mappings.leave(self)
                 return
 
     def _is_over(self, part: Registration) -> bool:

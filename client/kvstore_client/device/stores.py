@@ -1,4 +1,4 @@
-"""Payloads on their way from pages of a pool to host memory: the copies of many are waited for at once.
+"""Payloads on their way from pages of a pool to host memory: the copies of many are queued and waited for at once.
 
 Owns which are under way, and which parts of the buffer they have. Takes no lock and makes no context current: the
 caller has done both.
@@ -17,7 +17,8 @@ from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
 from kvstore_client.memory import Bytes
-from kvstore_proto.cuda_copies import Run
+
+BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for those of the next payload
 
 
 @dataclass(slots=True, eq=False)
@@ -32,16 +33,44 @@ class Storing:
     error: BaseException | None = None
 
 
+class _Collected:
+    """Payloads whose copies are not queued yet: `addresses`, and for each its page of `pool`, behind events `after`."""
+
+    def __init__(self, pool: DevicePool, after: Sequence[int]) -> None:
+        self.pool, self.after = pool, tuple(after)
+        self.pages: list[int] = []
+        self.addresses: list[int] = []
+
+    def queue(self, stream: CopyStream) -> None:
+        """Each layer behind its event, all behind a single one. Raises DeviceError."""
+        if len(self.after) > 1:
+            batches = self.pool.from_pages(self.pages, self.addresses)
+        else:
+            batches = [self.pool.from_pages_at_once(self.pages, self.addresses)]
+        for at, runs in enumerate(batches):
+            if at < len(self.after):
+                stream.wait(self.after[at])
+            stream.queue(runs, "to host")
+
+    @property
+    def is_batch(self) -> bool:
+        batches = len(self.pool.layers) if len(self.after) > 1 else 1
+        return len(self.pages) * self.pool.parts >= BATCH_RUNS * batches
+
+
 class Stores:
     """On `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least."""
 
     def __init__(self, stream: CopyStream, registered: RegisteredMemory, buffer: Bytes) -> None:
         self._stream, self._registered = stream, registered
         self._buffer = buffer
+        self._buffer_address: int = buffer.__array_interface__["data"][0]
+        self._used = 0  # of the buffer
         self._under_way: list[Storing] = []
+        self._collected: _Collected | None = None
 
     def begin(self, pool: DevicePool, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
-        """Queue the copies of a page of `pool`, each layer's behind its event in `after`, all behind a single one, to a
+        """Begin the copies of a page of `pool`, each layer's behind its event in `after`, all behind a single one, to a
         slot of staging memory or of an arena. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
@@ -49,41 +78,49 @@ class Stores:
         taken = self._registered.take(whole, start, destination.nbytes)
         storing = Storing(destination, taken, self._room(destination.nbytes) if taken is None else 0)
         self._under_way.append(storing)
-        to = address if taken is not None else self._buffer.__array_interface__["data"][0] + storing.at
         try:
-            layers = range(len(pool.layers))
-            groups = [range(layer, layer + 1) for layer in layers] if len(after) > 1 else [layers]
-            for at, group in enumerate(groups):
-                if at < len(after):
-                    self._stream.wait(after[at])
-                pieces = [piece for layer in group for piece in pool.pieces(layer, page)]
-                self._stream.queue([Run(to + piece.offset, piece.address, piece.nbytes) for piece in pieces], "to host")
-        except BaseException:
-            self.settle()  # a part of it may be under way
+            self._collect(pool, page, after, address if taken is not None else self._buffer_address + storing.at)
+        except BaseException as error:
+            self.settle(error)  # a part of it may be under way
             raise
         return storing
 
-    def settle(self) -> None:
-        """Wait for the copies of all that was begun."""
+    def settle(self, error: BaseException | None = None) -> None:
+        """Wait for the copies of all that was begun, which `error` has met already if it is given."""
         settled, self._under_way = self._under_way, []
         if not settled:
             return
-        error: BaseException | None = None
-        try:
-            self._stream.synchronize()
-        except BaseException as raised:  # raised again where each of them is waited for
-            error = raised
+        for step in (self._queue, self._stream.synchronize):
+            try:
+                step()
+            except BaseException as raised:  # raised again where each of them is waited for
+                error = error or raised
+        self._used = 0
         for each in settled:
             if each.taken is not None:
                 self._registered.give_back(each.taken)
             elif error is None:
                 np.copyto(each.destination, self._buffer[each.at : each.at + each.destination.nbytes])
-            each.is_over, each.error = True, error
+            each.error = error
+            each.is_over = True
+
+    def _collect(self, pool: DevicePool, page: int, after: Sequence[int], address: int) -> None:
+        if self._collected and (self._collected.pool is not pool or self._collected.after != tuple(after)):
+            self._queue()
+        self._collected = self._collected or _Collected(pool, after)
+        self._collected.pages.append(page)
+        self._collected.addresses.append(address)
+        if self._collected.is_batch:
+            self._queue()
+
+    def _queue(self) -> None:
+        collected, self._collected = self._collected, None
+        if collected is not None:
+            collected.queue(self._stream)
 
     def _room(self, nbytes: int) -> int:
         """Where the buffer has room for a payload; waits for those that are there, where it has none."""
-        used = sum(each.destination.nbytes for each in self._under_way if each.taken is None)
-        if used + nbytes <= self._buffer.nbytes:
-            return used
-        self.settle()
-        return 0
+        if self._used + nbytes > self._buffer.nbytes:
+            self.settle()
+        self._used += nbytes
+        return self._used - nbytes

@@ -12,18 +12,20 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
+
+import numpy as np
 
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceMemory
 from kvstore_client.device.pool import DevicePool
-from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.registered import RegisteredMemory
+from kvstore_client.device.sources import Payloads, Sources
 from kvstore_client.device.stores import Storing
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
-from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run
 
 _NO_TIMING = 2
 
@@ -71,7 +73,7 @@ class DeviceTransfers:
             for block, page in enumerate(pages, first_block):
                 leased = lease.leased(block)
                 self._check_size(leased.payload_bytes)
-                self._check_page(page)
+                self.pool.check_page(page)
                 blocks.append((leased, page))
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
@@ -82,7 +84,7 @@ class DeviceTransfers:
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
         """
-        self._check_page(page)
+        self.pool.check_page(page)
         if len(after) not in (0, 1, len(self.pool.layers)):
             raise invalid(f"{len(after)} events for {len(self.pool.layers)} layers: give one for each, or one for all")
         return lambda destination: self._store(destination, page, after)
@@ -104,10 +106,6 @@ class DeviceTransfers:
         if payload_bytes != self.pool.block_bytes:
             raise invalid(f"a block has {payload_bytes} bytes, a page of the pool {self.pool.block_bytes}")
 
-    def _check_page(self, page: int) -> None:
-        if not 0 <= page < self.pool.pages:
-            raise IndexError(f"page {page} of a pool of {self.pool.pages}")
-
     def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> Finish:
         """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
@@ -117,9 +115,10 @@ class DeviceTransfers:
         return lambda: self._finish_store(storing)
 
     def _finish_store(self, storing: Storing) -> None:
-        with self.means.using, self.device.current():
-            if not storing.is_over:
-                self.means.stores.settle()
+        if not storing.is_over:
+            with self.means.using, self.device.current():
+                if not storing.is_over:
+                    self.means.stores.settle()
         if storing.error is not None:
             raise storing.error
 
@@ -137,14 +136,12 @@ class LayerLoad:
     ) -> None:
         self._transfers, self._leases, self._blocks, self._after = transfers, leases, blocks, after
         self._kept = keep  # the thread refers to this load until all copies have ended
-        self._taken: list[Registration] = []
-        layers = range(len(transfers.pool.layers))
-        self._queued = [threading.Event() for _ in layers]
+        self._progress = threading.Condition()  # of what follows
+        self._queued = 0  # layers; all of them once an error is known
         self._error: BaseException | None = None
         self._is_over = False
         self._ending = threading.Lock()  # of that, and of the events until then
-        with transfers.device.current():
-            self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
+        self._events: list[Any] = []  # of layers that are queued
         self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
         self._thread.start()
 
@@ -153,7 +150,10 @@ class LayerLoad:
         Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError. Another
         thread may call `finish` meanwhile."""
         device = self._transfers.device
-        self._queued[layer].wait()
+        if not 0 <= layer < len(self._transfers.pool.layers):
+            raise IndexError(f"layer {layer} of a pool of {len(self._transfers.pool.layers)}")
+        with self._progress:
+            self._progress.wait_for(lambda: self._queued > layer)
         with self._ending:
             if self._error is not None:
                 raise self._error
@@ -192,69 +192,51 @@ class LayerLoad:
         except BaseException as error:  # raised again where the caller waits
             self._error = error
         finally:
-            for queued in self._queued:
-                queued.set()
+            self._say_queued(len(self._transfers.pool.layers))
 
     def _copy(self) -> None:
         means = self._transfers.means
         means.check_open()
+        means.stores.settle()  # they have the buffer
+        sources = Sources(self._blocks, means.registered)
         try:
-            means.stores.settle()  # they have the buffer
-            bounced = self._bounced()
             if self._after:
                 means.stream.wait(self._after)
-            for layer, queued in enumerate(self._queued):
-                self._queue_layer(layer, bounced)
-                means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
-                queued.set()
+            self._queue_layers(range(1), sources)  # on its way while the copies of the others are listed
+            self._queue_layers(range(1, len(self._transfers.pool.layers)), sources)
             means.stream.synchronize()
         except BaseException:
             means.device.quietly("cuStreamSynchronize", means.stream.handle)  # the lease's bytes are in use until then
             raise
         finally:
-            for taken in self._taken:
-                means.registered.give_back(taken)
+            sources.give_back()
 
-    def _bounced(self) -> list[bool]:
-        """Of each block whether it is in host memory that is not registered."""
-        found = []
-        for block, _ in self._blocks:
-            taken = None
-            if block.chunk is None:
-                start = block.offset + HEADER_BYTES
-                taken = self._transfers.means.registered.take(block.arena, start, block.payload_bytes)
-            if taken is not None:
-                self._taken.append(taken)
-            found.append(block.chunk is None and taken is None)
-        return found
+    def _queue_layers(self, layers: range, sources: Sources) -> None:
+        means, pool = self._transfers.means, self._transfers.pool
+        from_host = pool.to_pages(sources.on_host.pages, sources.on_host.addresses, layers)
+        on_device = pool.to_pages(sources.on_device.pages, sources.on_device.addresses, layers)
+        for at, layer in enumerate(layers):
+            means.stream.queue(from_host[at], "to device")
+            means.stream.queue(on_device[at], "on device")
+            self._queue_by_buffer(layer, sources.elsewhere)
+            self._events.append(means.device.call("cuEventCreate", _NO_TIMING))
+            means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
+            self._say_queued(layer + 1)
 
-    def _queue_layer(self, layer: int, bounced: Sequence[bool]) -> None:
+    def _say_queued(self, layers: int) -> None:
+        with self._progress:
+            self._queued = layers
+            self._progress.notify_all()
+
+    def _queue_by_buffer(self, layer: int, payloads: Payloads) -> None:
         means, pool = self._transfers.means, self._transfers.pool
         start, nbytes = pool.extent(layer)
-        from_host: list[Run] = []
-        on_device: list[Run] = []
-        used = 0
-        for (block, page), by_buffer in zip(self._blocks, bounced, strict=True):
-            source, runs = _payload_address(block), from_host if block.chunk is None else on_device
-            if by_buffer:
-                if used == 0 or used + nbytes > means.buffer.nbytes:
-                    means.stream.queue(from_host, "to device")
-                    from_host.clear()
-                    used = 0
-                    means.stream.synchronize()
-                at = means.buffer_address + used
-                ctypes.memmove(at, source + start, nbytes)
-                used += nbytes
-                source = at - start
-            for piece in pool.pieces(layer, page):
-                runs.append(Run(piece.address, source + piece.offset, piece.nbytes))
-        means.stream.queue(from_host, "to device")
-        means.stream.queue(on_device, "on device")
-
-
-def _payload_address(block: LeasedBlock) -> int:
-    """In device or host memory; the get has seen that the payload is inside."""
-    start: int = block.offset + HEADER_BYTES
-    if block.chunk is not None:
-        return block.chunk.address + start
-    return int(block.arena.__array_interface__["data"][0]) + start
+        count = means.buffer.nbytes // nbytes
+        for first in range(0, len(payloads.pages), count):
+            part = payloads[first : first + count]
+            places = means.buffer_address + np.arange(len(part.pages), dtype=np.uint64) * np.uint64(nbytes)
+            means.stream.synchronize()  # what was in the buffer is in its pages
+            for place, address in zip(places.tolist(), part.addresses.tolist(), strict=True):
+                ctypes.memmove(place, address + start, nbytes)
+            (runs,) = pool.to_pages(part.pages, places - np.uint64(start), range(layer, layer + 1))
+            means.stream.queue(runs, "to device")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore_proto.cuda_copies import Run, merged
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
@@ -35,7 +35,7 @@ class Copies:
         """Queue the copies of some transfers as one batch. Each group is of one registration of host memory: no run
         reaches over the border of two, which may be neighbours."""
         stream = self._streams[to_device]
-        runs = [run for group in groups for run in merged(group)]
+        runs = Runs.joined([Runs.of(group).merged() for group in groups])
 
         def settled(failure: DriverError | None) -> None:
             for transfer in transfers:

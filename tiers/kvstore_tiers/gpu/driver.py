@@ -7,11 +7,10 @@ makes a `Driver`: the daemon holds no context. The library finds libcuda.so.1 by
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
-from kvstore_proto.cuda_copies import Run, has_batches, queue_copies
-from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity
+from kvstore_proto.cuda_copies import CopyQueue, Runs
+from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity, launch
 
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103
@@ -47,7 +46,7 @@ class Driver:
         if not self._attribute(_HANDLE_IS_DESCRIPTOR_SUPPORTED):
             raise NoDriver(f"CUDA device {index} cannot export memory as a file descriptor")
         self._takes_direct = bool(self._attribute(_DIRECT_TO_MAPPED_MEMORY_SUPPORTED))
-        self._has_batches = has_batches(self._cuda)
+        self._copies = CopyQueue(self._cuda)
         self._registers_read_only = bool(self._attribute(_READ_ONLY_HOST_REGISTER_SUPPORTED))
 
     def use_in_this_thread(self) -> None:
@@ -150,21 +149,7 @@ class Driver:
         self, function: Any, blocks: int, threads: int, argument: ctypes.Structure, *, shared_bytes: int, stream: Any
     ) -> None:
         """Queue a kernel; `argument` is copied before this returns."""
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        self._call(
-            "cuLaunchKernel",
-            function,
-            blocks,
-            1,
-            1,
-            threads,
-            1,
-            1,
-            shared_bytes,
-            stream,
-            ctypes.addressof(parameters),
-            0,
-        )
+        launch(self._call, function, (blocks, 1, 1), threads, argument, shared_bytes=shared_bytes, stream=stream)
 
     # Copies
 
@@ -184,9 +169,9 @@ class Driver:
         """Until what was queued before `record` has run. Raises DriverError when that failed."""
         self._call("cuEventSynchronize", event)
 
-    def copy(self, runs: Sequence[Run], *, to_device: bool, stream: Any) -> None:
+    def copy(self, runs: Runs, *, to_device: bool, stream: Any) -> None:
         """Queue copies, in no order among them: one call for all where the driver has batches."""
-        queue_copies(self._cuda, runs, "to device" if to_device else "to host", stream, is_batched=self._has_batches)
+        self._copies.add(runs, "to device" if to_device else "to host", stream)
 
     def close(self) -> None:
         self._call("cuDevicePrimaryCtxRelease", self._device)

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.direct_storage import DirectStorage
 from kvstore_tiers.gpu.driver import Driver
@@ -82,13 +82,13 @@ class FileReads:
             self._end(read, None)
             return
         _read_whole(read.descriptor, read.host[: HEADER_BYTES + payload_pages], read.offset)
-        run = Run(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)
+        run = Runs.of([Run(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)])
 
         def settled(failure: DriverError | None) -> None:
             self._end(read, failure)
 
         stream = self._stream
-        self._events.queue(stream, lambda: self._driver.copy([run], to_device=True, stream=stream), settled)
+        self._events.queue(stream, lambda: self._driver.copy(run, to_device=True, stream=stream), settled)
 
     def _end(self, read: FileRead, failure: OSError | None) -> None:
         os.close(read.descriptor)

@@ -15,7 +15,7 @@ from typing import Any
 from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
 from kvstore_proto.cuda_compiler import compile_program
-from kvstore_proto.cuda_driver import DriverError, call, cuda_driver
+from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, launch
 from kvstore_proto.nvrtc import EXTRA, CompileError
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
@@ -61,12 +61,9 @@ class Device(Launcher):
         *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> None:  # fmt: skip
         function = self._functions.get((program, kernel)) or self._load(program, kernel, shared_bytes)
-        parameters = (ct.c_void_p * 1)(ct.addressof(argument))
         self._call("cuCtxSetCurrent", self._context)
-        self._call(
-            "cuLaunchKernel", function, *grid, THREADS, 1, 1, shared_bytes, self._cuda.CUstream(stream),
-            ct.addressof(parameters), 0,
-        )  # fmt: skip
+        stream_handle = self._cuda.CUstream(stream)
+        launch(self._call, function, grid, THREADS, argument, shared_bytes=shared_bytes, stream=stream_handle)
 
     @property
     def window_bytes(self) -> int:
