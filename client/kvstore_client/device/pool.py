@@ -25,6 +25,10 @@ class PoolPart:
     nbytes: int
 
 
+Pages = int | Sequence[int]
+"""The page that a block is in; or its pages in order, where a block of the pool spans several."""
+
+
 class Piece(NamedTuple):
     """`nbytes` of a block's payload from `offset` on, at `address` of the device."""
 
@@ -35,16 +39,19 @@ class Piece(NamedTuple):
 
 class DevicePool:
     """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is of the largest
-    layer. The pool has pages 0 to `pages` - 1, each for one block. `memory` is kept as long as something refers to the
+    layer, in a block. The pool has pages 0 to `pages` - 1. A block has `block_pages` of them, anywhere in the pool; its
+    payload has for each part the bytes of all its pages, in order. `memory` is kept as long as something refers to the
     pool, as all copies do that are under way. Raises KVStoreError for parts that cannot be.
     """
 
-    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int, *, memory: object = None) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[PoolPart]], pages: int, *, block_pages: int = 1, memory: object = None
+    ) -> None:
         self.layers = tuple(tuple(parts) for parts in layers)
-        self.pages = pages
+        self.pages, self.block_pages = pages, block_pages
         self._memory = memory
-        sizes = [sum(part.nbytes for part in parts) for parts in self.layers]
-        if not sizes or 0 in sizes or pages < 1:
+        sizes = [block_pages * sum(part.nbytes for part in parts) for parts in self.layers]
+        if not sizes or min(sizes) <= 0 or pages < 1:
             raise invalid(f"a pool has pages, and layers with bytes: got {pages} pages, layers of {sizes} bytes")
         for part in (part for parts in self.layers for part in parts):
             if part.address <= 0 or part.nbytes <= 0 or (pages > 1 and part.stride < part.nbytes):
@@ -74,14 +81,25 @@ class DevicePool:
         """Where a layer begins in a payload, and its bytes."""
         return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
-    def pieces(self, layer: int, page: int) -> Iterator[Piece]:
-        """The bytes of one layer in one page. Raises IndexError for a page that is not the pool's."""
-        if not 0 <= page < self.pages:
-            raise IndexError(f"page {page} of a pool of {self.pages}")
+    def pages_of(self, block: Pages) -> Sequence[int]:
+        """The pages of a block. Raises IndexError for a page that is not the pool's, KVStoreError for too few or too
+        many."""
+        pages = (block,) if isinstance(block, int) else block
+        for page in pages:
+            if not 0 <= page < self.pages:
+                raise IndexError(f"page {page} of a pool of {self.pages}")
+        if len(pages) != self.block_pages:
+            raise invalid(f"a block has {self.block_pages} pages of this pool, not {len(pages)}")
+        return pages
+
+    def pieces(self, layer: int, block: Pages) -> Iterator[Piece]:
+        """The bytes of one layer of a block. Raises as `pages_of`."""
+        pages = self.pages_of(block)
         offset = self._starts[layer]
         for part in self.layers[layer]:
-            yield Piece(part.address + page * part.stride, offset, part.nbytes)
-            offset += part.nbytes
+            for page in pages:
+                yield Piece(part.address + page * part.stride, offset, part.nbytes)
+                offset += part.nbytes
 
 
 def _part(array: Any) -> tuple[PoolPart, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore_client.device.copies import CopyStream
-from kvstore_client.device.pool import DevicePool
+from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory, Registration
 from kvstore_client.memory import Bytes
 from kvstore_proto.cuda_copies import Run
@@ -40,7 +40,7 @@ class Stores:
         self._buffer = buffer
         self._under_way: list[Storing] = []
 
-    def begin(self, pool: DevicePool, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
+    def begin(self, pool: DevicePool, destination: Bytes, page: Pages, after: Sequence[int]) -> Storing:
         """Queue the copies of a page of `pool`, each layer's behind its event in `after`, all behind a single one, to a
         slot of staging memory or of an arena. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
