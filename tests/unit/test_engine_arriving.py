@@ -55,8 +55,10 @@ def session() -> MemorySession:
 
 def test_the_step_behind_arriving_blocks_computes_the_tail_alone(session: MemorySession) -> None:
     engine, compute, copies = _engine(session)
+    before = engine.costs.compute.samples
     engine.add(request("asks", _prompt(200), 4, store=False))
     outcome = run(engine)
+    assert (compute.steps, engine.costs.compute.samples - before) == (4, 3), "one waited for copies: nothing is learned"
     assert outcome.tokens["asks", 0] == answer_alone(_prompt(200), 4)
     usage = outcome.finished["asks", 0].usage
     assert (usage.daemon_tokens, usage.computed_tokens, compute.computed_tokens) == (192, 8, 8 + 3)

@@ -168,7 +168,8 @@ class BatchEngine:
         self._note_restored(ended)
         if not is_sound:  # it read blocks that have not come: the next one computes them
             return events
-        self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
+        if not ended:  # else it waited for copies too, and says little about computing
+            self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
         self.restorer.stepped(batch, computing, compute_s)
         events += self._outputs.apply(batch, logits)
         self._store(batch)
