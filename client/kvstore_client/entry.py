@@ -37,7 +37,7 @@ def connect(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     prefault: bool = False,
     stream: Literal["direct", "grpc"] = "direct",
-    device: int | None = None,
+    device: int | DeviceMemory | None = None,
     rng: random.Random | None = None,
 ) -> Session:
     """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
@@ -47,7 +47,8 @@ def connect(
     caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
     uses the gRPC stream even where the daemon has a direct one, which is four times as fast.
     `device`: the CUDA device that the engine computes on, counted as in this process; leases may then name blocks in
-    the memory of a GPU tier (`Lease.device_address`), to be read there. KVStoreError where it cannot be used.
+    the memory of a GPU tier (`Lease.device_address`), to be read there. KVStoreError where it cannot be used. An engine
+    with several sessions gives each the same DeviceMemory: their host memory is then known to one set of copies.
     """
     if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
         raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
@@ -77,9 +78,9 @@ def connect(
     return Session(connection, prefault=prefault)
 
 
-def _device_memory(device: int | None) -> DeviceMemory | None:
-    if device is None:
-        return None
+def _device_memory(device: int | DeviceMemory | None) -> DeviceMemory | None:
+    if not isinstance(device, int):
+        return device
     from kvstore_client.device import DeviceMemory
 
     return DeviceMemory(device)

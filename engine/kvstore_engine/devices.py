@@ -50,6 +50,11 @@ class DeviceName:
     def is_cuda(self) -> bool:
         return self.torch_name.startswith("cuda")
 
+    @property
+    def index(self) -> int:
+        """Of a CUDA device, as this process counts."""
+        return int(self.name.partition(":")[2])
+
     def check_kv_dtype(self, kv_dtype: str) -> None:
         """UsageError for a type of K and V that is not kept there."""
         kept = _TORCH_KV_TYPES if self.is_torch else _CPU_KV_TYPES

@@ -33,6 +33,7 @@ from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import KvSession, RestorationRecord, RestoreReport, StoreReport
+from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ _WARM_UP_TOKENS = 64
 class Generator:
     """A loaded model that answers one prompt after another.
 
-    `session` is a kvstored session for this model's fingerprint, or None to compute everything. `context` is
+    `session` is a kvstored session for this model's fingerprint, or None to compute everything; `copies`, as of
+    `BatchEngine`, move its blocks. `context` is
     the largest sequence, prompt and answer together, and what `pool` must hold. `stages`: what restores and stores
     instead of `session`, where the model is computed in stages that each have a store of their own. `observer` is
     notified of what the engine does.
@@ -64,6 +66,7 @@ class Generator:
         executor: Compute,
         context: int,
         session: KvSession | None = None,
+        copies: BlockCopies | None = None,
         costs: LearnedCosts | None = None,
         stages: StagedPrompts | None = None,
         observer: Observer | None = None,
@@ -91,6 +94,7 @@ class Generator:
                 compaction=False,
             ),
             sessions=(lambda tenant: session) if session is not None else None,
+            copies=copies,
             costs=self.costs,
             observer=self._observer,
         )

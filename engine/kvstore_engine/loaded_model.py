@@ -22,9 +22,11 @@ from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvstore_client.device import DeviceMemory
     from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
     from kvstore_engine.model import ModelConfig
     from kvstore_engine.pool import BlockPool
+    from kvstore_engine.restore.copies import BlockCopies
     from kvstore_engine.stages import Pipeline, StagedPrompts
     from kvstore_proto.fingerprint import Fingerprint
 
@@ -105,6 +107,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
             executor=executor,
             context=context,
             session=store.session,
+            copies=store.copies,
             costs=store.costs,
             stages=store.stages,
             observer=observer,
@@ -141,9 +144,11 @@ def _open_executor(
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """What restores and stores: a session, or the stages', and the costs of computing. Without a daemon neither."""
+    """What restores and stores: a session and the pool's copies, or the stages', and the costs of computing. Without a
+    daemon neither."""
 
     session: KvSession | None = None
+    copies: "BlockCopies | None" = None
     stages: "StagedPrompts | None" = None
     costs: LearnedCosts = field(default_factory=LearnedCosts)
 
@@ -176,14 +181,22 @@ def _open_store(
             prompts = open_staged_prompts(executor, fingerprint, connect, profiles, keeps_inputs=options.hidden_states)
             yield _Store(stages=stack.enter_context(prompts), costs=costs)
         else:
-            session = connect(fingerprint)
+            from kvstore_engine.opening import open_copies
+
+            copies = stack.enter_context(open_copies(executor, device))
+            session = connect(fingerprint, device=copies.device)
             stack.callback(session.close)
-            yield _Store(session, costs=costs)
+            yield _Store(session, copies, costs=costs)
 
 
-def _connect(folder: Path, fingerprint: "Fingerprint", staging_bytes: int | None = None) -> KvSession:
+def _connect(
+    folder: Path,
+    fingerprint: "Fingerprint",
+    staging_bytes: int | None = None,
+    device: "DeviceMemory | None" = None,
+) -> KvSession:
     """A session for this model's state; degraded, not an error, while no daemon answers in `folder`. `staging_bytes`
-    None: the client's default."""
+    None: the client's default. `device`: where leases may be read, beside host memory."""
     import kvstore_client
     from kvstore_client.entry import DEFAULT_STAGING_BYTES
 
@@ -192,6 +205,7 @@ def _connect(folder: Path, fingerprint: "Fingerprint", staging_bytes: int | None
         fingerprint=fingerprint,
         client_name="kvengine",
         staging_bytes=DEFAULT_STAGING_BYTES if staging_bytes is None else staging_bytes,
+        device=device,
     )
     return session
 

@@ -19,6 +19,7 @@ from kvstore_engine.gguf import GGUFFile
 if TYPE_CHECKING:
     from kvstore_engine.model import Model
     from kvstore_engine.pool import BlockPool
+    from kvstore_engine.restore.copies import BlockCopies
     from kvstore_engine.stages import Pipeline
 
 
@@ -48,6 +49,23 @@ def open_executor(
         Executor(model, blocks, **_limits(sizes)) as made,
     ):
         yield made
+
+
+@contextlib.contextmanager
+def open_copies(executor: StepExecutor | Pipeline, device: DeviceName) -> Iterator[BlockCopies]:
+    """How blocks of the daemon get into the pool of `executor`, which is on `device`, and out of it, until the block
+    ends. The sessions are to be connected with its `device`, and the engine closed before."""
+    if device.is_torch:
+        from kvstore_engine.torch_executor import open_torch_copies
+        from kvstore_engine.torch_executor.executor import TorchExecutor
+
+        assert isinstance(executor, TorchExecutor)
+        with open_torch_copies(executor) as copies:
+            yield copies
+        return
+    from kvstore_engine.restore.copies import HostCopies
+
+    yield HostCopies(executor.pool)
 
 
 @contextlib.contextmanager

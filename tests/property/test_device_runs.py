@@ -27,15 +27,17 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
-def pieces(pool: DevicePool, layer: int, pages: list[int], payloads: list[int]) -> list[tuple[int, int, int]]:
+def pieces(pool: DevicePool, layer: int, blocks: list[list[int]], payloads: list[int]) -> list[tuple[int, int, int]]:
     """Of one layer: where in the pool, where in a payload, bytes."""
-    starts = list(accumulate((sum(part.nbytes for part in parts) for parts in pool.layers), initial=0))
+    sizes = [pool.block_pages * sum(part.nbytes for part in parts) for parts in pool.layers]
+    starts = list(accumulate(sizes, initial=0))
     found = []
-    for page, payload in zip(pages, payloads, strict=True):
+    for pages, payload in zip(blocks, payloads, strict=True):
         offset = starts[layer]
         for part in pool.layers[layer]:
-            found.append((part.address + page * part.stride, payload + offset, part.nbytes))
-            offset += part.nbytes
+            for page in pages:
+                found.append((part.address + page * part.stride, payload + offset, part.nbytes))
+                offset += part.nbytes
     return found
 
 
@@ -54,8 +56,8 @@ def runs(draw: st.DrawFn) -> list[Run]:
 
 @st.composite
 def pools(draw: st.DrawFn) -> DevicePool:
-    """Layers of one to three parts; parts are planes, or lie in a page one after another."""
-    pages = draw(st.integers(1, 6))
+    """Layers of one to three parts; parts are planes, or lie in a page one after another. A block has 1 to 3 pages."""
+    pages, block_pages = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     sizes = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4))
     page_bytes, are_planes = sum(map(sum, sizes)) * UNIT, draw(st.booleans())
     at, layers = draw(st.integers(1, 2**40)) * UNIT, []
@@ -67,17 +69,18 @@ def pools(draw: st.DrawFn) -> DevicePool:
             layer.append(PoolPart(at, nbytes + gap if are_planes else page_bytes, nbytes))
             at += (nbytes + gap) * pages if are_planes else nbytes
         layers.append(layer)
-    return DevicePool(draw(st.permutations(layers)), pages)
+    return DevicePool(draw(st.permutations(layers)), pages, block_pages=block_pages)
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> tuple[DevicePool, list[int], list[int]]:
-    """Some pages of a pool, and payloads without overlap: in a row as in the buffer, or with headers between."""
+def copies(draw: st.DrawFn) -> tuple[DevicePool, list[list[int]], list[int]]:
+    """Some blocks of a pool, and payloads without overlap: in a row as in the buffer, or with headers between."""
     pool = draw(pools())
-    pages = draw(st.lists(st.integers(0, pool.pages - 1), unique=True))
+    pages, each = draw(st.lists(st.integers(0, pool.pages - 1), unique=True)), pool.block_pages
+    blocks = [pages[at : at + each] for at in range(0, len(pages) - each + 1, each)]
     slot_bytes = pool.block_bytes + draw(st.sampled_from([0, 4096]))
-    slots = draw(st.permutations(range(len(pages))))
-    return pool, pages, [(1 << 45) + slot * slot_bytes for slot in slots]
+    slots = draw(st.permutations(range(len(blocks))))
+    return pool, blocks, [(1 << 45) + slot * slot_bytes for slot in slots]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -97,26 +100,26 @@ def test_groups_are_joined_each_for_itself(groups: list[list[Run]]) -> None:
 @settings(max_examples=examples(100), deadline=None)
 @given(copies(), st.data())
 def test_copies_to_pages_are_those_of_each_piece_layer_by_layer(
-    case: tuple[DevicePool, list[int], list[int]], data: st.DataObject
+    case: tuple[DevicePool, list[list[int]], list[int]], data: st.DataObject
 ) -> None:
-    pool, pages, payloads = case
+    pool, blocks, payloads = case
     expected = [
-        joined(Run(*piece) for piece in pieces(pool, layer, pages, payloads)) for layer in range(len(pool.layers))
+        joined(Run(*piece) for piece in pieces(pool, layer, blocks, payloads)) for layer in range(len(pool.layers))
     ]
-    assert [list(layer.rows()) for layer in pool.to_pages(pages, payloads)] == expected
+    assert [list(layer.rows()) for layer in pool.to_pages(blocks, payloads)] == expected
     first = data.draw(st.integers(0, len(expected)))
     end = data.draw(st.integers(first, len(expected)))
-    assert [list(layer.rows()) for layer in pool.to_pages(pages, payloads, range(first, end))] == expected[first:end]
+    assert [list(layer.rows()) for layer in pool.to_pages(blocks, payloads, range(first, end))] == expected[first:end]
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(copies())
-def test_copies_from_pages_are_the_other_way(case: tuple[DevicePool, list[int], list[int]]) -> None:
-    pool, pages, payloads = case
+def test_copies_from_pages_are_the_other_way(case: tuple[DevicePool, list[list[int]], list[int]]) -> None:
+    pool, blocks, payloads = case
     layers = [
-        [Run(to, source, nbytes) for source, to, nbytes in pieces(pool, layer, pages, payloads)]
+        [Run(to, source, nbytes) for source, to, nbytes in pieces(pool, layer, blocks, payloads)]
         for layer in range(len(pool.layers))
     ]
-    assert [list(layer.rows()) for layer in pool.from_pages(pages, payloads)] == [joined(layer) for layer in layers]
-    at_once = pool.from_pages_at_once(pages, payloads)
+    assert [list(layer.rows()) for layer in pool.from_pages(blocks, payloads)] == [joined(layer) for layer in layers]
+    at_once = pool.from_pages_at_once(blocks, payloads)
     assert list(at_once.rows()) == joined(run for layer in layers for run in layer)

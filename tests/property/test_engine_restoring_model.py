@@ -5,6 +5,8 @@ Time is the twin's: steps and arrivals move it, nothing else does.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.clocked_fetcher import ClockedFetcher, Fault
 from tests.reference.examples import examples
+from tests.reference.late_copies import LateCopies
 from tests.reference.memory_session import MemorySession
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
@@ -35,8 +38,13 @@ def _engine(
     clock: StepClock,
     restoring: Restoring = "planned",
     blocks: int = 400,
+    lost: Collection[int] | None = None,
 ) -> BatchEngine:
+    """`lost`: steps compute behind blocks that are coming (`LateCopies`), and these loads are lost."""
     compute = TwinCompute(twin_pool(blocks), on_step=clock.step)
+    copies = None if lost is None else LateCopies(compute.pool, lost)
+    if copies is not None:
+        compute.on_step = lambda slices: (copies.arrive(), clock.step(slices))[1]
     costs = LearnedCosts()
     costs.compute.restore(1, [_FIXED_S, 512 * _ROW_S, 512 * 1024 * 1e-7])
     engine = BatchEngine(
@@ -45,6 +53,7 @@ def _engine(
         TwinTokenizer(),
         settings=EngineSettings(restoring=restoring, max_queue_s=1e9),
         sessions=lambda tenant: session,
+        copies=copies,
         costs=costs,
         clock=clock,
     )
@@ -66,12 +75,13 @@ def _holding(*prompts: list[int]) -> MemorySession:
 @settings(max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(65, 1100), min_size=1, max_size=3),
-    mapped=st.integers(0, 6),
+    mapped=st.integers(0, 6) | st.just(17),
     slower=st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0]),
     faults=st.dictionaries(st.integers(0, 17), st.sampled_from(["vanish", "stall", "lease ends"]), max_size=4),
     dies_s=st.sampled_from([float("inf"), float("inf"), 0.0, 0.1, 0.5]),
     events=st.dictionaries(st.integers(1, 30), st.sampled_from(["cancel", "preempt"]), max_size=3),
     restoring=st.sampled_from(["planned", "planned", "load"]),
+    lost=st.none() | st.sets(st.integers(0, 4), max_size=2),
 )
 def test_every_answer_is_right_whatever_becomes_of_the_loads(
     lengths: list[int],
@@ -81,13 +91,14 @@ def test_every_answer_is_right_whatever_becomes_of_the_loads(
     dies_s: float,
     events: dict[int, str],
     restoring: Restoring,
+    lost: set[int] | None,
 ) -> None:
     prompts = [_prompt(seed, length) for seed, length in enumerate(lengths)]
     session, clock = _holding(*prompts), StepClock(_FIXED_S, _ROW_S)
     session.leases.clear()
     session.mapped_blocks = mapped
     fetcher = ClockedFetcher(clock, slower * _CHUNK_S, faults, dies_s)
-    engine = _engine(session, fetcher, clock, restoring, blocks=260)
+    engine = _engine(session, fetcher, clock, restoring, blocks=260, lost=lost)
     outcome = Outcome()
     engine.add(request("beside", _prompt(99, 30), 60, store=False))
     for number, prompt in enumerate(prompts):

@@ -1,10 +1,11 @@
-"""The pieces of a page of a pool on a device, one at a time."""
+"""The pieces of a block of a pool on a device, one at a time."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from kvstore_client.device import DevicePool
+from kvstore_client.device.pool import Pages
 
 
 class Piece(NamedTuple):
@@ -15,6 +16,6 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-def pieces(pool: DevicePool, layer: int, page: int) -> list[Piece]:
-    (runs,) = pool.to_pages([page], [0], range(layer, layer + 1))
+def pieces(pool: DevicePool, layer: int, block: Pages) -> list[Piece]:
+    (runs,) = pool.to_pages([pool.pages_of(block)], [0], range(layer, layer + 1))
     return [Piece(*run) for run in runs.rows()]

@@ -58,8 +58,9 @@ def _with_our_kernels(path: Path, setup: PoolSetup, sizes: StepSizes) -> Iterato
     from tests.cuda_shim.launcher import ShimLauncher
 
     model = TorchModel(GGUFFile.open(path), DeviceName.parse("torch:cpu"), sizes.max_context)
-    pool, cache = new_pool(model, setup, sizes)
-    attention: Any = KernelAttention(cache, ShimLauncher(), lambda: 0)
+    launcher = ShimLauncher()
+    pool, cache = new_pool(model, setup, sizes, launcher)
+    attention: Any = KernelAttention(cache, launcher, lambda: 0)
     with contextlib.closing(model), TorchExecutor(model, pool, attention, sizes) as executor:
         yield executor
 

@@ -47,6 +47,20 @@ def test_layers_given_as_parts_may_have_different_sizes() -> None:
     assert pieces(pool, 2, 2) == [(16384 + 2 * 16, 112, 16)]
 
 
+def test_a_block_of_several_pages_has_each_parts_bytes_of_all_of_them() -> None:
+    """As an engine's blocks of K and V: in the payload all of K comes before V."""
+    pool = DevicePool([[PoolPart(4096, 64, 64), PoolPart(8192, 32, 32)]] * 2, 5, block_pages=3)
+    assert (pool.layer_bytes, pool.block_bytes, pool.extent(1)) == (288, 576, (288, 288))
+    k, v = [(4096 + page * 64, 64) for page in (4, 0, 2)], [(8192 + page * 32, 32) for page in (4, 0, 2)]
+    found = sorted(pieces(pool, 1, [4, 0, 2]), key=lambda piece: piece.offset)
+    assert [(piece.address, piece.nbytes) for piece in found] == k + v
+    assert [piece.offset for piece in found] == [288, 352, 416, 480, 512, 544]
+    with pytest.raises(IndexError):
+        pool.pages_of([4, 5, 0])
+    with pytest.raises(KVStoreError, match="a block has 3 pages of this pool, not 1"):
+        pool.pages_of(4)
+
+
 @pytest.mark.parametrize("page", [-1, 3])
 def test_a_page_that_is_not_there_has_no_place(page: int) -> None:
     with pytest.raises(IndexError):

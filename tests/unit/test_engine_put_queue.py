@@ -1,6 +1,6 @@
 """The queue of puts: one at a time, with the hints between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,13 +15,14 @@ BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 class PlainPool:
     """Engine blocks as rows of bytes: what the real pool does, without layers."""
 
-    block_tokens = ENGINE_TOKENS
-
     def __init__(self, blocks: int = 64) -> None:
         self.rows = np.zeros((blocks, ENGINE_TOKENS * BYTES_PER_TOKEN), np.uint8)
 
-    def gather_block(self, block_ids: Sequence[int], dest: Bytes) -> None:
-        dest[:] = self.rows[list(block_ids)].reshape(-1)
+    def payload(self, table: list[int]) -> Callable[[Bytes], None]:
+        def write(dest: Bytes) -> None:
+            dest[:] = self.rows[table].reshape(-1)
+
+        return write
 
 
 @pytest.fixture

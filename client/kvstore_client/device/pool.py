@@ -18,6 +18,9 @@ from kvstore_client.errors import invalid
 from kvstore_proto.cuda_copies import Numbers, Runs
 
 Integers = Sequence[int] | Numbers
+Pages = int | Sequence[int]
+"""The page that a block is in; or its pages in order, where a block of the pool spans several."""
+BlockPages = Sequence[Pages] | Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,19 @@ class PoolPart:
 
 class DevicePool:
     """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is of the largest
-    layer. The pool has pages 0 to `pages` - 1, each for one block. `memory` is kept as long as something refers to the
+    layer, in a block. The pool has pages 0 to `pages` - 1. A block has `block_pages` of them, anywhere in the pool; its
+    payload has for each part the bytes of all its pages, in order. `memory` is kept as long as something refers to the
     pool, as all copies do that are under way. Raises KVStoreError for parts that cannot be.
     """
 
-    def __init__(self, layers: Sequence[Sequence[PoolPart]], pages: int, *, memory: object = None) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[PoolPart]], pages: int, *, block_pages: int = 1, memory: object = None
+    ) -> None:
         self.layers = tuple(tuple(parts) for parts in layers)
-        self.pages = pages
+        self.pages, self.block_pages = pages, block_pages
         self._memory = memory
-        sizes = [sum(part.nbytes for part in parts) for parts in self.layers]
-        if not sizes or 0 in sizes or pages < 1:
+        sizes = [block_pages * sum(part.nbytes for part in parts) for parts in self.layers]
+        if not sizes or min(sizes) <= 0 or pages < 1:
             raise invalid(f"a pool has pages, and layers with bytes: got {pages} pages, layers of {sizes} bytes")
         for part in (part for parts in self.layers for part in parts):
             if part.address <= 0 or part.nbytes <= 0 or (pages > 1 and part.stride < part.nbytes):
@@ -52,7 +58,8 @@ class DevicePool:
         every = [(part.address, part.stride, part.nbytes) for parts in self.layers for part in parts]
         by_part = np.array(every, np.int64).astype(np.uint64).T[:, :, None]
         self._addresses, self._strides, self._sizes = by_part
-        self._offsets = np.cumsum(self._sizes, axis=0, dtype=np.uint64) - self._sizes  # in a payload
+        in_block = self._sizes * np.uint64(block_pages)
+        self._offsets = np.cumsum(in_block, axis=0, dtype=np.uint64) - in_block  # in a payload
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
@@ -81,44 +88,56 @@ class DevicePool:
         """Where a layer begins in a payload, and its bytes."""
         return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
-    def check_page(self, page: int) -> None:
-        """Raises IndexError for a page that is not the pool's."""
-        if not 0 <= page < self.pages:
-            raise IndexError(f"page {page} of a pool of {self.pages}")
+    def pages_of(self, block: Pages) -> tuple[int, ...]:
+        """The pages of a block. Raises IndexError for a page that is not the pool's, KVStoreError for too few or too
+        many."""
+        pages = (block,) if isinstance(block, int) else tuple(block)
+        for page in pages:
+            if not 0 <= page < self.pages:
+                raise IndexError(f"page {page} of a pool of {self.pages}")
+        if len(pages) != self.block_pages:
+            raise invalid(f"a block has {self.block_pages} pages of this pool, not {len(pages)}")
+        return pages
 
-    def to_pages(self, pages: Integers, payloads: Integers, layers: range | None = None) -> list[Runs]:
-        """By layer, of all or of consecutive ones: copies out of payloads that begin at these addresses, each into a
-        page, neighbours in one. Raises IndexError for a page that is not the pool's."""
+    def to_pages(self, blocks: BlockPages, payloads: Integers, layers: range | None = None) -> list[Runs]:
+        """By layer, of all or of consecutive ones: copies out of payloads that begin at these addresses, each into the
+        pages of a block, neighbours in one. Raises IndexError for a page that is not the pool's."""
         layers = range(len(self.layers)) if layers is None else layers
         first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
-        columns = np.empty((3, end - first, len(pages)), np.uint64)
-        self._fill(columns[2], columns[0], columns[1], first, pages, payloads)
+        columns = np.empty((3, end - first, len(payloads) * self.block_pages), np.uint64)
+        self._fill(columns[2], columns[0], columns[1], first, blocks, payloads)
         return self._by_layer(columns, layers)
 
-    def from_pages(self, pages: Integers, payloads: Integers) -> list[Runs]:
+    def from_pages(self, blocks: BlockPages, payloads: Integers) -> list[Runs]:
         """The other way, all layers."""
-        columns = np.empty((3, self.parts, len(pages)), np.uint64)
-        self._fill(columns[2], columns[1], columns[0], 0, pages, payloads)
+        columns = np.empty((3, self.parts, len(payloads) * self.block_pages), np.uint64)
+        self._fill(columns[2], columns[1], columns[0], 0, blocks, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
-    def from_pages_at_once(self, pages: Integers, payloads: Integers) -> Runs:
+    def from_pages_at_once(self, blocks: BlockPages, payloads: Integers) -> Runs:
         """As `from_pages`, neighbours of different layers in one too."""
-        columns = np.empty((3, len(pages), self.parts), np.uint64)  # so payloads one after the other need no sorting
-        self._fill(columns[2].T, columns[1].T, columns[0].T, 0, pages, payloads)
+        # In this order payloads one after the other need no sorting.
+        columns = np.empty((3, len(payloads) * self.block_pages, self.parts), np.uint64)
+        self._fill(columns[2].T, columns[1].T, columns[0].T, 0, blocks, payloads)
         return Runs(columns.reshape(3, -1)).merged()
 
     def _fill(
-        self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int, pages: Integers, payloads: Integers
+        self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int, blocks: BlockPages, payloads: Integers
     ) -> None:
-        """By part, from the one with number `first` on, and page."""
-        wanted = np.asarray(pages, np.int64).astype(np.uint64)  # a negative one becomes too large
-        if wanted.size and wanted.max() >= self.pages:
-            raise IndexError(f"pages {list(pages)} of a pool of {self.pages}")
+        """By part, from the one with number `first` on, and page of each block."""
+        pages = np.asarray(blocks, np.int64).astype(np.uint64).reshape(-1)  # a negative one becomes too large
+        if pages.size and pages.max() >= self.pages:
+            raise IndexError(f"pages {pages.view(np.int64).tolist()} of a pool of {self.pages}")
         parts = slice(first, first + len(nbytes))
-        np.multiply(self._strides[parts], wanted, out=in_pool)
+        np.multiply(self._strides[parts], pages, out=in_pool)
         in_pool += self._addresses[parts]
-        np.add(self._offsets[parts], np.asarray(payloads, np.uint64), out=in_payload)
+        starts = np.asarray(payloads, np.uint64)
         nbytes[...] = self._sizes[parts]
+        if self.block_pages == 1:
+            np.add(self._offsets[parts], starts, out=in_payload)
+            return
+        np.add(self._offsets[parts], np.repeat(starts, self.block_pages), out=in_payload)
+        in_payload += self._sizes[parts] * np.tile(np.arange(self.block_pages, dtype=np.uint64), len(starts))
 
     def _by_layer(self, columns: Numbers, layers: range) -> list[Runs]:
         first_parts = self._first_parts[layers.start : layers.stop + 1]

@@ -17,10 +17,12 @@ from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Numbers
 
+_Payload = tuple[tuple[int, ...], int]  # its pages, its address
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """`addresses`, and for each the page that it is for, in ascending order."""
+    """`addresses`, and for each the pages that it is for, in ascending order: uint64[n, pages of a block]."""
 
     pages: Numbers
     addresses: Numbers
@@ -32,22 +34,22 @@ class Payloads:
 class Sources:
     """Of blocks with their pages. Their get has seen that the payloads are inside of their memory."""
 
-    def __init__(self, blocks: Sequence[tuple[LeasedBlock, int]], registered: RegisteredMemory) -> None:
+    def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
         self._registered = registered
         self._taken: list[Registration] = []
-        on_device: list[tuple[int, int]] = []
-        on_host: list[tuple[int, int]] = []
-        elsewhere: list[tuple[int, int]] = []
+        on_device: list[_Payload] = []
+        on_host: list[_Payload] = []
+        elsewhere: list[_Payload] = []
         known: dict[tuple[int, int], tuple[int, int]] = {}  # by arena and part: one look for all blocks there
-        for block, page in sorted(blocks, key=lambda block: block[1]):
+        for block, pages in sorted(blocks, key=lambda block: block[1]):
             start = block.offset + HEADER_BYTES
             if block.chunk is not None:
-                on_device.append((page, block.chunk.address + start))
+                on_device.append((pages, block.chunk.address + start))
                 continue
             part = id(block.arena), start // REGISTER_BYTES
             begin, end = known.get(part) or known.setdefault(part, self._take(block.arena, start))
             address = begin + start
-            (on_host if address + block.payload_bytes <= end else elsewhere).append((page, address))
+            (on_host if address + block.payload_bytes <= end else elsewhere).append((pages, address))
         self.on_device, self.on_host, self.elsewhere = map(_payloads, (on_device, on_host, elsewhere))
 
     def _take(self, arena: Bytes, start: int) -> tuple[int, int]:
@@ -65,6 +67,7 @@ class Sources:
             self._registered.give_back(taken)
 
 
-def _payloads(found: list[tuple[int, int]]) -> Payloads:
-    pages, addresses = np.array(found, np.uint64).reshape(-1, 2).T
-    return Payloads(pages, addresses)
+def _payloads(found: Sequence[_Payload]) -> Payloads:
+    return Payloads(
+        np.array([pages for pages, _ in found], np.uint64), np.array([address for _, address in found], np.uint64)
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore_client.device.copies import CopyStream
-from kvstore_client.device.pool import DevicePool
+from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory, Registration
 from kvstore_client.memory import Bytes
 
@@ -34,19 +34,20 @@ class Storing:
 
 
 class _Collected:
-    """Payloads whose copies are not queued yet: `addresses`, and for each its page of `pool`, behind events `after`."""
+    """Payloads whose copies are not queued yet: `addresses`, and for each the pages of its block in `pool`, behind
+    events `after`."""
 
     def __init__(self, pool: DevicePool, after: Sequence[int]) -> None:
         self.pool, self.after = pool, tuple(after)
-        self.pages: list[int] = []
+        self.blocks: list[tuple[int, ...]] = []
         self.addresses: list[int] = []
 
     def queue(self, stream: CopyStream) -> None:
         """Each layer behind its event, all behind a single one. Raises DeviceError."""
         if len(self.after) > 1:
-            batches = self.pool.from_pages(self.pages, self.addresses)
+            batches = self.pool.from_pages(self.blocks, self.addresses)
         else:
-            batches = [self.pool.from_pages_at_once(self.pages, self.addresses)]
+            batches = [self.pool.from_pages_at_once(self.blocks, self.addresses)]
         for at, runs in enumerate(batches):
             if at < len(self.after):
                 stream.wait(self.after[at])
@@ -55,7 +56,7 @@ class _Collected:
     @property
     def is_batch(self) -> bool:
         batches = len(self.pool.layers) if len(self.after) > 1 else 1
-        return len(self.pages) * self.pool.parts >= BATCH_RUNS * batches
+        return len(self.blocks) * self.pool.block_pages * self.pool.parts >= BATCH_RUNS * batches
 
 
 class Stores:
@@ -69,9 +70,9 @@ class Stores:
         self._under_way: list[Storing] = []
         self._collected: _Collected | None = None
 
-    def begin(self, pool: DevicePool, destination: Bytes, page: int, after: Sequence[int]) -> Storing:
-        """Begin the copies of a page of `pool`, each layer's behind its event in `after`, all behind a single one, to a
-        slot of staging memory or of an arena. Raises DeviceError."""
+    def begin(self, pool: DevicePool, destination: Bytes, block: Pages, after: Sequence[int]) -> Storing:
+        """Begin the copies of a block of `pool`, each layer's behind its event in `after`, all behind a single one, to
+        a slot of staging memory or of an arena. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
@@ -79,7 +80,7 @@ class Stores:
         storing = Storing(destination, taken, self._room(destination.nbytes) if taken is None else 0)
         self._under_way.append(storing)
         try:
-            self._collect(pool, page, after, address if taken is not None else self._buffer_address + storing.at)
+            self._collect(pool, block, after, address if taken is not None else self._buffer_address + storing.at)
         except BaseException as error:
             self.settle(error)  # a part of it may be under way
             raise
@@ -104,11 +105,11 @@ class Stores:
             each.error = error
             each.is_over = True
 
-    def _collect(self, pool: DevicePool, page: int, after: Sequence[int], address: int) -> None:
+    def _collect(self, pool: DevicePool, block: Pages, after: Sequence[int], address: int) -> None:
         if self._collected and (self._collected.pool is not pool or self._collected.after != tuple(after)):
             self._queue()
         self._collected = self._collected or _Collected(pool, after)
-        self._collected.pages.append(page)
+        self._collected.blocks.append(pool.pages_of(block))
         self._collected.addresses.append(address)
         if self._collected.is_batch:
             self._queue()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_client.device.pool import DevicePool
+from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.sources import Payloads, Sources
 from kvstore_client.device.stores import Storing
@@ -51,9 +52,10 @@ class DeviceTransfers:
         return self.means.registered
 
     def load(
-        self, lease: Lease, pages: Sequence[int], first_block: int = 0, *, after: int = 0, keep: object = None
+        self, lease: Lease, pages: Sequence[Pages], first_block: int = 0, *, after: int = 0, keep: object = None
     ) -> LayerLoad:
         """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
+        `pages`: of each block its page, or its pages where it spans several.
 
         `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none. It must
         exist until all copies have ended: `keep`, what owns it, is referred to as long, also if the load is dropped.
@@ -64,27 +66,26 @@ class DeviceTransfers:
         return self.load_all([(lease, first_block, pages)], after=after, keep=keep)
 
     def load_all(
-        self, sources: Sequence[tuple[Lease, int, Sequence[int]]], *, after: int = 0, keep: object = None
+        self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
         """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
         the next one of any."""
-        blocks: list[tuple[LeasedBlock, int]] = []
+        blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:
             for block, page in enumerate(pages, first_block):
                 leased = lease.leased(block)
                 self._check_size(leased.payload_bytes)
-                self.pool.check_page(page)
-                blocks.append((leased, page))
+                blocks.append((leased, self.pool.pages_of(page)))
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
-    def payload_of(self, page: int, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a page of the pool straight into the slot where it is stored. The
-        put waits for the copies of all blocks that it sends together at once.
+    def payload_of(self, page: Pages, after: Sequence[int] = ()) -> FillSlot:
+        """A payload for `Session.put`, copied from a block's page or pages straight into the slot where it is stored.
+        The put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
         """
-        self.pool.check_page(page)
+        self.pool.pages_of(page)
         if len(after) not in (0, 1, len(self.pool.layers)):
             raise invalid(f"{len(after)} events for {len(self.pool.layers)} layers: give one for each, or one for all")
         return lambda destination: self._store(destination, page, after)
@@ -106,7 +107,7 @@ class DeviceTransfers:
         if payload_bytes != self.pool.block_bytes:
             raise invalid(f"a block has {payload_bytes} bytes, a page of the pool {self.pool.block_bytes}")
 
-    def _store(self, destination: Bytes, page: int, after: Sequence[int]) -> Finish:
+    def _store(self, destination: Bytes, page: Pages, after: Sequence[int]) -> Finish:
         """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
         with self.means.using, self.device.current():
@@ -124,13 +125,14 @@ class DeviceTransfers:
 
 
 class LayerLoad:
-    """Blocks on their way into pages, layer by layer. As a context manager it finishes."""
+    """Blocks on their way into pages, layer by layer. As a context manager it finishes. `seconds`: what that took, from
+    the call to the end of the last copy; None until then."""
 
     def __init__(
         self,
         transfers: DeviceTransfers,
         leases: Sequence[Lease],
-        blocks: Sequence[tuple[LeasedBlock, int]],
+        blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]],
         after: int,
         keep: object = None,
     ) -> None:
@@ -140,6 +142,8 @@ class LayerLoad:
         self._queued = 0  # layers; all of them once an error is known
         self._error: BaseException | None = None
         self._is_over = False
+        self.seconds: float | None = None
+        self._begun_s = time.perf_counter()
         self._ending = threading.Lock()  # of that, and of the events until then
         self._events: list[Any] = []  # of layers that are queued
         self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
@@ -192,6 +196,7 @@ class LayerLoad:
         except BaseException as error:  # raised again where the caller waits
             self._error = error
         finally:
+            self.seconds = time.perf_counter() - self._begun_s
             self._say_queued(len(self._transfers.pool.layers))
 
     def _copy(self) -> None:

@@ -17,7 +17,7 @@ from kvstore_engine.batching.events import Event
 from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
 from kvstore_engine.batching.output_processor import OutputProcessor, SessionOf
 from kvstore_engine.batching.request import Request
-from kvstore_engine.batching.restorer import Restorer
+from kvstore_engine.batching.restorer import Ended, Restorer
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
@@ -25,6 +25,7 @@ from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
 from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog
 from kvstore_engine.worker.failure import StepFailed
 
@@ -37,6 +38,7 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 class BatchEngine:
     """Answers requests over `pool` with `compute`. `sessions(tenant)` is the tenant's session with the daemon, or None.
+    `copies` move blocks between sessions and the pool: by default the processor does.
 
     A prompt and its answer have at most `context` tokens: what the settings, `compute` and the pool allow.
     """
@@ -49,6 +51,7 @@ class BatchEngine:
         *,
         settings: EngineSettings | None = None,
         sessions: SessionOf | None = None,
+        copies: BlockCopies | None = None,
         costs: LearnedCosts | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -63,15 +66,17 @@ class BatchEngine:
         self._sessions = sessions
         self._clock = clock
         self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)
+        copies = copies or HostCopies(pool)
         self.restorer = Restorer(
             self.space,
+            copies,
             self.costs,
             restoring=self.settings.restoring,
             step_tokens=self.settings.step_tokens(limits),
             clock=clock,
         )
         self.restorations = RestorationLog()
-        self.storer = Storer(self.space, self.observer, clock)
+        self.storer = Storer(self.space, copies, self.observer, clock)
         self.scheduler = Scheduler(
             self.space, self.restorer, limits, self.settings, costs=self.costs, observer=self.observer, clock=clock
         )
@@ -159,7 +164,12 @@ class BatchEngine:
         if failure is not None:
             blamed = dict.fromkeys(batch.parts[index].sequence.unit[0] for index in failure.slices)
             return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
-        self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
+        is_sound, ended = self.restorer.settle()
+        self._note_restored(ended)
+        if not is_sound:  # it read blocks that have not come: the next one computes them
+            return events
+        if not ended:  # else it waited for copies too, and says little about computing
+            self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
         self.restorer.stepped(batch, computing, compute_s)
         events += self._outputs.apply(batch, logits)
         self._store(batch)
@@ -207,14 +217,17 @@ class BatchEngine:
             # A request for what is in DRAM is answered in less than a millisecond: better now than in the next step.
             self.restorer.wait(_QUICK_ANSWER_S if is_decoding else 0.0, is_quick=True)
             beside_s = (self.settings.step_stretch - 1) * self.scheduler.statistics.step_s
-            for sequence, report, record in self.restorer.advance(beside_s if is_decoding else _ALONE_S):
-                request_id, now = sequence.request.id, self._clock()
-                self.restorations.add(record)
-                self.observer.restoration(record)
-                if report.tokens:
-                    self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
-                self.observer.store_answered(request_id, sequence.index, report, now)
+            self._note_restored(self.restorer.advance(beside_s if is_decoding else _ALONE_S))
             self._request_blocks()  # sequences that waited for blocks just restored request those that follow
+
+    def _note_restored(self, ended: list[Ended]) -> None:
+        for sequence, report, record in ended:
+            request_id, now = sequence.request.id, self._clock()
+            self.restorations.add(record)
+            self.observer.restoration(record)
+            if report.tokens:
+                self.observer.restored(request_id, sequence.index, "daemon", report.tokens, now)
+            self.observer.store_answered(request_id, sequence.index, report, now)
 
     def _request_blocks(self) -> None:
         planner = self.scheduler.planner

@@ -18,6 +18,7 @@ from kvstore_client.restore.pointers import Pointers, State
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import TrieNode
+from kvstore_engine.restore.copies import BlockLoad
 from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream
 from kvstore_engine.restore.link import Link, left_s
 from kvstore_engine.restore.record import PLAN_REASONS, WORK_ITEMS, RestorationRecord, Work
@@ -27,6 +28,18 @@ from kvstore_engine.restore.session import KvSession, Tokens
 MAPPED = "host"  # the tier that is read in place
 _CAUTION = 1.2  # a step that was begun in error cannot be ended
 _SLOW = 2  # a load takes so many times what was planned: computing is thought of again
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """The blocks `portion`, which come beside a step. Before, the sequence was computed up to `computed`, and at one
+    time up to `furthest`; `new` prompt tokens were counted as restored since."""
+
+    load: BlockLoad
+    portion: range
+    computed: int
+    furthest: int
+    new: int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +59,7 @@ class Restoration:
     begin: int = 0  # the first block that is wanted
     next_mapped: int = 0  # the next block to copy of those that are mapped
     mapped_end: int = 0
+    arriving: Arriving | None = None
     first: int = 0
     prefix: Prefix | None = None
     plan: Plan | None = None
@@ -73,6 +87,11 @@ class Restoration:
         """Tokens of a chunk."""
         return self.session.block_tokens
 
+    @property
+    def is_all_mapped(self) -> bool:
+        """Once answered: some blocks are to be copied, and no others to be planned for."""
+        return self.next_mapped < self.mapped_end >= min(self.resident, len(self.lookup.tiers))
+
     def make_plan(self, tiers: list[str], costs: RestoreCosts, restoring: Restoring, step_tokens: int) -> None:
         """Decide on the blocks from `first` on, which are in `tiers`."""
         self.prefix = prefix = Prefix(tiers, self.size, self.chunk_bytes, first=self.first * self.size)
@@ -92,6 +111,8 @@ class Restoration:
     def computable(self) -> int:
         """Up to which position a step may compute now."""
         computed = self.sequence.computed
+        if self.arriving is not None:
+            return self.sequence.length
         if self.pointers is None:
             return computed
         # The less is left, the shorter the steps: what is begun when the last chunk arrives is in vain.

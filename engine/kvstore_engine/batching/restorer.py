@@ -2,27 +2,28 @@
 
 Owns the stages of each restoration: look up, copy what is mapped, plan the rest, and load it from its last block down
 while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are made in the
-engine's thread, between two steps and in portions, so that running answers go on. One restoration at a time loads from
-slower tiers, the one with the least left first (`kvstore_client.restore.batch`). Invariants: no byte is read outside a
-lease; a block counts as restored only if its lease was still valid after it was copied; a block that is ready is never
-written; a sequence's `computed` passes a block that was loaded only when all before it are present; what cannot be
-loaded is computed.
+engine's thread, between two steps and in portions, so that running answers go on. Where steps wait for layers
+(`BlockCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
+says whether it may count. One restoration at a time loads from slower tiers, the one with the least left first
+(`kvstore_client.restore.batch`). Invariants: a block counts as restored only if its lease was still valid after it was
+copied (`filler`); a sequence's `computed` passes a block that was loaded only when all before it are present, or on
+their way beside a step that `settle` judges; what cannot be loaded is computed.
 """
 
 import logging
 from collections.abc import Callable
 from itertools import count
 
-import numpy as np
-
 from kvstore_client.restore.batch import DEFAULT, Remaining, in_turn
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_client.restore.plan import Plan
 from kvstore_engine.batching.batch import Batch
+from kvstore_engine.batching.filler import Filler
 from kvstore_engine.batching.restoration import MAPPED, Restoration
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.restore.fetcher import Arrival, Fetcher
 from kvstore_engine.restore.link import Link
 from kvstore_engine.restore.record import RestorationRecord
@@ -36,15 +37,19 @@ _PORTION_BLOCKS = 8
 _SWITCH_CHUNKS = 8.0  # a stream is left for another request's only where that is so much shorter
 _PACE_SHARE, _FIRST_PACE = 0.2, 2.0
 
+Ended = tuple[Sequence, RestoreReport, RestorationRecord]
+"""A restoration that has ended, with what it did."""
+
 
 class Restorer:
-    """Restores into the blocks of `space`. `costs` estimates what pays, and learns from each restoration.
+    """Restores into the blocks of `space`, by `copies`. `costs` estimates what pays, and learns from each restoration.
     `step_tokens`: most prompt tokens in a step.
     """
 
     def __init__(
         self,
         space: BlockSpace,
+        copies: BlockCopies,
         costs: LearnedCosts,
         *,
         restoring: Restoring,
@@ -52,6 +57,7 @@ class Restorer:
         clock: Callable[[], float],
     ) -> None:
         self._space = space
+        self._filler = Filler(space, copies)
         self._costs = costs
         self._restoring = restoring
         self._step_tokens = step_tokens
@@ -121,6 +127,16 @@ class Restorer:
         """Up to which position a step may compute `sequence`, which is being restored; its `computed`: nothing now."""
         return self._under_way[sequence].computable()
 
+    def settle(self) -> tuple[bool, list[Ended]]:
+        """After a step was computed, before its results are used: wait for the blocks that it may have read while they
+        came. Returns False if some of them are lost, so that the step must have no effect; and the restorations that
+        are done now."""
+        done, is_sound = [], True
+        for restoration in [each for each in self._under_way.values() if each.arriving is not None]:
+            is_sound &= self._arrived(restoration)
+            done.append(self._ended(restoration))
+        return is_sound, done
+
     def stepped(self, batch: Batch, begin_s: float, seconds: float) -> None:
         """A step of `batch` took `seconds`."""
         self._is_decoding = bool(batch.decodes)
@@ -133,7 +149,7 @@ class Restorer:
             if restoration is not None:
                 restoration.note_step(part.begin, part.end - part.begin, begin_s, seconds)
 
-    def advance(self, budget_s: float) -> list[tuple[Sequence, RestoreReport, RestorationRecord]]:
+    def advance(self, budget_s: float) -> list[Ended]:
         """Continue all restorations, copying for about `budget_s`. Returns those that are done, with what they did."""
         done = []
         now = self._clock()
@@ -147,14 +163,19 @@ class Restorer:
                 restoration.failure = f"restoring ended early: {type(error).__name__}: {error}"
                 is_done = True
             if is_done:
-                ended = self._clock()
-                self._leave(restoration)
-                done.append((restoration.sequence, restoration.report(ended), restoration.record(ended)))
+                done.append(self._ended(restoration))
         self._serve()
         return done
 
+    def _ended(self, restoration: Restoration) -> Ended:
+        ended = self._clock()
+        self._leave(restoration)
+        return restoration.sequence, restoration.report(ended), restoration.record(ended)
+
     def _leave(self, restoration: Restoration) -> None:
         """Nothing of it stays behind but the blocks that are ready."""
+        if restoration.arriving is not None:
+            self._arrived(restoration)
         self._close(restoration)
         self.fetcher.drop(restoration.lookup)
         sequence = restoration.sequence
@@ -166,6 +187,9 @@ class Restorer:
 
     def _proceed(self, restoration: Restoration, deadline: float) -> bool:
         """Continue by one stage or portion. Returns whether it has ended."""
+        if restoration.arriving is not None:  # no step has been computed since
+            self._arrived(restoration)
+            return True
         if restoration.pointers is None:
             lookup = restoration.lookup
             if not lookup.done:  # behind other lookups, or a daemon that hangs: computing does not wait for it
@@ -177,6 +201,9 @@ class Restorer:
                 return True
             if not restoration.is_answered:
                 self._answered(restoration, lookup.lease)
+                if self._filler.steps_wait and restoration.is_all_mapped:
+                    self._filler.begin(restoration, lookup.lease)
+                    return False
             if not self._copy_mapped(restoration, lookup.lease, deadline):
                 return False
             lookup.release()
@@ -205,7 +232,7 @@ class Restorer:
         begin, first = self._clock(), restoration.next_mapped
         while restoration.next_mapped < restoration.mapped_end:
             end = min(restoration.next_mapped + _PORTION_BLOCKS, restoration.mapped_end)
-            if not self._copy(restoration, lease, 0, range(restoration.next_mapped, end)):
+            if not self._filler.fill(restoration, lease, 0, range(restoration.next_mapped, end)):
                 return True
             restoration.next_mapped = end
             if end < restoration.mapped_end and self._clock() >= deadline:
@@ -213,6 +240,17 @@ class Restorer:
         nbytes = (restoration.next_mapped - first) * restoration.chunk_bytes
         self._costs.observe_load(MAPPED, nbytes, self._clock() - begin)
         return restoration.next_mapped == restoration.mapped_end
+
+    def _arrived(self, restoration: Restoration) -> bool:
+        """Wait for the blocks that come beside a step. Returns whether they have come."""
+        arriving = restoration.arriving
+        assert arriving is not None
+        is_whole = self._filler.end(restoration)
+        restoration.lookup.release()
+        if is_whole and arriving.load.seconds is not None:
+            nbytes = len(arriving.portion) * restoration.chunk_bytes
+            self._costs.observe_load(MAPPED, nbytes, arriving.load.seconds)
+        return is_whole
 
     def _plan_rest(self, restoration: Restoration) -> bool:
         """Plan the blocks that are not mapped. Returns whether some are to be loaded."""
@@ -247,7 +285,7 @@ class Restorer:
                 self._close(restoration)
                 restoration.lose()
         if pointers.is_done:
-            self._pass_copied(restoration)  # a step may have brought the last one, before a tail that was loaded
+            self._filler.pass_copied(restoration)  # a step may have brought the last one, before a tail that was loaded
         return pointers.is_done
 
     def _copy_arrival(self, restoration: Restoration, arrival: Arrival, deadline: float) -> bool:
@@ -257,50 +295,11 @@ class Restorer:
             block = first + arrival.copied
             arrival.copied += 1
             if restoration.is_wanted(block):
-                self._copy(restoration, lease, first, range(block, block + 1))
+                self._filler.fill(restoration, lease, first, range(block, block + 1))
                 if arrival.copied < len(lease) and self._clock() >= deadline:
                     return False
         lease.__exit__(None, None, None)
         return True
-
-    def _copy(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
-        """Copy the blocks `portion` of the prefix; the lease's first is block `base`. Returns whether the lease was
-        valid throughout."""
-        sequence, pool = restoration.sequence, self._space.pool
-        blocks, nodes = sequence.held.blocks, sequence.held.nodes
-        per_block = restoration.size // self._space.block_tokens
-        whole_sources, whole_tables = [], []
-        for index in portion:
-            places = slice(index * per_block, (index + 1) * per_block)
-            table = blocks[places]
-            present = sum(node.ready for node in nodes[places])  # leading ones: others may have filled some meanwhile
-            present = max(present, min(per_block, sequence.computed // self._space.block_tokens - index * per_block))
-            payload = lease.payload(index - base)
-            if present <= 0:
-                whole_sources.append(payload)
-                whole_tables.append(table)
-            elif present < per_block:
-                pool.scatter_part(np.asarray(payload), present, table[present:])
-        pool.scatter_blocks(whole_sources, whole_tables)
-        if not lease.valid:
-            return False
-        restoration.note_copied(portion)
-        for index in portion:
-            last = (index + 1) * per_block - 1
-            if last < len(nodes):
-                nodes[last].stored = True
-        self._pass_copied(restoration)
-        return True
-
-    def _pass_copied(self, restoration: Restoration) -> None:
-        """Advance the sequence past the blocks in place that all before them have reached."""
-        sequence, size = restoration.sequence, restoration.size
-        begin = end = sequence.computed
-        while end // size in restoration.copied:
-            end = (end // size + 1) * size
-        if end > begin:
-            sequence.advance_to(end, "daemon")
-            self._space.seal(sequence.held, sequence.tokens, begin, end)
 
     def _serve(self) -> None:
         """Let the restoration whose turn it is load."""

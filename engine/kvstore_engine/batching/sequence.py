@@ -107,6 +107,11 @@ class Sequence:
         self.furthest = max(self.furthest, end)
         return new
 
+    def retreat_to(self, computed: int, furthest: int, new: int) -> None:
+        """K/V from `computed` on have not come from the daemon after all; `new` prompt tokens were counted for them."""
+        self.accounts.daemon -= new
+        self.computed, self.furthest = computed, furthest
+
     def usage(self, now_s: float) -> Usage:
         """The accounts as of `now_s`."""
         accounts = self.accounts

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace, TrieNode
-from kvstore_engine.restore.put_queue import MOST_BLOCKS, Hint, Put, PutQueue
+from kvstore_engine.restore.put_queue import MOST_BLOCKS, BlockSender, Hint, Put, PutQueue
 from kvstore_engine.restore.session import KvSession, NextStep
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
@@ -28,12 +28,12 @@ class _SequencePut(Put):
 
 
 class Storer:
-    """Stores blocks of `space` through one queue."""
+    """Stores blocks of `space` through one queue, copied by `copies`."""
 
-    def __init__(self, space: BlockSpace, observer: Observer, clock: Callable[[], float]) -> None:
+    def __init__(self, space: BlockSpace, copies: BlockSender, observer: Observer, clock: Callable[[], float]) -> None:
         self._space = space
         self._observer = observer
-        self._queue = PutQueue(space.pool, clock)
+        self._queue = PutQueue(copies, clock)
 
     @property
     def counts(self) -> Counter[str]:

@@ -15,10 +15,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
-from kvstore_engine.restore.session import Bytes, KvSession, NextStep, Tokens
+from kvstore_engine.restore.session import KvSession, NextStep, Payload, Tokens
 
 _log = logging.getLogger(__name__)
 MOST_BLOCKS = 4  # storage blocks in a put: large enough to spread the round trip, a few milliseconds long
@@ -27,11 +26,9 @@ _MOST_HINTS, _MOST_DUE = 256, 64  # hints that wait beside them; further ones ar
 
 
 class BlockSender(Protocol):
-    """The part of the block pool that reads blocks."""
+    """The part of `BlockCopies` that reads blocks."""
 
-    @property
-    def block_tokens(self) -> int: ...
-    def gather_block(self, block_ids: Sequence[int], dest: Bytes) -> None: ...
+    def payload(self, table: list[int]) -> Payload: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +72,10 @@ class Hint:
 
 
 class PutQueue:
-    """Puts and hints, one after another. `pool` has the bytes."""
+    """Puts and hints, one after another. `copies` has the bytes."""
 
-    def __init__(self, pool: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._pool = pool
+    def __init__(self, copies: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._copies = copies
         self._clock = clock
         self._waiting: deque[Put | Hint] = deque()
         self._work: queue.SimpleQueue[Put | Hint | None] = queue.SimpleQueue()  # None ends the worker
@@ -175,7 +172,7 @@ class PutQueue:
     def _store(self, put: Put) -> None:
         put.begin_s = self._clock()
         try:
-            payloads = [partial(self._gather, table) for table in put.tables]
+            payloads = [self._copies.payload(table) for table in put.tables]
             put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
         except Exception as error:  # a failure to store must not end an answer, nor this thread
             put.failure = f"storing failed: {type(error).__name__}: {error}"
@@ -188,6 +185,3 @@ class PutQueue:
             each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s, next_step=step)
         except Exception as error:  # as above
             _log.debug("a hint was not sent: %s: %s", type(error).__name__, error)
-
-    def _gather(self, table: list[int], dest: Bytes) -> None:
-        self._pool.gather_block(table, dest)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-Payload = Callable[[Bytes], None]
+Payload = Callable[[Bytes], Callable[[], None] | None]
+"""Writes a whole payload; or begins to, and returns what waits until it is there."""
 
 NextStep = Literal["tool_call", "end_of_turn", "closed"]
 """What would have to happen before an answer is continued: a tool answers, a person answers, nothing."""

@@ -9,8 +9,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import kvstore_client
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.constrain import Constrainer, GrammarError
@@ -59,11 +61,13 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         check_vocabulary(tokenizer, config.vocabulary)
         sizes = StepSizes(threads, _STEP_TOKENS + options.max_sequences, options.max_sequences, context)
         computing = stack.enter_context(open_computing(file, config, options, sizes, on_notice))
-        sessions, costs = None, LearnedCosts()
+        sessions, copies, costs = None, None, LearnedCosts()
         if options.kvstore is not None:
             device, digest = DeviceName.parse(options.device), file.weights_digest()
             fingerprint = fingerprint_of(file, config, tokenizer, computing.pool, digest, device)
-            sessions = TenantSessions(Path(options.kvstore), fingerprint)
+            copies = stack.enter_context(computing.open_copies())
+            connect = partial(kvstore_client.connect, device=copies.device)
+            sessions = TenantSessions(Path(options.kvstore), fingerprint, connect)
             sessions.watch()
             stack.callback(sessions.close)
             if not options.has_tenants:
@@ -81,6 +85,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             tokenizer,
             settings=_settings(options),
             sessions=sessions,
+            copies=copies,
             costs=costs,
             observer=observer,
         )

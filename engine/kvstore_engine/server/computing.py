@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.devices import DeviceName
@@ -17,8 +18,9 @@ from kvstore_engine.executors import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.host_memory import available_bytes
 from kvstore_engine.model import ModelConfig, copied_bytes
-from kvstore_engine.opening import open_executor
+from kvstore_engine.opening import open_copies, open_executor
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
+from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.server.hang_watch import HangWatch
 from kvstore_engine.server.in_process import InProcess
@@ -33,10 +35,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """`worker`: the process that computes; None: this one does."""
+    """`worker`: the process that computes; None: this one does. `open_copies`: as of `opening`, for this pool."""
 
     compute: Compute
     pool: BlockPool
+    open_copies: Callable[[], contextlib.AbstractContextManager[BlockCopies]]
     worker: RemoteExecutor | None = None
 
 
@@ -65,7 +68,7 @@ def open_computing(
         worker = stack.enter_context(
             RemoteExecutor(options.model, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
         )
-        yield Computing(worker, pool, worker)
+        yield Computing(worker, pool, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
 
 
 @contextlib.contextmanager
@@ -85,7 +88,7 @@ def _on_device(
         _log.warning(
             "steps run on %s in the scheduler's process: if that ends, running answers end with it", device.name
         )
-        yield Computing(computing, executor.pool)
+        yield Computing(computing, executor.pool, partial(open_copies, executor, device))
 
 
 def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:

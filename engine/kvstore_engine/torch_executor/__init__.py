@@ -4,6 +4,6 @@ Importing this does not import torch; opening an executor does.
 """
 
 from kvstore_engine.torch_executor.library import numerics
-from kvstore_engine.torch_executor.opening import open_torch_executor, refusals, room_for_pool
+from kvstore_engine.torch_executor.opening import open_torch_copies, open_torch_executor, refusals, room_for_pool
 
-__all__ = ["numerics", "open_torch_executor", "refusals", "room_for_pool"]
+__all__ = ["numerics", "open_torch_copies", "open_torch_executor", "refusals", "room_for_pool"]

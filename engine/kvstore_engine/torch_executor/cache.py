@@ -16,12 +16,14 @@ from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.frequencies import rotation
 from kvstore_engine.pool import BlockPool
+from kvstore_engine.torch_executor.arrivals import Arrivals
 from kvstore_engine.torch_executor.library import torch_library
 from kvstore_engine.torch_executor.stored_rows import PlainRows, ScaledRows, StoredRows
 
 
 class Cache:
-    """`planes`: the pool's memory, a uint8 tensor [planes, blocks, block_bytes]."""
+    """`planes`: the pool's memory, a uint8 tensor [planes, blocks, block_bytes]. `arrivals`: loads on their way
+    there."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Cache:
             LayerAttention(config.window(layer), config.attention_softcap, config.attention_scale)
             for layer in range(config.layers)
         ]
-        self.planes = planes
+        self.planes, self.arrivals = planes, Arrivals(config.layers)
         self._rows = [self._stored(plane) for plane in planes.unbind()]
         self._turns = {
             rope: torch.tensor(turns(max_context, *rotation(rope, factors)), device=planes.device)

@@ -18,6 +18,7 @@ from kvstore_engine.graph import SequenceSlice, StepInputs, plan_step
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.cuda.attention import PARTITION_KEYS
 from kvstore_engine.pool import BlockPool
+from kvstore_engine.torch_executor.arrivals import Arrivals
 from kvstore_engine.torch_executor.attention import AttentionBackend
 from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bound
 from kvstore_engine.torch_executor.decoder import Decoder
@@ -37,8 +38,11 @@ class TorchExecutor(StepExecutor):
         attention: AttentionBackend,
         sizes: StepSizes,
         recorder: Recorder | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
-        """ValueError if the pool was made for another model, or is too large for 32-bit slots."""
+        """`arrivals`: into the pool, which `attention` waits for.
+
+        ValueError if the pool was made for another model, or is too large for 32-bit slots."""
         config = model.config
         if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
             raise ValueError("the block pool was made for another model")
@@ -51,6 +55,7 @@ class TorchExecutor(StepExecutor):
         )  # fmt: skip
         self._attention, self._decoder = attention, Decoder(model, attention)
         self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
+        self.arrivals = arrivals or Arrivals(config.layers)
         self._decodes = DecodeSteps(self._decode, recorder)
         self._is_closed = False
         self.threads = sizes.threads
@@ -86,6 +91,7 @@ class TorchExecutor(StepExecutor):
             whole = [piece.block_table[: piece.start // self.limits.block_tokens] for piece in slices]
             variant = self._attention.begin(whole)
             if bucket:
+                self.arrivals.wait_all()
                 logits = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)[:count]
             else:
                 rows = self._inputs.rows(count, longest)

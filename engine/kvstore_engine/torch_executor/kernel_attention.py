@@ -68,6 +68,7 @@ class KernelAttention(AttentionBackend):
         if version == 2:
             needed = self.attention.scratch_bytes(rows.count, rows.longest_context, kind)
             scratch = torch.empty(needed, dtype=torch.uint8, device=queries.device)
+        self._cache.arrivals.wait(layer)
         described = Rows(
             rows.count, rows.sequences, rows.contexts, rows.tables, rows.tables.stride(0), rows.longest_context
         )

@@ -34,7 +34,7 @@ def check_device(device: DeviceName) -> None:
     if not torch.cuda.is_available():
         raise UsageError(f"device {device.name}: torch {torch.__version__} finds no CUDA device here; use --device cpu")
     count = torch.cuda.device_count()
-    if int(device.name.partition(":")[2]) >= count:
+    if device.index >= count:
         raise UsageError(f"device {device.name}: this machine has {count} CUDA devices, cuda:0 is the first")
 
 
@@ -53,6 +53,11 @@ def free_bytes(device: DeviceName) -> int:
     if device.is_cuda:
         return int(torch_library().cuda.mem_get_info(device.torch_name)[0])
     return available_bytes()
+
+
+def current_stream(device: DeviceName) -> int:
+    """The address of the CUstream that this thread's work is queued on; 0 on the processor."""
+    return int(torch_library().cuda.current_stream(device.torch_name).cuda_stream) if device.is_cuda else 0
 
 
 def numerics(device: DeviceName) -> str:

@@ -13,15 +13,18 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.kernels.cuda import Device, Launcher
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
+from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.torch_executor.attention import AttentionBackend
 from kvstore_engine.torch_executor.cache import Cache
+from kvstore_engine.torch_executor.device_copies import open_device_copies
 from kvstore_engine.torch_executor.executor import TorchExecutor
 from kvstore_engine.torch_executor.kernel_attention import KernelAttention, crossover_on, kernel_shape
-from kvstore_engine.torch_executor.library import check_device, free_bytes, torch_library
-from kvstore_engine.torch_executor.planes import TorchPlanes
+from kvstore_engine.torch_executor.library import check_device, current_stream, free_bytes, torch_library
+from kvstore_engine.torch_executor.planes import Memory, TorchPlanes
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 from kvstore_engine.torch_executor.recordings import CudaRecorder
 from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
@@ -39,13 +42,28 @@ def open_torch_executor(
             stack.enter_context(torch_library().cuda.device(device.torch_name))
         model = TorchModel(file, device, sizes.max_context)
         stack.callback(model.close)
-        pool, cache = new_pool(model, setup, sizes)
         attention: AttentionBackend
         if device.is_cuda:
-            attention, recorder = _on_gpu(cache, device, stack), CudaRecorder()
+            launcher = _launcher(device, stack)
+            pool, cache = new_pool(model, setup, sizes, launcher)
+            attention, recorder = _on_gpu(cache, launcher, device, stack), CudaRecorder()
+            if pool.blocks > 1:
+                pool.copy_blocks([0], [1])  # what moves blocks is compiled, and fails, before anything is served
         else:
+            pool, cache = new_pool(model, setup, sizes)
             attention, recorder = ReferenceAttention(cache), None
-        yield stack.enter_context(TorchExecutor(model, pool, attention, sizes, recorder))
+        yield stack.enter_context(TorchExecutor(model, pool, attention, sizes, recorder, cache.arrivals))
+
+
+@contextlib.contextmanager
+def open_torch_copies(executor: TorchExecutor) -> Iterator[BlockCopies]:
+    """As `opening.open_copies`."""
+    device, host = executor.model.device, HostCopies(executor.pool)
+    if not device.is_cuda:
+        yield host
+        return
+    with open_device_copies(device.index, executor.pool, executor.arrivals, partial(current_stream, device)) as copies:
+        yield copies or host
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
@@ -72,31 +90,35 @@ def room_for_pool(file: GGUFFile, config: ModelConfig, device: DeviceName) -> in
     return max(0, free_bytes(device) - weight_bytes(file, config, device))
 
 
-def new_pool(model: TorchModel, setup: PoolSetup, sizes: StepSizes) -> tuple[BlockPool, Cache]:
-    """A pool on the model's device, and its planes as attention sees them."""
+def new_pool(
+    model: TorchModel,
+    setup: PoolSetup,
+    sizes: StepSizes,
+    launcher: Launcher | None = None,
+    memory: Memory | None = None,
+) -> tuple[BlockPool, Cache]:
+    """A pool on the model's device, and its planes as attention sees them; `launcher`, `memory` as of `TorchPlanes`."""
     placed: list[TorchPlanes] = []
 
     def place(count: int, blocks: int, block_bytes: int) -> TorchPlanes:
-        placed.append(TorchPlanes(count, blocks, block_bytes, device=model.device))
+        placed.append(TorchPlanes(count, blocks, block_bytes, device=model.device, launcher=launcher, memory=memory))
         return placed[0]
 
     pool = BlockPool(model.config, setup.blocks, block_tokens=setup.block_tokens, kv_dtype=setup.kv_dtype, place=place)
     return pool, Cache(model.config, pool, placed[0].tensor, sizes.max_context, model.rope_factors)
 
 
-def _on_gpu(cache: Cache, device: DeviceName, stack: contextlib.ExitStack) -> KernelAttention:
-    from kvstore_engine.kernels.cuda import Device
-
-    torch, launcher = torch_library(), Device(int(device.name.partition(":")[2]))
+def _launcher(device: DeviceName, stack: contextlib.ExitStack) -> Device:
+    launcher = Device(device.index)
     stack.callback(launcher.close)
+    return launcher
+
+
+def _on_gpu(cache: Cache, launcher: Device, device: DeviceName, stack: contextlib.ExitStack) -> KernelAttention:
+    torch = torch_library()
     window = PrefixWindow.wanted(launcher, cache.planes.shape[2])
     if window is not None:
         stack.callback(launcher.set_aside_cache, 0)
         torch.cuda.synchronize(device.torch_name)  # the weights were copied on the default stream
         stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device.torch_name)))  # it can have no window
-    stream = partial(_current_stream, device.torch_name)
-    return KernelAttention(cache, launcher, stream, window, crossover_on(launcher, cache))
-
-
-def _current_stream(torch_name: str) -> int:
-    return int(torch_library().cuda.current_stream(torch_name).cuda_stream)
+    return KernelAttention(cache, launcher, partial(current_stream, device), window, crossover_on(launcher, cache))

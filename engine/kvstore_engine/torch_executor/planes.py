@@ -1,15 +1,17 @@
 """A pool's planes as a torch tensor, and the copies between it and host memory.
 
 Owns the tensor and the staging memory. Copies to and from a GPU pass through pinned memory, in pieces in the order of
-the planes, on a stream of each direction: they run beside a step, and have ended when a method returns. Gathers are
-called from the storing thread too, so each direction has its lock.
+the planes, on a stream of each direction: they run beside a step, and have ended when a method returns. Within the
+device, blocks are moved by our kernels where there is a launcher for them (`block_moves`). Gathers are called from the
+storing thread too, so each direction has its lock. What moves blocks without this detour: `device_copies`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,26 +19,41 @@ import numpy as np
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.kernels.base import Bytes, Int32Array
+from kvstore_engine.kernels.cuda import Launcher
 from kvstore_engine.planes import PoolPlanes
-from kvstore_engine.torch_executor.library import free_bytes, torch_library
+from kvstore_engine.torch_executor.block_moves import BlockMoves, KernelMoves, TorchMoves
+from kvstore_engine.torch_executor.library import current_stream, free_bytes, torch_library
 
+Memory = Callable[[tuple[int, ...]], Any]
+"""A new uint8 tensor of a shape, on the device."""
 _STAGE_BYTES = 16 << 20
 
 
 class TorchPlanes(PoolPlanes):
     """`tensor`: uint8 [planes, blocks, block_bytes] on `device`; on the processor `array` is the same memory."""
 
-    def __init__(self, count: int, blocks: int, block_bytes: int, *, device: DeviceName) -> None:
-        """UsageError if they do not fit the device's memory."""
+    def __init__(
+        self, count: int, blocks: int, block_bytes: int, *, device: DeviceName,
+        launcher: Launcher | None = None, memory: Memory | None = None,
+    ) -> None:  # fmt: skip
+        """`launcher`: of our kernels. `memory`: provides the tensor, torch does by default. UsageError if the planes do
+        not fit the device's memory."""
         torch = torch_library()
         needed, free = count * blocks * block_bytes, free_bytes(device)
         if needed > free:
             raise UsageError(f"the K/V pool takes {needed >> 20} MiB, and {device.name} has {free >> 20} MiB free")
-        self.tensor = torch.zeros((count, blocks, block_bytes), dtype=torch.uint8, device=device.torch_name)
+        shape = count, blocks, block_bytes
+        if memory is not None:
+            self.tensor = memory(shape).zero_()
+        else:
+            self.tensor = torch.zeros(shape, dtype=torch.uint8, device=device.torch_name)
         if device.is_cuda:
             torch.cuda.current_stream(device.torch_name).synchronize()  # copies are queued on other streams
         self.array = self.tensor if device.is_cuda else self.tensor.numpy()
         self._in, self._out = (_Direction(device, max(_STAGE_BYTES, block_bytes)) for _ in range(2))
+        self._moves: BlockMoves = TorchMoves(self.tensor)
+        if launcher is not None:
+            self._moves = KernelMoves(self.tensor, launcher, partial(current_stream, device))
 
     def address(self, plane: int) -> int:
         return int(self.tensor[plane].data_ptr())
@@ -52,31 +69,24 @@ class TorchPlanes(PoolPlanes):
 
     def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
         with self._in.used():
-            ids = self._ids(block_ids)
             for planes, blocks in pieces(*parts.shape, limit=self._in.stage_bytes):
                 staged = self._in.stage(parts[planes, blocks].shape)
                 np.copyto(staged.numpy(), parts[planes, blocks])
                 arrived = staged.to(self.tensor.device, non_blocking=True)
-                self.tensor[planes].index_copy_(1, ids[blocks], arrived)
+                self._moves.scatter(arrived, planes, block_ids[blocks])
                 self._in.staged()
 
     def move_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
         with self._in.used():
-            source_ids, target_ids = self._ids(sources), self._ids(targets)
-            for plane in self.tensor:
-                plane.index_copy_(0, target_ids, plane.index_select(0, source_ids))
+            self._moves.move(sources, targets)
 
     def _read(self, block_ids: Int32Array, parts: Bytes) -> None:
         with self._out.used():
-            ids = self._ids(block_ids)
             for planes, blocks in pieces(*parts.shape, limit=self._out.stage_bytes):
                 staged = self._out.stage(parts[planes, blocks].shape)
-                staged.copy_(self.tensor[planes].index_select(1, ids[blocks]), non_blocking=True)
+                staged.copy_(self._moves.gather(planes, block_ids[blocks]), non_blocking=True)
                 self._out.synchronize()
                 parts[planes, blocks] = staged.numpy()
-
-    def _ids(self, block_ids: Int32Array) -> Any:
-        return torch_library().tensor(np.asarray(block_ids, np.int64), device=self.tensor.device)
 
 
 class _Direction:

@@ -29,6 +29,7 @@ class ReferenceAttention(AttentionBackend):
         return self._rotated(layer, queries, turned).to(queries.dtype)
 
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
+        self._cache.arrivals.wait(layer)
         output = self._torch.zeros_like(queries)
         sequences, contexts = rows.sequences.tolist(), rows.contexts.tolist()
         for sequence in sorted(set(sequences)):

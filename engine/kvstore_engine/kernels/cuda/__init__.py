@@ -1,7 +1,8 @@
 """The engine's CUDA kernels: paged attention, rotation with the write into the cache, and moves of blocks.
 
-`Device` compiles and launches them; `PagedAttention`, `RopeCache` and `BlockMover` are what a step calls. They have not
-yet run on hardware: docs/engine.md says what has been done.
+`Device` compiles and launches them. A step calls `PagedAttention` and `RopeCache`; `BlockMover` copies, gathers and
+scatters blocks of the pool between steps and beside them (`torch_executor/block_moves.py`). They have not yet run on
+hardware: docs/engine.md says what has been done.
 """
 
 from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows

@@ -1,13 +1,15 @@
 """Launches the kernels on a CUDA device, by the library `cuda-bindings`.
 
 Owns the loaded modules, and a share of the device's primary context: the one that torch and CuPy use, so their memory
-and streams work here. It owns no memory of the device. Not to be called from several threads at once.
+and streams work here. It owns no memory of the device. Kernels may be launched from several threads at once: a step's,
+and those that store; all else is for one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes as ct
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -49,6 +51,7 @@ class Device(Launcher):
         self._shared_bytes = self._attribute(_SHARED_OPT_IN)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._kept_bytes = 0
+        self._loading = threading.Lock()  # of what follows
         self._modules: dict[Program, Any] = {}
         self._functions: dict[tuple[Program, str], Any] = {}
 
@@ -60,7 +63,10 @@ class Device(Launcher):
         self, program: Program, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
         *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> None:  # fmt: skip
-        function = self._functions.get((program, kernel)) or self._load(program, kernel, shared_bytes)
+        function = self._functions.get((program, kernel))
+        if function is None:
+            with self._loading:
+                function = self._load(program, kernel, shared_bytes)
         self._call("cuCtxSetCurrent", self._context)
         stream_handle = self._cuda.CUstream(stream)
         launch(self._call, function, grid, THREADS, argument, shared_bytes=shared_bytes, stream=stream_handle)

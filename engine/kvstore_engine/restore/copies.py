@@ -1,0 +1,77 @@
+"""How storage blocks get from leases into a block pool, and from a pool into puts: the contract, and the processor's
+copies.
+
+The caller keeps the engine blocks of a load allocated, and what was there unread, until the load is finished, and its
+lease until then; blocks of a payload stay unchanged until the put has returned. Loads are begun and finished by the
+engine's thread alone, payloads are filled by the one that stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore.session import KvLease, Payload
+
+if TYPE_CHECKING:
+    from kvstore_client.device import DeviceMemory
+
+
+class BlockLoad(Protocol):
+    """Blocks on their way into the pool."""
+
+    def finish(self) -> bool:
+        """Wait for all of it. Whether the blocks are there, which they are if their lease was valid then. Never raises;
+        may be called again."""
+        ...
+
+    @property
+    def seconds(self) -> float | None:
+        """What the copies took, once it is finished; None where the caller has to time them."""
+        ...
+
+
+class BlockCopies(Protocol):
+    """Of one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by itself, and
+    counts only if the load turns out to be good. `device`: what sessions are to be connected with."""
+
+    @property
+    def steps_wait(self) -> bool: ...
+    @property
+    def device(self) -> DeviceMemory | None: ...
+
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+        """Begin to copy the lease's blocks, each given with the engine blocks that it fills, in token order."""
+        ...
+
+    def payload(self, table: list[int]) -> Payload:
+        """What writes the storage block in the engine blocks `table` to where a put wants it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    is_whole: bool
+    seconds: None = None
+
+    def finish(self) -> bool:
+        return self.is_whole
+
+
+class HostCopies:
+    """Reads leases and fills slots as arrays in host memory, through the pool's own copies. A load ends in `load`."""
+
+    steps_wait, device = False, None
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+        self._pool.scatter_blocks([lease.payload(block) for block, _ in blocks], [table for _, table in blocks])
+        return _Copied(lease.valid)
+
+    def payload(self, table: list[int]) -> Payload:
+        return partial(self._pool.gather_block, table)

@@ -1,0 +1,134 @@
+"""Copies between the daemon's memory and planes on a CUDA device, by its copy engines, beside the step's stream.
+
+Leased blocks come from the GPU tier's chunks on the device, or from arenas in host memory; puts are filled where they
+are stored. Owns the transfers of one pool, in and out: each has a stream and a buffer of its own, so that neither waits
+for the other, and host memory is registered once for both. An engine block is a page; a storage block has several,
+anywhere in the pool.
+Invariants: copies into blocks begin behind all that the engine's stream was given when the load was begun; a layer is
+read only behind its copies. Blocks that are put were written by steps that have ended (`forward` waits for them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore_client.device import (
+    CopyMeans,
+    DeviceMemory,
+    DeviceMoment,
+    DevicePool,
+    DeviceTransfers,
+    LayerLoad,
+    PoolPart,
+    RegisteredMemory,
+)
+from kvstore_client.lease import Lease
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore.copies import BlockLoad
+from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
+from kvstore_engine.restore.session import KvLease, Payload
+from kvstore_engine.torch_executor.arrivals import Arrivals
+
+Stream = Callable[[], int]
+"""The address of the CUstream that the calling thread computes on."""
+_log = logging.getLogger(__name__)
+
+
+class DeviceCopies:
+    """`BlockCopies` of a pool on `device`, which sessions are connected with. `arrivals`: what the pool's executor
+    waits for. Raises DeviceError."""
+
+    steps_wait = True
+
+    def __init__(self, device: DeviceMemory, pool: BlockPool, arrivals: Arrivals, stream: Stream) -> None:
+        self.device, self._arrivals, self._stream = device, arrivals, stream
+        pages = device_pool(pool)
+        with contextlib.ExitStack() as undo:
+            registered = RegisteredMemory(device)
+            undo.callback(registered.close)
+            means = []
+            for _ in range(2):
+                means.append(CopyMeans(device, pages.block_bytes, registered=registered))
+                undo.callback(means[-1].close)
+            self._loads, self._stores = (DeviceTransfers(device, pages, means=each) for each in means)
+            self._ending = undo.pop_all()
+
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+        assert isinstance(lease, Lease)  # it says where its blocks are
+        after = DeviceMoment(self.device, self._stream())
+        sources = [(lease, block, [table]) for block, table in blocks]
+        load = _Load(self._loads.load_all(sources, after=after.event, keep=after), lease, self._arrivals, self._stream)
+        self._arrivals.add(load)
+        return load
+
+    def payload(self, table: list[int]) -> Payload:
+        return self._stores.payload_of(table)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until host memory that was named is registered; False when that took longer."""
+        return self._loads.registered.settle(timeout_s)
+
+    def close(self) -> None:
+        """Wait for copies, unregister all memory."""
+        self._ending.close()
+
+
+class _Load:
+    """A `BlockLoad` that a stream can wait for."""
+
+    def __init__(self, load: LayerLoad, lease: Lease, arrivals: Arrivals, stream: Stream) -> None:
+        self._load, self._lease, self._arrivals, self._stream = load, lease, arrivals, stream
+        self._is_sound = True
+        self._is_whole: bool | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return self._load.seconds
+
+    def wait(self, layer: int) -> None:
+        try:
+            self._load.wait(layer, self._stream())
+        except Exception:  # of the load, or of this wait: what was computed behind it does not count
+            self._is_sound = False
+
+    def finish(self) -> bool:
+        if self._is_whole is None:
+            self._arrivals.remove(self)
+            try:
+                self._is_whole = self._load.finish() and self._lease.valid and self._is_sound
+            except Exception as error:  # the blocks are computed
+                _log.warning("blocks could not be copied to the device: %s: %s", type(error).__name__, error)
+                self._is_whole = False
+        return self._is_whole
+
+
+def device_pool(pool: BlockPool) -> DevicePool:
+    """`pool` as copies see it: K, then V of each layer, as its payloads have them."""
+    layers = [
+        [PoolPart(address, pool.block_bytes, pool.block_bytes) for address in pool.plane_addresses(layer)]
+        for layer in range(pool.layers)
+    ]
+    per_block = STORAGE_BLOCK_TOKENS // pool.block_tokens
+    return DevicePool(layers, pool.blocks, block_pages=per_block, memory=pool.planes)
+
+
+@contextlib.contextmanager
+def open_device_copies(
+    index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream
+) -> Iterator[DeviceCopies | None]:
+    """Copies by CUDA device `index`, as this process counts, until the block ends. None, and the reason in the log,
+    where it cannot make any."""
+    copies = None
+    try:
+        copies = DeviceCopies(DeviceMemory(index), pool, arrivals, stream)
+    except Exception as error:  # no library, no driver, memory that cannot be registered: the host copies
+        _log.warning(
+            "blocks are copied through host memory: CUDA device %d makes no copies of its own: %s", index, error
+        )
+    try:
+        yield copies
+    finally:
+        if copies is not None:
+            copies.close()
