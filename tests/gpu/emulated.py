@@ -26,7 +26,11 @@ def compiled(program: Program) -> bytes:
 
 
 def emulated_node(
-    memory_bytes: int = 64 << 20, control: Path | None = None, *, must_emulate: bool = False
+    memory_bytes: int = 64 << 20,
+    control: Path | None = None,
+    *,
+    trace: Path | None = None,
+    must_emulate: bool = False,
 ) -> dict[str, str]:
     """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
     (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped."""
@@ -44,4 +48,5 @@ def emulated_node(
         "EMULATED_CUDA_MEMORY": str(memory_bytes),
         crossover.VARIABLE: "0",  # what it would measure here says nothing
     }
-    return variables | ({"EMULATED_CUDA_CONTROL": str(control)} if control is not None else {})
+    files = {"EMULATED_CUDA_CONTROL": control, "EMULATED_CUDA_TRACE": trace}
+    return variables | {name: str(file) for name, file in files.items() if file is not None}
