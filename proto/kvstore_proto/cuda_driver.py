@@ -9,7 +9,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
+# Only a new process helps; 214 and 220 are of memory and links that lost bits.
+BROKEN_CONTEXT = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))
+_NOT_FOUND = 500
 
 
 class DriverError(OSError):
@@ -43,7 +45,10 @@ def cuda_driver(missing: str = "the library cuda-bindings is missing: pip instal
 
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
     """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
-    code, *answers = getattr(driver, name)(*arguments)
+    try:
+        code, *answers = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # this driver is too old to have the function
+        raise DriverError(name, _NOT_FOUND, str(error)) from None
     if code != 0:
         found, text = driver.cuGetErrorName(code)
         raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")

@@ -8,13 +8,15 @@ copies out of it have ended; what is loaded counts only if the lease was valid a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from kvstore_client.device.means import CopyMeans
-from kvstore_client.device.memory import DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool
 from kvstore_client.device.registered import RegisteredMemory, Registration
 from kvstore_client.device.stores import Storing
@@ -143,10 +145,14 @@ class LayerLoad:
         self._error: BaseException | None = None
         self._is_over = False
         self._ending = threading.Lock()  # of that, and of the events until then
-        with transfers.device.current():
-            self._events = [transfers.device.call("cuEventCreate", _NO_TIMING) for _ in layers]
-        self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
-        self._thread.start()
+        self._events: list[Any] = []
+        with transfers.device.current(), contextlib.ExitStack() as undo:
+            undo.callback(self._destroy_events)
+            for _ in layers:
+                self._events.append(transfers.device.call("cuEventCreate", _NO_TIMING))
+            self._thread = threading.Thread(target=self._run, name="kvstore-load", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def wait(self, layer: int, stream: int) -> None:
         """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
@@ -170,12 +176,15 @@ class LayerLoad:
         with self._ending:
             if not self._is_over:
                 self._is_over = True
-                with device.current():
-                    for event in self._events:
-                        device.quietly("cuEventDestroy", event)
+                with contextlib.suppress(DeviceError), device.current():
+                    self._destroy_events()
         if self._error is not None:
             raise self._error
         return all(lease.valid for lease in self._leases)
+
+    def _destroy_events(self) -> None:
+        for event in self._events:
+            self._transfers.device.quietly("cuEventDestroy", event)
 
     def __enter__(self) -> LayerLoad:
         return self
