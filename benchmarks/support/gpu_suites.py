@@ -23,10 +23,12 @@ from support.gpu_answers import Answer, Question, Sizes
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
 NOT_OF_A_DEVICE = (
+    "test_device_every_call.py",
     "test_device_gather.py",
     "test_emulated_driver.py",
     "test_emulated_kernels.py",
     "test_gpu_check.py",
+    "test_gpu_every_call.py",
 )  # ask the emulated driver
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-BROKEN_CONTEXT = frozenset((700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))  # only a new process helps
+# Only a new process helps; 214 and 220 are of memory and links that lost bits.
+BROKEN_CONTEXT = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))
+_NOT_FOUND = 500
 
 
 class DriverError(OSError):
@@ -51,7 +53,10 @@ def device_identity(driver: ModuleType, device: Any) -> int:
 
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
     """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
-    code, *answers = getattr(driver, name)(*arguments)
+    try:
+        code, *answers = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # this driver is too old to have the function
+        raise DriverError(name, _NOT_FOUND, str(error)) from None
     check(driver, name, code)
     return answers[0] if len(answers) == 1 else tuple(answers)
 

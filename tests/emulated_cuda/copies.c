@@ -18,8 +18,6 @@ static CUresult submit(CUstream stream, const struct piece *pieces, size_t count
         own[i] = pieces[i];
         result = check(own[i].to, own[i].nbytes, RIGHT_WRITE);
         result = result ? result : check(own[i].from, own[i].nbytes, RIGHT_READ);
-        if (!result && !device_range(own[i].to, own[i].nbytes) && !is_pending(own[i].to, own[i].nbytes))
-            memset((void *)own[i].to, POISON, own[i].nbytes); /* undefined until the copy has ended */
     }
     for (size_t i = 0; i < count && !result; i++) {
         bool to_device = device_range(own[i].to, own[i].nbytes);
@@ -103,6 +101,22 @@ static CUresult side(int device, uint64_t address, size_t nbytes, int right, cha
     *at = (char *)address;
     *upto = nbytes;
     return host_range(address, nbytes, right) ? ILLEGAL_ADDRESS : SUCCESS;
+}
+
+/* What a copy will write is undefined until it has run. Left alone: memory that work which was queued before it may still
+ * read, and what this copy has no right to, which it finds itself when it runs. */
+void poison(int device, const struct piece *piece) {
+    bool is_device = device_range(piece->to, 1);
+    if (is_pending(piece->to, piece->nbytes) || (is_device && is_kernel_pending(device)))
+        return;
+    for (size_t done = 0, step; done < piece->nbytes; done += step) {
+        uint64_t at = piece->to + done;
+        char *to;
+        if ((is_device && !is_mapped(device, at, RIGHT_WRITE)) ||
+            side(device, at, piece->nbytes - done, RIGHT_WRITE, &to, &step))
+            return;
+        memset(to, POISON, step);
+    }
 }
 
 void spoil(int device, const struct piece *piece) {

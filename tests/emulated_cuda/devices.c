@@ -23,10 +23,11 @@ void break_context(int device, CUresult why) {
 }
 
 #define ENTER(name) do { CUresult met = enter(name); if (met) return met; } while (0)
+#define ORDERED(name) do { CUresult met = ordered(name); if (met) return met; } while (0)
 #define REQUIRE_DEVICE(device) do { if ((device) < 0 || (device) >= DEVICES) return INVALID_DEVICE; } while (0)
 
 EXPORTED CUresult cuInit(unsigned int flags) {
-    ENTER("cuInit");
+    ORDERED("cuInit");
     if (flags)
         return INVALID_VALUE;
     if (setting("EMULATED_CUDA_DEVICES", DEVICES) == 0)
@@ -36,6 +37,7 @@ EXPORTED CUresult cuInit(unsigned int flags) {
 }
 
 EXPORTED CUresult cuDriverGetVersion(int *version) {
+    ORDERED("cuDriverGetVersion");
     *version = (int)setting("EMULATED_CUDA_VERSION", 13000);
     return SUCCESS;
 }
@@ -122,7 +124,7 @@ static const struct { CUresult code; const char *name; } names[] = {
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
 };
 
-EXPORTED CUresult cuGetErrorName(CUresult code, const char **name) {
+static CUresult name_of(CUresult code, const char **name) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].code == code) {
             *name = names[i].name;
@@ -132,13 +134,22 @@ EXPORTED CUresult cuGetErrorName(CUresult code, const char **name) {
     return INVALID_VALUE;
 }
 
-EXPORTED CUresult cuGetErrorString(CUresult code, const char **text) { return cuGetErrorName(code, text); }
+EXPORTED CUresult cuGetErrorName(CUresult code, const char **name) {
+    ORDERED("cuGetErrorName");
+    return name_of(code, name);
+}
+
+EXPORTED CUresult cuGetErrorString(CUresult code, const char **text) {
+    ORDERED("cuGetErrorString");
+    return name_of(code, text);
+}
 
 /* The newest form of a function is the one that is exported. */
 EXPORTED CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
     char form[96];
     const char *const suffixes[] = {"_v2", ""};
     *function = NULL;
+    ORDERED("cuGetProcAddress");
     bool is_newer = !strcmp(symbol, "cuMemcpyBatchAsync") && setting("EMULATED_CUDA_VERSION", 13000) < 13000;
     for (int i = 0; i < 2 && !*function && !is_newer; i++) {
         snprintf(form, sizeof form, "%s%s", symbol, suffixes[i]);

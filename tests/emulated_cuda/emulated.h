@@ -46,9 +46,10 @@ typedef struct { int srcAccessOrder; CUmemLocation srcLocHint, dstLocHint; unsig
 
 extern pthread_mutex_t emulated_lock;
 
-/* faults.c: called first by every function of the driver. */
-CUresult enter(const char *name);            /* SUCCESS, or what was ordered for this call */
-CUresult enter_context(const char *name);    /* the same, and that there is a context which is not broken */
+/* faults.c: one of these is called first by every function of the driver. */
+CUresult ordered(const char *name);          /* what was ordered for this call: of those that work before cuInit */
+CUresult enter(const char *name);            /* the same, and that cuInit was called */
+CUresult enter_context(const char *name);    /* that there is a context, too, which is not broken */
 
 /* capture.c */
 void capture_begun(int mode);
@@ -68,12 +69,14 @@ void break_context(int device, CUresult why);
 /* memory.c: all with the lock held */
 bool device_range(uint64_t address, size_t nbytes); /* whether it lies in reserved device addresses */
 CUresult resolve(int device, uint64_t address, size_t nbytes, int right, char **at, size_t *upto);
+bool is_mapped(int device, uint64_t address, int right);
 long long used_on(int device);               /* bytes held by any process of this node */
 void grant(int device, bool to_cpu);         /* let the CPU use a device's memory at its addresses as that device may */
 
 /* host.c: with the lock held */
 CUresult host_range(uint64_t address, size_t nbytes, int right);
 void note_copy(uint64_t host, size_t nbytes, bool to_device); /* a line in the file EMULATED_CUDA_COPIES */
+bool is_unregistered(uint64_t address); /* of the process, and nothing that the device may use */
 
 /* streams.c */
 struct piece { uint64_t to, from; size_t nbytes; };
@@ -85,9 +88,11 @@ struct launch {
 };
 CUresult enqueue_kernel(CUstream stream, struct launch *launch); /* takes the launch; call unlocked */
 bool is_pending(uint64_t address, size_t nbytes); /* with the lock held: a queued copy touches it */
+bool is_kernel_pending(int device);              /* the same; it may touch all that the device reaches */
 
 /* copies.c */
 CUresult run_copy(int device, const struct piece *piece);
+void poison(int device, const struct piece *piece); /* with the lock held: where it will be copied to */
 void spoil(int device, const struct piece *piece); /* the last byte that was copied */
 
 /* kernels.c */

@@ -114,6 +114,13 @@ void note_copy(uint64_t host, size_t nbytes, bool to_device) {
     }
 }
 
+bool is_unregistered(uint64_t address) {
+    for (int i = 0; i < MOST; i++)
+        if (table[i].nbytes && address - table[i].address < table[i].nbytes)
+            return false;
+    return !msync((void *)(address & ~(uint64_t)4095), 1, MS_ASYNC) && setting("EMULATED_CUDA_STRICT", 1);
+}
+
 CUresult host_range(uint64_t address, size_t nbytes, int right) {
     uint64_t page = address & ~(uint64_t)4095;
     if (msync((void *)page, address + nbytes - page, MS_ASYNC)) {

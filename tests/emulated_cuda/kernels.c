@@ -155,9 +155,27 @@ static CUresult run_caught(const struct launch *launch) {
     return is_stuck ? LAUNCH_TIMEOUT : SUCCESS;
 }
 
+/* Whether an argument names host memory that the device may not use. What is read from memory that it names goes unseen. */
+static bool names_unregistered(const struct launch *launch) {
+    for (size_t at = 0; at < sizeof launch->argument; at += sizeof(uint64_t)) {
+        uint64_t word;
+        memcpy(&word, launch->argument + at, sizeof word);
+        if (word >= 1 << 16 && !device_range(word, 1) && is_unregistered(word)) {
+            complain("a kernel is given host memory that is not registered: %#llx", (unsigned long long)word);
+            return true;
+        }
+    }
+    return false;
+}
+
 CUresult run_kernel(int device, const struct launch *launch) {
     pthread_mutex_lock(&kernel_lock);
     pthread_mutex_lock(&emulated_lock);
+    if (names_unregistered(launch)) {
+        pthread_mutex_unlock(&emulated_lock);
+        pthread_mutex_unlock(&kernel_lock);
+        return ILLEGAL_ADDRESS;
+    }
     grant(device, true);
     pthread_mutex_unlock(&emulated_lock);
     CUresult result = run_caught(launch);

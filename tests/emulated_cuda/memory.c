@@ -366,6 +366,11 @@ static CUresult give_up(CUdeviceptr address) {
 
 EXPORTED CUresult cuMemFree_v2(CUdeviceptr address) { ENTER("cuMemFree"); LOCKED(give_up(address)); }
 
+bool is_mapped(int device, uint64_t address, int right) {
+    struct mapping *mapping = at(address);
+    return mapping && (mapping->rights[device] & right) == right;
+}
+
 CUresult resolve(int device, uint64_t address, size_t nbytes, int right, char **to, size_t *upto) {
     struct mapping *mapping = at(address);
     if (!mapping) {

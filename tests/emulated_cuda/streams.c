@@ -56,6 +56,14 @@ bool is_pending(uint64_t address, size_t nbytes) {
     return false;
 }
 
+bool is_kernel_pending(int device) {
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        for (struct work *work = stream->device == device ? stream->first : NULL; work; work = work->next)
+            if (work->kind == KERNEL)
+                return true;
+    return false;
+}
+
 static void run_on_device(struct stream *stream, const struct work *work) {
     long most_us = setting("EMULATED_CUDA_DELAY_US", 200);
     if (most_us > 0)
@@ -136,6 +144,8 @@ static CUresult add(CUstream stream, struct work work) {
         if (work.kind == WAIT)
             work.number = work.event->recorded;
         *own = work;
+        for (size_t i = 0; work.kind == COPIES && i < work.count; i++)
+            poison(stream->device, &work.pieces[i]);
         if (stream->last)
             stream->last->next = own;
         else

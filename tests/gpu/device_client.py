@@ -19,13 +19,21 @@ import os
 import sys
 from typing import Any
 
-from kvstore_client import Lease, Session, connect
+from kvstore_client import KVStoreError, Lease, Session, connect
 from kvstore_client.device import DeviceError, DeviceMemory
 from tests.gpu.device_engine import EmulatedEngine
 from tests.gpu.vllm_engine import VllmWorker
 from tests.reference.conversations import model, payloads_of, tokens_of
 
 MODEL = model()
+
+
+def answer(client: Client, *command: Any) -> dict[str, Any]:
+    """ "failed" says what the driver or the library did; then nothing else is known."""
+    try:
+        return client.obey(*command)
+    except (DeviceError, KVStoreError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def describe(lease: Lease, number: int) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def main(socket_dir: str, uid: str, device: str) -> None:
         client = Client(session)
         print("ready", flush=True)
         for line in sys.stdin:
-            print(json.dumps(client.obey(*json.loads(line))), flush=True)
+            print(json.dumps(answer(client, *json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

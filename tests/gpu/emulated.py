@@ -46,6 +46,7 @@ def emulated_node(
     *,
     must_emulate: bool = False,
     copies: Path | None = None,
+    trace: Path | None = None,
 ) -> dict[str, str]:
     """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
     (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped. `control`
@@ -64,5 +65,5 @@ def emulated_node(
         "EMULATED_CUDA_MEMORY": str(memory_bytes),
         crossover.VARIABLE: "0",  # what it would measure here says nothing
     }
-    files = {"EMULATED_CUDA_CONTROL": control, "EMULATED_CUDA_COPIES": copies}
+    files = {"EMULATED_CUDA_CONTROL": control, "EMULATED_CUDA_COPIES": copies, "EMULATED_CUDA_TRACE": trace}
     return variables | {name: str(path) for name, path in files.items() if path is not None}

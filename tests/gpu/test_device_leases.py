@@ -32,9 +32,16 @@ class DeviceClient:
         self.process = process
 
     def __call__(self, *command: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        self.send(*command)
+        return self.answer()
+
+    def send(self, *command: Any) -> None:
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 

@@ -138,6 +138,54 @@ def test_a_destination_is_poisoned_until_its_event_has_passed(path: Path, monkey
     assert target.mapping[:] == b"\xa5" * 4096
 
 
+def test_device_memory_is_poisoned_until_what_goes_there_has_come(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the right bytes were there before: who does not wait for another stream's copy sees it."""
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run1:2=hang")
+    driver = Driver(path)
+    device, source, target = driver.map(driver.create()[1]), Memory(b"s").register(driver), Memory().register(driver)
+    assert driver.to_device(device, source) == 0 and driver.wait() == 0
+    assert driver.to_device(device, source) == 0
+    driver.must("cuStreamCreate", ctypes.byref(driver.stream), 1)
+    assert driver.to_host(target, device) == 0 and driver.wait() == 0
+    assert target.mapping[:] == b"\xa5" * 4096
+
+
+def test_what_queued_copies_still_read_is_not_poisoned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_DELAY_US", "20000")
+    driver = Driver(path)
+    device, target = driver.map(driver.create()[1]), Memory().register(driver)
+    old, new = Memory(b"o").register(driver), Memory(b"n").register(driver)
+    assert driver.to_device(device, old) == 0 and driver.wait() == 0
+    assert driver.to_host(target, device) == 0 and driver.to_device(device, new) == 0 and driver.wait() == 0
+    assert target.mapping[:] == b"o" * 4096
+
+
+def test_a_capture_poisons_nothing(path: Path) -> None:
+    driver, graph = Driver(path), ctypes.c_void_p()
+    device, source, target = driver.map(driver.create()[1]), Memory(b"s"), Memory(b"t").register(driver)
+    source.register(driver)
+    assert driver.to_device(device, source) == 0 and driver.wait() == 0
+    driver.must("cuStreamBeginCapture_v2", driver.stream, 1)
+    assert driver.to_device(device, source) == 0 and driver.to_host(target, device) == 0
+    driver.must("cuStreamEndCapture", driver.stream, ctypes.byref(graph))
+    assert target.mapping[:] == b"t" * 4096
+    assert driver.to_host(target, device) == 0 and driver.wait() == 0 and target.mapping[:] == b"s" * 4096
+
+
+def test_each_device_has_memory_of_its_own(path: Path) -> None:
+    first, second = Driver(path), Driver(path, device=1)  # the context of the second is current from here on
+    free_bytes = second.free_bytes()
+    handle = second.create()[1]
+    device, source, target = second.map(handle), Memory(b"2").register(second), Memory().register(second)
+    assert second.to_device(device, source) == 0 and second.to_host(target, device) == 0 and second.wait() == 0
+    assert target.mapping[:] == b"2" * 4096 and second.free_bytes() == free_bytes - CHUNK
+    first.must("cuCtxSetCurrent", first.context)
+    assert first.free_bytes() == free_bytes, "the other one has it"
+    assert first.to_host(target, device) == 0 and first.wait() == ILLEGAL, "the other one alone has the right"
+    second.must("cuCtxSetCurrent", second.context)
+    assert second.to_host(target, device) == 0 and second.wait() == 0, "and its context is as it was"
+
+
 def test_the_time_between_events_is_known_once_both_have_passed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run:2=hang")
     driver = Driver(path)
@@ -321,6 +369,37 @@ def test_calls_fail_when_it_is_ordered(path: Path, tmp_path: Path, monkeypatch: 
     control.write_text("cuMemCreate:0=801 cuStreamQuery:1=700")
     assert [driver.create()[0] for _ in range(2)] == [801, 801]
     assert driver.call("cuStreamQuery", driver.stream) == ILLEGAL
+
+
+def test_an_illegal_address_that_is_ordered_breaks_the_context(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "cuStreamQuery:1=700 cuEventCreate:1=801")
+    driver, event = Driver(path), ctypes.c_void_p()
+    assert driver.call("cuEventCreate", ctypes.byref(event), 2) == 801 and driver.wait() == 0, "any other one does not"
+    assert [driver.call("cuStreamQuery", driver.stream) for _ in range(2)] == [ILLEGAL, ILLEGAL]
+    assert driver.wait() == ILLEGAL
+
+
+def test_calls_that_need_no_context_fail_when_it_is_ordered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, text, number = ctypes.CDLL(str(path)), ctypes.c_char_p(), ctypes.c_int()
+    calls = {
+        "cuDriverGetVersion": lambda: library.cuDriverGetVersion(ctypes.byref(number)),
+        "cuGetErrorName": lambda: library.cuGetErrorName(1, ctypes.byref(text)),
+        "cuGetErrorString": lambda: library.cuGetErrorString(1, ctypes.byref(text)),
+        "cuGetProcAddress": lambda: library.cuGetProcAddress_v2(b"cuInit", ctypes.byref(text), 13000, u64(0), None),
+    }
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", " ".join(f"{name}:2=999" for name in calls))
+    assert {name: [call(), call(), call()] for name, call in calls.items()} == {name: [0, 999, 0] for name in calls}
+
+
+def test_calls_are_traced_and_so_is_what_was_ordered(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_TRACE", str(tmp_path / "trace"))
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "cuMemCreate:1=2")
+    assert Driver(path).create()[0] == OUT_OF_MEMORY
+    assert (tmp_path / "trace").read_text().split() == [
+        "cuInit", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuStreamCreate", "cuMemCreate=2",
+    ]  # fmt: skip
 
 
 def test_a_call_kills_the_process_when_it_is_ordered(path: Path) -> None:

@@ -117,6 +117,23 @@ def test_memory_without_the_right_to_write_breaks_the_context(path: Path) -> Non
     assert kernel.launch(ranges=kernel.chunk.value) == 0 and kernel.driver.wait() == ILLEGAL
 
 
+def test_what_a_queued_kernel_may_read_is_not_poisoned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_DELAY_US", "20000")
+    kernel = Kernel(Driver(path))
+    new = Memory(b"n").register(kernel.driver)
+    assert kernel.launch() == 0 and kernel.driver.to_device(kernel.chunk, new) == 0
+    assert kernel.driver.wait() == 0 and kernel.found == xxhash.xxh3_64_intdigest(b"k" * 4096)
+
+
+def test_host_memory_that_is_not_registered_breaks_the_context(path: Path) -> None:
+    kernel, rows = Kernel(Driver(path)), Memory()
+    rows.mapping[:] = kernel.rows.mapping[:]
+    rows.register(kernel.driver)
+    assert kernel.launch(ranges=rows.pointer.value) == 0 and kernel.driver.wait() == 0
+    kernel.driver.must("cuMemHostUnregister", rows.pointer)
+    assert kernel.launch(ranges=rows.pointer.value) == 0 and kernel.driver.wait() == ILLEGAL
+
+
 def test_the_cpu_has_no_rights_after_a_kernel_either(path: Path) -> None:
     need_nvrtc()
     program = f"""

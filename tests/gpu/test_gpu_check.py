@@ -138,10 +138,12 @@ def test_every_question_is_listed_and_fits_a_command_of_ten_minutes(scripts: Non
     files = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
     of_hardware = {word for line in listed for word in line.split() if word in files}
     assert files - of_hardware == {
+        "tests/gpu/test_device_every_call.py",
         "tests/gpu/test_device_gather.py",
         "tests/gpu/test_emulated_driver.py",
         "tests/gpu/test_emulated_kernels.py",
         "tests/gpu/test_gpu_check.py",
+        "tests/gpu/test_gpu_every_call.py",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +34,30 @@ class Device:
         self.mappings = HostMappings()
         self.registered: set[int] = set()
         self.fails = False
+        self.failing: list[str] = []  # the next calls of these names, and "current"
 
     def clock(self) -> float:
         return self.now
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
+        self._may_fail("current")
         yield
 
+    def _may_fail(self, name: str) -> None:
+        if name in self.failing:
+            self.failing.remove(name)
+            raise DeviceError(name, 801, "CUDA_ERROR_NOT_SUPPORTED")
+
     def call(self, name: str, *arguments: Any) -> int:
+        self._may_fail(name)
         if name == "cuMemHostRegister":
             if self.fails:
                 raise DeviceError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
             self.registered.add(arguments[0])
+        if name == "cuMemHostUnregister":
+            self.registered.discard(arguments[0])
         return 1
-
-    def quietly(self, name: str, address: int) -> None:
-        assert name == "cuMemHostUnregister"
-        self.registered.discard(address)
 
 
 @pytest.fixture
@@ -162,3 +169,21 @@ def test_a_session_with_a_device_maps_all_arenas_when_it_connects(has_device: bo
     follower = SimpleNamespace(mapped=known.append, given_up=known.remove)
     mappings.follow(follower)
     assert len(known) == 3 * has_device
+
+
+@pytest.mark.parametrize("call", ["current", "cuMemHostUnregister"])
+def test_memory_that_cannot_be_unregistered_is_kept_and_tried_again(
+    device: Device, memory: RegisteredMemory, call: str
+) -> None:
+    own = mapping()
+    memory.want(own)
+    assert memory.settle(30.0)
+    at, gone = address(own), weakref.ref(own)
+    device.failing.append(call)
+    device.now += IDLE_S
+    settled(memory)
+    assert at in device.registered and not device.failing
+    del own
+    assert gone() is not None, "unmapping it would leave the device with memory of something else"
+    settled(memory)
+    assert at not in device.registered and gone() is None

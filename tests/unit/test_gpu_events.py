@@ -20,6 +20,8 @@ class PlayedDriver:
     def __init__(self) -> None:
         self.made = 0
         self.refuses = False
+        self.failing: set[str] = set()
+        self.synchronized = 0
 
     def event(self) -> int:
         self.made += 1
@@ -32,9 +34,16 @@ class PlayedDriver:
     def stream(self) -> str:
         return "stream"
 
-    def synchronize(self, stream: Any) -> None: ...
+    def synchronize(self, stream: Any) -> None:
+        self._may_fail("cuStreamSynchronize")
+        self.synchronized += 1
 
-    def wait(self, event: int) -> None: ...
+    def wait(self, event: int) -> None:
+        self._may_fail("cuEventSynchronize")
+
+    def _may_fail(self, name: str) -> None:
+        if name in self.failing:
+            raise DriverError(name, 801, "NOT_SUPPORTED")
 
     def use_in_this_thread(self) -> None: ...
 
@@ -70,3 +79,17 @@ def test_an_event_that_could_not_be_recorded_is_used_again() -> None:
         for _ in range(5):
             assert queue(events) is None
         assert driver.made == 1
+
+
+def test_work_whose_event_cannot_be_waited_for_is_settled_when_its_stream_has_run() -> None:
+    """Copies may be under way until then, and what they write is used anew once they are settled."""
+    driver = PlayedDriver()
+    with events_of(driver) as events:
+        driver.failing = {"cuEventSynchronize"}
+        failure = queue(events)
+        assert failure is not None and not failure.is_final and driver.synchronized == 1
+        driver.failing = {"cuEventSynchronize", "cuStreamSynchronize"}
+        failure = queue(events)
+        assert failure is not None and failure.is_final, "only the end of the process is the end of its copies"
+        driver.failing = set()
+        assert queue(events) is None

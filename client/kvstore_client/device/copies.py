@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_client.device.gather import HIGHEST_PRIORITY
-from kvstore_client.device.memory import DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_proto.cuda_copies import CopyQueue, Runs, Way
 
 _NON_BLOCKING = 1
@@ -37,5 +37,10 @@ class CopyStream:
         self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
 
     def synchronize(self) -> None:
-        """Wait until all that is queued has ended."""
-        self._device.call("cuStreamSynchronize", self.handle)
+        """Wait until all that is queued has ended, also where a call says that something failed: its memory is used
+        anew then."""
+        try:
+            self._device.call("cuStreamSynchronize", self.handle)
+        except DeviceError:
+            self._device.quietly("cuStreamSynchronize", self.handle)
+            raise

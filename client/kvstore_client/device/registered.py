@@ -50,6 +50,7 @@ class RegisteredMemory:
         self._changed = threading.Condition()
         self._parts: dict[int, Registration] = {}  # by address
         self._wanted: deque[Registration] = deque()
+        self._ending: list[Registration] = []  # the thread's: registered still, and no copy's any more
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-register", daemon=True)
         self._thread.start()
@@ -115,26 +116,37 @@ class RegisteredMemory:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
-                is_closed = self._is_closed
-                part = self._wanted[0] if self._wanted and not is_closed else None
-                over = [each for each in self._parts.values() if self._is_over(each) and each not in self._wanted]
-                ending = [each for each in over if each.is_made]
-                for each in over:
-                    each.is_made = False
-                    del self._parts[each.address]
-            for each in ending:
-                with self._device.current():
-                    self._device.quietly("cuMemHostUnregister", each.address)
+            part, is_closed = self._look()
+            self._end_unused()
             if part is not None:
                 self._register(part)
             elif is_closed:
+                self._end_unused()  # what failed a moment ago
                 self._device.mappings.leave(self)
                 return
 
+    def _look(self) -> tuple[Registration | None, bool]:
+        """What is to be registered, once there is something or a while has passed, and whether this is closed. What is
+        over ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
+            is_closed = self._is_closed
+            over = [each for each in self._parts.values() if self._is_over(each) and each not in self._wanted]
+            self._ending += [each for each in over if each.is_made]
+            for each in over:
+                each.is_made = False
+                del self._parts[each.address]
+            return (self._wanted[0] if self._wanted and not is_closed else None), is_closed
+
     def _is_over(self, part: Registration) -> bool:
         return self._is_closed or (not part.users and self._clock() - part.used_at >= part.keep_s)
+
+    def _end_unused(self) -> None:
+        """What fails is tried again: the mapping is kept until then."""
+        for each in list(self._ending):
+            with contextlib.suppress(DeviceError), self._device.current():
+                self._device.call("cuMemHostUnregister", each.address)
+                self._ending.remove(each)
 
     def _register(self, part: Registration) -> None:
         """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""

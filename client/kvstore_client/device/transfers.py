@@ -8,6 +8,7 @@ copies out of it have ended; what is loaded counts only if the lease was valid a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.means import CopyMeans
-from kvstore_client.device.memory import DeviceMemory
+from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.sources import Payloads, Sources
@@ -174,12 +175,15 @@ class LayerLoad:
         with self._ending:
             if not self._is_over:
                 self._is_over = True
-                with device.current():
-                    for event in self._events:
-                        device.quietly("cuEventDestroy", event)
+                with contextlib.suppress(DeviceError), device.current():
+                    self._destroy_events()
         if self._error is not None:
             raise self._error
         return all(lease.valid for lease in self._leases)
+
+    def _destroy_events(self) -> None:
+        for event in self._events:
+            self._transfers.device.quietly("cuEventDestroy", event)
 
     def __enter__(self) -> LayerLoad:
         return self

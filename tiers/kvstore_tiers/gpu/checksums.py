@@ -46,7 +46,11 @@ class Sheet:
         self.rows = np.frombuffer(mmap.mmap(-1, nbytes), dtype=_RANGE)
         self.rows.flags.writeable = True
         driver.register(self.rows.ctypes.data, nbytes, for_kernels=True)
-        self.address = driver.device_pointer(self.rows.ctypes.data)
+        try:
+            self.address = driver.device_pointer(self.rows.ctypes.data)
+        except DriverError:
+            driver.unregister(self.rows.ctypes.data)  # before it is unmapped
+            raise
 
     def sums(self, first: int, count: int) -> list[int]:
         return [int(each) for each in self.rows["sum"][first : first + count]]

@@ -6,6 +6,7 @@ makes a `Driver`: the daemon holds no context. The library finds libcuda.so.1 by
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -22,6 +23,17 @@ _NON_BLOCKING, _NO_TIMING_BLOCKING_SYNC = 1, 3
 
 class NoDriver(OSError):
     """There is no driver, no library for it or no such device; the message says what to do."""
+
+
+class Unsettled(DriverError):
+    """Work of the device may be under way, and nothing says when it has ended."""
+
+    def __init__(self, error: DriverError) -> None:
+        super().__init__(str(error), error.code, "nothing says what is under way")
+
+    @property
+    def is_final(self) -> bool:
+        return True
 
 
 class Driver:
@@ -85,17 +97,21 @@ class Driver:
         return self._call("cuMemImportFromShareableHandle", descriptor, self._by_descriptor)
 
     def map(self, handle: Any, nbytes: int, *, read_only: bool = False) -> int:
-        """Map memory and give this device the right to use it; its address."""
+        """Map memory and give this device the right to use it; its address. Nothing is mapped where it raises."""
         cuda = self._cuda
-        address = self._call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
-        self._call("cuMemMap", address, nbytes, 0, handle, 0)
         access = cuda.CUmemAccessDesc()
         access.location = self._properties().location
         rights = cuda.CUmemAccess_flags
         access.flags = (
             rights.CU_MEM_ACCESS_FLAGS_PROT_READ if read_only else rights.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         )  # fmt: skip
-        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+        with contextlib.ExitStack() as undo:
+            address = self._call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
+            undo.callback(self._call, "cuMemAddressFree", address, nbytes)
+            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+            undo.callback(self._call, "cuMemUnmap", address, nbytes)
+            self._call("cuMemSetAccess", address, nbytes, [access], 1)
+            undo.pop_all()
         return int(address)
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -129,6 +145,8 @@ class Driver:
         try:
             self._call("cuMemsetD8Async", self._cuda.CUdeviceptr(address), 0, nbytes, stream)
             self.synchronize(stream)
+        except DriverError as error:
+            raise ended_after(self, error, stream) from None
         finally:
             self._call("cuStreamDestroy", stream)
 
@@ -195,3 +213,13 @@ class Driver:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return call(self._cuda, name, *arguments)
+
+
+def ended_after(driver: Driver, error: DriverError, stream: Any) -> DriverError:
+    """What to report of a call that failed, once what is queued on the stream has ended: its memory is used anew then.
+    Unsettled where that cannot be waited for."""
+    try:
+        driver.synchronize(stream)
+    except DriverError as worse:
+        return Unsettled(worse)
+    return error

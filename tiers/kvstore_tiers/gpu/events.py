@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore_proto.cuda_driver import DriverError
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_tiers.gpu.driver import Driver, ended_after
 
 Settled = Callable[[DriverError | None], None]  # with what went wrong
 
@@ -23,7 +23,7 @@ class Events:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._streams: list[Any] = []
-        self._under_way: SimpleQueue[tuple[Any, Settled] | None] = SimpleQueue()
+        self._under_way: SimpleQueue[tuple[Any, Any, Settled] | None] = SimpleQueue()  # event, its stream
         self._spare: SimpleQueue[Any] = SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="gpu-events", daemon=True)
         self._waiter.start()
@@ -44,9 +44,9 @@ class Events:
                 self._spare.put(event)
                 raise
         except DriverError as error:
-            settled(self._ended_after(error, stream))
+            settled(ended_after(self._driver, error, stream))
         else:
-            self._under_way.put((event, settled))
+            self._under_way.put((event, stream, settled))
 
     def _spare_event(self) -> Any:
         """From any thread: another one may take the last that is spare."""
@@ -64,22 +64,14 @@ class Events:
         self._under_way.put(None)
         self._waiter.join()
 
-    def _ended_after(self, error: DriverError, stream: Any) -> DriverError:
-        """A part may be under way: nothing is reported before that has ended, since then memory is used anew."""
-        try:
-            self._driver.synchronize(stream)
-        except DriverError as worse:
-            return worse
-        return error
-
     def _wait(self) -> None:
         self._driver.use_in_this_thread()
         while (item := self._under_way.get()) is not None:
-            event, settled = item
+            event, stream, settled = item
             failure: DriverError | None = None
             try:
                 self._driver.wait(event)
                 self._spare.put(event)
             except DriverError as error:
-                failure = error
+                failure = ended_after(self._driver, error, stream)
             settled(failure)

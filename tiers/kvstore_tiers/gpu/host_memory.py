@@ -54,12 +54,15 @@ class HostMemory:
 
     def add(self, number: int, region: wire.Region) -> None:
         """Map it, to be registered. One that is known already, or cannot be mapped, is left out: its transfers say
-        so. Raises DriverError where the context is broken."""
+        so; all of them need the bounce buffer, so for that it raises OSError: the next worker may have it. Raises
+        DriverError where the context is broken."""
         if number in self._regions:
             return
         try:
             mapping, is_writable = _map(region)
         except OSError as error:
+            if number == wire.BOUNCE_REGION:
+                raise
             self._say(wire.pack(wire.REGISTERED, number, text=str(error)))
             return
         found = _Region(number, mapping, np.frombuffer(mapping, dtype=np.uint8).ctypes.data, is_writable)
@@ -116,7 +119,7 @@ class HostMemory:
         try:
             self._driver.register(region.address, len(region.mapping), read_only=not region.is_writable)
         except DriverError as error:
-            if error.is_final:
+            if error.is_final or region.number == wire.BOUNCE_REGION:
                 raise
             self._say(wire.pack(wire.REGISTERED, region.number, text=str(error)))
         else:

@@ -67,12 +67,13 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
-    from a file. `checks`: whether it is to checksum device memory, where it can. `from_files`: how it reads files;
-    AUTO: by direct storage where that is there. `register_bytes`: how much shared memory is registered in a call.
-    `variables`: of its environment, beside ours."""
+    from a file; `start_timeout_s`: one that is not ready by then is, too. `checks`: whether it is to checksum device
+    memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
+    `register_bytes`: how much shared memory is registered in a call. `variables`: of its environment, beside ours."""
 
     patience_s: float = PATIENCE_S
     file_patience_s: float = FILE_PATIENCE_S
+    start_timeout_s: float = START_TIMEOUT_S
     checks: bool = True
     from_files: str = BOUNCE
     register_bytes: int = REGISTER_BYTES
@@ -142,7 +143,7 @@ class WorkerLink:
         self._sender = threading.Thread(target=self._send_queued, name="gpu-send", daemon=True)
         self._receiver.start()
         self._sender.start()
-        patience_s = 2 * START_TIMEOUT_S  # the first worker may hang where direct storage is loaded
+        patience_s = 2 * self._settings.start_timeout_s  # the first worker may hang where direct storage is loaded
         if not self._is_ready.wait(patience_s) or self.message:
             message = self.message or f"its worker did not start within {patience_s:.0f} s"
             self.close()
@@ -355,7 +356,7 @@ class WorkerLink:
         the end of a transfer."""
         now_s = time.monotonic()
         if not self._ready_s:
-            return now_s - self._started_s > START_TIMEOUT_S
+            return now_s - self._started_s > self._settings.start_timeout_s
         with self._lock:
             sent = [each for each in self._pending.values() if each.is_sent]
             leaving = [each.since_s for each in self._leaving.values()]

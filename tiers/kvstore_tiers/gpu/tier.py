@@ -58,7 +58,7 @@ from kvstore_tiers.sizes import require_slot_size
 
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
 DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
-REGROW_S = 10.0  # after the device had no memory
+REGROW_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. `settings` are the worker's. Chunks are
     numbered from `first_number`. With a `witness` what is on the device is left to it at `close`. `shares_memory`: what
-    `TierInfo` says."""
+    `TierInfo` says. Where the device had no memory none is asked for during `regrow_s`."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class GpuTier(Tier):
         first_number: int = DEVICE_ARENAS,
         witness: ChunkWitness | None = None,
         shares_memory: bool = True,
+        regrow_s: float = REGROW_S,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
@@ -90,7 +91,7 @@ class GpuTier(Tier):
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
-        self._refused, self._refused_at_s = "", 0.0
+        self._refused, self._refused_at_s, self._regrow_s = "", 0.0, regrow_s
         self._closed = False
         self._regions = Regions(name)
         self._link = WorkerLink(
@@ -158,7 +159,7 @@ class GpuTier(Tier):
                 self._chunks.refuse(number)
         except Empty:
             pass
-        if self._refused and time.monotonic() - self._refused_at_s > REGROW_S:
+        if self._refused and time.monotonic() - self._refused_at_s > self._regrow_s:
             self._refused = ""
         self._chunks.may_grow = not self._refused
 

@@ -63,6 +63,7 @@ class Worker:
         self._host = HostMemory(driver, self._events, self._say, self._end_broken)
         self._chunks: dict[int, _Chunk] = {}
         self._missing: dict[int, str] = {}  # chunks that are not there, and why
+        self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
         self._waiting: dict[bytes, list[tuple[int, list[_RegionRun]]]] = {wire.WRITE: [], wire.READ: []}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
@@ -144,32 +145,70 @@ class Worker:
 
     def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
         try:
-            handle = self._driver.create(nbytes) if descriptor < 0 else self._driver.import_descriptor(descriptor)
-            try:
-                self._chunks[number] = _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
-            except DriverError:
-                self._driver.release(handle)
-                raise
             if descriptor < 0:
-                self._driver.clear(self._chunks[number].address, nbytes)  # a client may import it: whose was it before?
-                exported = self._driver.export_descriptor(handle)
-                try:
-                    self._say(wire.pack(wire.MADE, number), exported)
-                finally:
-                    os.close(exported)
+                self._make_chunk(number, nbytes)
+            else:
+                if number not in self._unmapped:
+                    self._unmapped[number] = nbytes, os.dup(descriptor)
+                self._import_chunk(number)
         except DriverError as error:
             if error.is_final:
                 raise
             self._missing[number] = str(error)
             self._say(wire.pack(wire.REFUSED, number, text=str(error)))
 
-    def _drop_chunk(self, number: int) -> None:
+    def _make_chunk(self, number: int, nbytes: int) -> None:
+        """It is there once it is cleared and the tier has a descriptor of it."""
+        chunk = self._mapped(self._driver.create(nbytes), nbytes)
+        try:
+            self._driver.clear(chunk.address, nbytes)  # a client may import it: whose was it before?
+            exported = self._driver.export_descriptor(chunk.handle)
+        except DriverError:
+            self._unmap(chunk)
+            raise
+        try:
+            self._say(wire.pack(wire.MADE, number), exported)
+        finally:
+            os.close(exported)
+        self._chunks[number] = chunk
+
+    def _mapped(self, handle: Any, nbytes: int) -> _Chunk:
+        try:
+            return _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
+        except DriverError:
+            self._driver.release(handle)
+            raise
+
+    def _import_chunk(self, number: int) -> None:
+        nbytes, descriptor = self._unmapped[number]
+        self._chunks[number] = self._mapped(self._driver.import_descriptor(descriptor), nbytes)
+        self._forget_missing(number)
+
+    def _chunk(self, number: int) -> _Chunk:
+        """Memory with blocks that could not be mapped before is tried again. Raises KeyError."""
+        if number in self._unmapped:
+            try:
+                self._import_chunk(number)
+            except DriverError as error:
+                if error.is_final:
+                    raise
+        return self._chunks[number]
+
+    def _forget_missing(self, number: int) -> None:
         self._missing.pop(number, None)
+        if number in self._unmapped:
+            os.close(self._unmapped.pop(number)[1])
+
+    def _drop_chunk(self, number: int) -> None:
+        self._forget_missing(number)
         chunk = self._chunks.pop(number, None)
         if chunk is not None:
             self._events.settle()
-            self._driver.unmap(chunk.address, chunk.nbytes)
-            self._driver.release(chunk.handle)
+            self._unmap(chunk)
+
+    def _unmap(self, chunk: _Chunk) -> None:
+        self._driver.unmap(chunk.address, chunk.nbytes)
+        self._driver.release(chunk.handle)
 
     # Transfers
 
@@ -215,7 +254,7 @@ class Worker:
         )
 
     def _range(self, piece: wire.Piece) -> Range:
-        chunk = self._chunks[piece.chunk]
+        chunk = self._chunk(piece.chunk)
         if piece.chunk_offset + piece.nbytes > chunk.nbytes:
             raise KeyError("outside its memory")
         return chunk.address + piece.chunk_offset, piece.nbytes
@@ -271,6 +310,11 @@ class Worker:
             os._exit(0)  # the tier is gone
 
 
+def _end_process(died: threading.ExceptHookArgs) -> None:
+    print(f"kvstored-gpu: {died.thread and died.thread.name}: {died.exc_value}", file=sys.stderr)
+    os._exit(BROKEN_STATUS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_tiers.gpu.worker",
@@ -283,6 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     for meant_for_the_daemon in (signal.SIGINT, signal.SIGTERM):  # of a terminal, of a service manager
         signal.signal(meant_for_the_daemon, signal.SIG_IGN)
+    threading.excepthook = _end_process  # what waits for a thread that has ended would wait for ever
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:

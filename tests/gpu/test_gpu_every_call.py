@@ -1,0 +1,310 @@
+"""Every call of the driver that the GPU's worker makes fails, breaks the context, hangs or kills the worker: each
+transfer ends in time, no byte is wrong, no block that was promised is lost, no device memory is, and the tier goes on.
+
+Which calls there are in a situation is what the driver traced of it when nothing failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import slot_bytes
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, TierState
+from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.segments import segment_of
+from kvstore_tiers.testing.transfers import block, finish, get
+from tests.gpu.emulated import emulated_node
+from tests.gpu.test_emulated_driver import Driver, path
+from tests.gpu.test_gpu_worker import kill_worker, order
+from tests.reference.nvrtc import need_nvrtc
+from tests.reference.running_daemon import eventually
+from tests.reference.stored_blocks import stored_slot
+
+__all__ = ["path"]  # the fixture
+MEMORY_BYTES, CHUNK_BYTES, CHUNKS = 64 << 20, 2 << 20, 6
+PAYLOAD_BYTES = 50_000
+KEPT, MOVED, WRITTEN = (1, 2), 3, 4  # numbers of blocks; KEPT are there before and after each failure
+PATIENCE_S, START_TIMEOUT_S = 0.3, 10.0
+LONGEST_S = 30.0  # of a transfer: patience, the death of a worker that hangs, the start of the next
+FAILS, BREAKS, HANGS, KILLS = "801", "700", "hang", "kill"
+
+
+class Bench:
+    """A tier with two blocks, and where other blocks come from and go to. `memory` is the driver in this process.
+    `calls`: what the worker called in the last situation, before its outcome was there."""
+
+    def __init__(self, tmp_path: Path, memory: Driver, variables: dict[str, str], undo: ExitStack) -> None:
+        self.memory, self.calls = memory, Counter[str]()
+        self._control, self._trace = tmp_path / "control", tmp_path / "trace"
+        settings = WorkerSettings(
+            variables=variables, patience_s=PATIENCE_S, file_patience_s=PATIENCE_S, start_timeout_s=START_TIMEOUT_S
+        )
+        self.tier = undo.enter_context(
+            closing(
+                GpuTier(
+                    CHUNKS * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=settings,
+                    regrow_s=0.0,
+                )
+            )
+        )  # fmt: skip
+        self.nvme = undo.enter_context(closing(NvmeTier.open(tmp_path / "nvme", 8 << 20, slab_bytes=4 << 20)))
+        self.host = undo.enter_context(closing(HostTier(1 << 20, arena_bytes=1 << 20)))
+        self.slots = {number: stored_slot(self.tier, *block(number, PAYLOAD_BYTES)) for number in KEPT}
+        self.in_file = stored_slot(self.nvme, *block(MOVED, PAYLOAD_BYTES))
+        self.in_host = stored_slot(self.host, *block(MOVED, PAYLOAD_BYTES))
+        self.share()
+        self._owners = 0
+
+    def share(self) -> int:
+        arena = self.host.arena(self.in_host.container)
+        return self.tier.share(arena.fd, arena.address, arena.nbytes)
+
+    def new_slot(self) -> Slot:
+        slot = self.tier.allocate(slot_bytes(PAYLOAD_BYTES))
+        assert slot is not None
+        return slot
+
+    def slot_in_new_memory(self) -> Slot | None:
+        """Blocks of an owner have chunks of their own."""
+        self._owners += 1
+        return self.tier.allocate(slot_bytes(PAYLOAD_BYTES), f"owner{self._owners}")
+
+    def begin(self, rule: str = "") -> None:
+        self._trace.write_text("")
+        order(self._control, rule)
+
+    def end(self) -> None:
+        """No call fails from here on. `calls` that a rule met are NAME=WHAT; work that ran is "run"."""
+        order(self._control, "")
+        lines = self._trace.read_text().splitlines()
+        self.calls = Counter(line for line in lines if not re.match(r"run\d", line))
+
+    def has_failed(self) -> bool:
+        return "=" in self._trace.read_text()
+
+    def wait_for_worker(self) -> None:
+        """It may be full: no memory was there when it asked for some."""
+        assert eventually(lambda: self.tier.statistics().state in (TierState.OK, TierState.FULL), LONGEST_S)
+
+    def is_served(self, number: int) -> bool:
+        """Whether a kept block can be read: that may fail, and it is never another one."""
+        header, payload = block(number, PAYLOAD_BYTES)
+        outcome, copy = get(self.tier, self.slots[number], header.key, PAYLOAD_BYTES)
+        assert outcome.kind in (OutcomeKind.DONE, OutcomeKind.FAILED), outcome
+        assert not outcome.ok or np.array_equal(copy, payload)
+        return outcome.ok
+
+    def verified(self, number: int) -> Outcome:
+        """What the tier says of a kept block."""
+        key = block(number, PAYLOAD_BYTES)[0].key
+        outcome = finish(lambda done: self.tier.verify(self.slots[number], key, done))
+        assert outcome.kind in (OutcomeKind.DONE, OutcomeKind.FAILED), outcome
+        return outcome
+
+    def must_be_sound(self) -> None:
+        """The tier serves what it has promised, and has the device's memory that it says."""
+        self.wait_for_worker()
+        assert eventually(lambda: all(self.is_served(number) for number in KEPT), LONGEST_S), "blocks are not served"
+        assert all(self.verified(number).ok for number in KEPT)
+        self.tier.free(self.new_slot())  # it hears of memory that was refused
+        used_bytes = self.tier.statistics().used_bytes
+        assert eventually(lambda: self.used_bytes() == used_bytes, LONGEST_S), (self.used_bytes(), used_bytes)
+
+    def used_bytes(self) -> int:
+        return MEMORY_BYTES - self.memory.free_bytes()
+
+
+@contextmanager
+def bench(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    need_nvrtc()
+    control = tmp_path / "control"
+    control.touch()
+    variables = emulated_node(MEMORY_BYTES, control, trace=tmp_path / "trace")
+    for name in ("EMULATED_CUDA_NODE", "EMULATED_CUDA_MEMORY"):
+        monkeypatch.setenv(name, variables[name])
+    memory = Driver(library)
+    with ExitStack() as undo:
+        yield Bench(tmp_path, memory, variables, undo)
+    assert eventually(lambda: memory.free_bytes() == MEMORY_BYTES, LONGEST_S), "of a tier that was closed"
+
+
+def fill(made: Bench, number: int, slot: Slot, start: Callable[[Completion], None]) -> None:
+    """A block comes to a slot: it is there if that was said, else nothing is."""
+    outcome = finish(start)
+    made.end()
+    made.wait_for_worker()
+    header, payload = block(number, PAYLOAD_BYTES)
+    found, copy = get(made.tier, slot, header.key, PAYLOAD_BYTES)
+    if outcome.ok:
+        assert found.ok and np.array_equal(copy, payload), found
+        os.close(made.tier.export(slot.container)[0])  # so it outlives the worker
+    else:
+        assert found.kind is OutcomeKind.CORRUPT, "what failed is served"
+    made.tier.free(slot)
+
+
+def write_to(made: Bench, slot: Slot) -> None:
+    header, payload = block(WRITTEN, PAYLOAD_BYTES)
+    fill(made, WRITTEN, slot, lambda done: made.tier.write(slot, header, [segment_of(payload)], done))
+
+
+def write(made: Bench, rule: str) -> None:
+    slot = made.new_slot()
+    made.begin(rule)
+    write_to(made, slot)
+
+
+def write_to_new_memory(made: Bench, rule: str) -> None:
+    made.begin(rule)
+    slot = made.slot_in_new_memory()
+    assert slot is not None
+    write_to(made, slot)
+
+
+def drop(made: Bench, rule: str) -> None:
+    """Host memory that was shared, and a chunk, in the place of which another owner gets one."""
+    number, held = made.share(), list[Slot]()
+    while slot := made.slot_in_new_memory():
+        held.append(slot)
+    write_to(made, held[0])  # all of that has been made
+    for slot in held[1:]:
+        made.tier.free(slot)
+    made.begin(rule)
+    made.tier.unshare(number)
+    new = made.slot_in_new_memory()
+    assert new is not None
+    write_to(made, new)
+
+
+def move_in(made: Bench, rule: str) -> None:
+    """From memory that the device copies from by itself."""
+    slot, image, key = made.new_slot(), made.host.slot_segment(made.in_host), block(MOVED, PAYLOAD_BYTES)[0].key
+    made.begin(rule)
+    fill(made, MOVED, slot, lambda done: made.tier.move_in(slot, image, key, done))
+
+
+def load(made: Bench, rule: str) -> None:
+    slot, key = made.new_slot(), block(MOVED, PAYLOAD_BYTES)[0].key
+    made.begin(rule)
+    fill(made, MOVED, slot, lambda done: made.nvme.lend(made.in_file, made.tier.loader(slot, key), done))
+
+
+def read(made: Bench, rule: str) -> None:
+    made.begin(rule)
+    made.is_served(KEPT[0])
+    made.end()
+
+
+def move_out(made: Bench, rule: str) -> None:
+    header, payload = block(KEPT[0], PAYLOAD_BYTES)
+    target = made.host.allocate(slot_bytes(PAYLOAD_BYTES))
+    assert target is not None
+    image = made.host.slot_segment(target)
+    made.begin(rule)
+    outcome = finish(lambda done: made.tier.move_out(made.slots[KEPT[0]], image, header.key, done))
+    made.end()
+    assert outcome.kind in (OutcomeKind.DONE, OutcomeKind.FAILED), outcome
+    found, copy = get(made.host, target, header.key, PAYLOAD_BYTES)
+    assert found.ok == outcome.ok and (not found.ok or np.array_equal(copy, payload))
+    made.host.free(target)
+
+
+def verify(made: Bench, rule: str) -> None:
+    made.begin(rule)
+    made.verified(KEPT[0])
+    made.end()
+
+
+def start(made: Bench, rule: str) -> None:
+    """A worker dies; the next one gets what this one had, and is used for the first time."""
+    starts = made.tier.worker_starts
+    made.begin(rule)
+    kill_worker(made.tier)
+    assert eventually(lambda: made.tier.worker_starts > starts, LONGEST_S)
+    key, slot = block(MOVED, PAYLOAD_BYTES)[0].key, made.new_slot()
+    used = made.verified(KEPT[0]).ok or (rule and eventually(made.has_failed, LONGEST_S))
+    assert used, "a read waits for the next worker"
+    fill(made, MOVED, slot, lambda done: made.nvme.lend(made.in_file, made.tier.loader(slot, key), done))
+
+
+SITUATIONS: dict[str, Callable[[Bench, str], None]] = {
+    each.__name__: each
+    for each in (write, read, move_in, move_out, verify, load, write_to_new_memory, drop, start)
+}  # fmt: skip
+
+
+def calls_of(made: Bench, situation: Callable[[Bench, str], None]) -> list[tuple[str, int]]:
+    """Each call and its number, the first and the last of each name; of a worker that has done it before."""
+    for _ in range(2):
+        situation(made, "")
+    calls = [(name, number) for name, count in made.calls.items() for number in sorted({1, count})]
+    made.must_be_sound()
+    return calls
+
+
+def must_survive(made: Bench, situation: Callable[[Bench, str], None], call: str, number: int, what: str) -> None:
+    began_s = time.monotonic()
+    situation(made, f"{call}:{number}={what}")
+    took_s = time.monotonic() - began_s
+    where = f"{call}, call {number}, {what}"
+    assert made.calls[f"{call}={what.split()[0]}"], f"{where}: it was not called"
+    assert took_s < LONGEST_S, f"{where}: took {took_s:.1f} s"
+    made.must_be_sound()
+
+
+def cells(name: str, calls: list[tuple[str, int]]) -> Iterator[tuple[str, int, str]]:
+    """Each call fails, and each second one does worse, in turns; of a start, which takes a second, each third."""
+    tried = calls[::3] if name == "start" else calls
+    worse = itertools.cycle((BREAKS, HANGS, KILLS))
+    yield from ((call, number, FAILS) for call, number in tried)
+    yield from ((call, number, next(worse)) for call, number in tried[1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_every_call_may_fail(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with bench(tmp_path, path, monkeypatch) as made:
+        for call, number, what in cells(name, calls_of(made, SITUATIONS[name])):
+            must_survive(made, SITUATIONS[name], call, number, what)
+
+
+def test_a_call_that_fails_once_needs_no_other_worker(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick part of what is above."""
+    with bench(tmp_path, path, monkeypatch) as made:
+        for situation in (write, read, verify):
+            for call, number in calls_of(made, situation):
+                if call != "run":  # what fails on the device breaks the context
+                    must_survive(made, situation, call, number, FAILS)
+        assert made.tier.worker_starts == 1
+
+
+@pytest.mark.slow
+def test_so_may_the_call_that_names_an_error(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench(tmp_path, path, monkeypatch) as made:
+        for what in (FAILS, BREAKS, HANGS, KILLS):
+            must_survive(made, write, "cuGetErrorName", 1, f"{what} cuEventRecord:1=801")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["cuStreamCreate:0=801", "cuMemGetInfo:0=hang", "cuInit:0=kill"])
+def test_a_first_worker_that_does_not_start_is_an_error(tmp_path: Path, rule: str) -> None:
+    control = tmp_path / "control"
+    control.write_text(rule)
+    settings = WorkerSettings(variables=emulated_node(control=control), start_timeout_s=5.0)
+    with pytest.raises(OSError, match="its worker"):
+        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=settings)
