@@ -18,6 +18,7 @@ INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
 VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
+NVRTC := .venv/nvrtc
 VLLM_WHEEL ?= 0.33.0
 # A build for CPUs: a plain `pip install torch` takes one with several GB of CUDA.
 TORCH := torch==2.13.0+cpu
@@ -30,7 +31,7 @@ PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 # Tests, demo and benchmarks start hundreds of Python processes: without bytecode files each compiles its imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels lint ruff proto proto-check gpu-check gpu-bundle clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins lint ruff proto proto-check gpu-check gpu-bundle clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -112,6 +113,14 @@ $(SGLANG): pyproject.toml
 	@.venv-sglang/bin/pip install pytest pytest-timeout hypothesis -e '.[gpu]' >&2
 	@.venv-sglang/bin/python -c 'from tests.reference.sglang_storage import import_sglang_pools; import_sglang_pools()'
 	@touch $@
+
+# NVRTC has a folder of its own: the base install does without it, and so do the other tests.
+cubins: $(INSTALLED) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
+	@test -e $(NVRTC) || { $(PYTHON) -m pip install -q --disable-pip-version-check --target $(NVRTC).part \
+	  'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13' >&2 && mv $(NVRTC).part $(NVRTC); }
+	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib) && \
+	  $(PYTHON) -c 'from kvstore_proto import nvrtc; nvrtc.library()' && \
+	  $(PYTHON) -m pytest -m "not slow" -n $(JOBS) tests/unit/test_cuda_compile.py $(ARGS)
 
 check-wheels: $(INSTALLED) ## what we call of vLLM and kvikio, against their wheels for GPUs, which are only read (320 MB)
 	@mkdir -p .wheels && $(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d .wheels \
