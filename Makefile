@@ -2,6 +2,7 @@
 # Needs: GNU make, bash, Python 3.11 or newer. The rest is installed into .venv, with pip, on first use.
 #
 # KVSTORED_PYTHON   the Python that .venv is made with (default: python3)
+# VLLM_WHEEL        the version of vLLM whose wheel check-wheels reads (default: 0.33.0)
 # ARGS              passed on to demo, bench and test, for instance: make demo ARGS=--json
 # JOBS              processes that the tests run in (default: one more than processors, as tests wait for daemons; at most 8)
 
@@ -16,6 +17,9 @@ PYTHON := $(BIN)/python
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
 VLLM := .venv-vllm/.installed
+SGLANG := .venv-sglang/.installed
+NVRTC := .venv/nvrtc
+VLLM_WHEEL ?= 0.33.0
 # A build for CPUs: a plain `pip install torch` takes one with several GB of CUDA.
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -27,7 +31,7 @@ PROTO_TOOLS := .venv-proto/bin/protoc-gen-mypy
 # Tests, demo and benchmarks start hundreds of Python processes: without bytecode files each compiles its imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm lint ruff proto proto-check gpu-check gpu-bundle clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins lint ruff proto proto-check gpu-check gpu-bundle clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -74,10 +78,11 @@ test: ruff $(PROTO_TOOLS) ## lint, and every test that is not slow
 	$(PYTHON) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS); tests=$$?; \
 	wait $$types || { cat .venv/mypy.log; exit 1; }; exit $$tests
 
-# The vLLM connector's tests are part of it where their environment has been made.
+# The tests of vLLM's connector and SGLang's are part of it where their environments have been made.
 test-all: lint $(PROTO_TOOLS) $(INSTALLED_ALL) ## every extra that works without a GPU, then every test
 	@$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 	@test ! -e $(VLLM) || $(MAKE) --no-print-directory test-vllm
+	@test ! -e $(SGLANG) || $(MAKE) --no-print-directory test-sglang
 
 test-vllm: $(VLLM) ## the vLLM connector inside real engines, in an environment of its own (3.5 GB)
 	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
@@ -90,6 +95,37 @@ $(VLLM): pyproject.toml
 	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec >&2
 	@.venv-vllm/bin/pip install gguf accelerate pytest pytest-timeout hypothesis -e . >&2
 	@touch $@
+
+test-sglang: $(SGLANG) ## the SGLang backend and linker under SGLang's own classes, in an environment of its own (2.6 GB)
+	@.venv-sglang/bin/python -m pytest tests/gpu/test_sglang_linker.py tests/e2e/test_hooks_sglang*.py $(ARGS)
+
+# SGLang's own dependencies include CUDA (several GB): what its pools import is installed by name, in the versions that
+# SGLang 0.5.23 asks for. The tests skip what cannot be imported, so that is tried here.
+$(SGLANG): pyproject.toml
+	@echo "making .venv-sglang: PyTorch for CPUs and SGLang without CUDA (about 2.6 GB on disk, once)" >&2
+	@test -x .venv-sglang/bin/pip || $(KVSTORED_PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/pip install '$(TORCH)' >&2 || .venv-sglang/bin/pip install $(FURTHER) '$(TORCH)' >&2
+	@.venv-sglang/bin/pip install transformers==5.19.0 openai==2.8.0 sentencepiece==0.2.1 requests starlette pydantic \
+	  psutil msgspec orjson pyzmq pybase64 pillow triton fastapi partial_json_parser setproctitle einops uvloop zstandard \
+	  tiktoken gguf nvidia-ml-py loguru dill ipython >&2
+	@.venv-sglang/bin/pip install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 \
+	  xgrammar==0.2.7 torch_memory_saver >&2
+	@.venv-sglang/bin/pip install pytest pytest-timeout hypothesis -e '.[gpu]' >&2
+	@.venv-sglang/bin/python -c 'from tests.reference.sglang_storage import import_sglang_pools; import_sglang_pools()'
+	@touch $@
+
+# NVRTC has a folder of its own: the base install does without it, and so do the other tests.
+cubins: $(INSTALLED) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
+	@test -e $(NVRTC) || { $(PYTHON) -m pip install -q --disable-pip-version-check --target $(NVRTC).part \
+	  'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13' >&2 && mv $(NVRTC).part $(NVRTC); }
+	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib) && \
+	  $(PYTHON) -c 'from kvstore_proto import nvrtc; nvrtc.library()' && \
+	  $(PYTHON) -m pytest -m "not slow" -n $(JOBS) tests/unit/test_cuda_compile.py $(ARGS)
+
+check-wheels: $(INSTALLED) ## what we call of vLLM and kvikio, against their wheels for GPUs, which are only read (320 MB)
+	@mkdir -p .wheels && $(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d .wheels \
+	  'vllm==$(VLLM_WHEEL)' 'kvikio-cu13>=25.10' >&2
+	@$(PYTHON) -m pytest tests/unit/test_hooks_vllm_library.py tests/unit/test_gpu_direct_storage_library.py $(ARGS)
 
 lint: ruff ## ruff, mypy --strict, import floors
 	@$(BIN)/mypy
@@ -125,4 +161,4 @@ clean: ## remove caches and build results; .venv stays
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## also remove .venv and the environments beside it
-	rm -rf .venv .venv-proto .venv-vllm .venv-rivals-*
+	rm -rf .venv .venv-proto .venv-vllm .venv-sglang .wheels .venv-rivals-*

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ class Bench:
         self.in_file = stored_slot(self.nvme, *block(MOVED, PAYLOAD_BYTES))
         self.in_host = stored_slot(self.host, *block(MOVED, PAYLOAD_BYTES))
         self.share()
+        assert eventually(lambda: "in place" in self.tier.statistics().message), "it is registered"
         self._owners = 0
 
     def share(self) -> int:
@@ -182,10 +184,12 @@ def drop(made: Bench, rule: str) -> None:
     for slot in held[1:]:
         made.tier.free(slot)
     made.begin(rule)
-    made.tier.unshare(number)
+    left = threading.Event()
+    made.tier.unshare(number, left.set)
     new = made.slot_in_new_memory()
     assert new is not None
     write_to(made, new)
+    assert left.wait(LONGEST_S), "the host's memory is given back"
 
 
 def move_in(made: Bench, rule: str) -> None:

@@ -17,6 +17,8 @@ from tests.tidy.tree import ROOT
 _DEPLOY = ROOT / "deploy"
 _UNIT = _DEPLOY / "systemd/kvstored.service"
 _HOLDER_UNIT = _DEPLOY / "systemd/kvstored-holder.service"
+_GPU_DROP_IN = _DEPLOY / "systemd/kvstored.service.d/gpu.conf"
+_GPU_NODES_UNIT = _DEPLOY / "systemd/kvstored-gpu-nodes.service"
 _INSTALLED_IN = "/opt/kvstored/bin"
 _PRESERVE = "FileDescriptorStorePreserve"
 
@@ -45,6 +47,32 @@ def test_systemd_understands_the_unit(tmp_path: Path, source: Path) -> None:
     assert _verify(unit) == ""
     unit.write_text(unit.read_text().replace("ProtectHome=yes", "ProtectHouse=yes"))
     assert "ProtectHouse" in _verify(unit)
+
+
+def test_systemd_understands_what_a_gpu_adds(tmp_path: Path) -> None:
+    unit, nodes = tmp_path / _UNIT.name, tmp_path / _GPU_NODES_UNIT.name
+    unit.write_text(re.sub(rf"{_INSTALLED_IN}/\w+", sys.executable, _UNIT.read_text()))
+    nodes.write_text(re.sub(r"/usr/bin/nvidia-\w+", sys.executable, _GPU_NODES_UNIT.read_text()))
+    drop_in = tmp_path / _GPU_DROP_IN.relative_to(_UNIT.parent)
+    drop_in.parent.mkdir()
+    drop_in.write_text(_GPU_DROP_IN.read_text())
+    assert (_verify(unit), _verify(nodes)) == ("", "")
+    drop_in.write_text(_GPU_DROP_IN.read_text().replace("DeviceAllow", "DeviceAllows"))
+    assert "DeviceAllows" in _verify(unit), "the drop-in was not read"
+
+
+def test_a_gpu_loosens_nothing_but_the_devices_of_nvidia() -> None:
+    lines = _GPU_DROP_IN.read_text().partition("[Service]")[2].splitlines()
+    settings = [tuple(line.split("=", 1)) for line in lines if line and not line.startswith("#")]
+    assert dict(settings).keys() == {"PrivateDevices", "DevicePolicy", "DeviceAllow"}
+    assert [value for name, value in settings if name != "DeviceAllow"] == ["no", "closed"]
+    allowed = [value.split() for name, value in settings if name == "DeviceAllow"]
+    assert dict(allowed) == {
+        "char-195": "rw", "char-nvidia-uvm": "rw", "char-nvidia-caps": "r",
+    }  # fmt: skip
+    unit = _UNIT.read_text()
+    assert "LimitMEMLOCK=infinity\n" in unit, "the worker registers host memory"
+    assert "\nMemoryDenyWriteExecute=yes" not in unit, "the driver maps pages that it writes and executes"
 
 
 def test_the_units_agree_on_the_holders_socket() -> None:

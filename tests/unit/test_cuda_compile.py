@@ -41,19 +41,30 @@ SHAPES = [
 BLOCKS = Program.of("blocks.cu")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute of one processor, which may be shared
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> None:
-    need_nvrtc()
+def must_compile_without_spilling(architecture: str, shapes: list[CacheShape]) -> None:
+    """Every kernel, those of attention for each shape."""
     programs = [BLOCKS]
-    for shape in SHAPES:
+    for shape in shapes:
         programs += [PagedAttention(ShimLauncher(), shape).program, RopeCache(ShimLauncher(), shape).program]
     assert {program.source for program in programs} == {path.name for path in SOURCES.glob("*.cu")}
     for program in (*programs, checksums.PROGRAM, gather.PROGRAM):
         cubin, log = compile_with_log(program, architecture, "--ptxas-options=-v")
         assert cubin.startswith(b"\x7fELF"), program
         assert SPILLS.findall(log) and set(SPILLS.findall(log)) == {"0"}, f"{program}\n{log}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_for_one_shape(architecture: str) -> None:
+    need_nvrtc()
+    must_compile_without_spilling(architecture, SHAPES[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute of one processor, which may be shared
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_without_spilling_registers(architecture: str) -> None:
+    need_nvrtc()
+    must_compile_without_spilling(architecture, SHAPES)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ No engine and no device: the views are of host memory, and only their addresses 
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, StepOrders
 from kvstore_client.hooks.vllm.tensors import kv_tensors
 from tests.reference.device_pool import pieces
+from tests.reference.signatures import differences
 from tests.reference.vllm_layouts import KV_LAYOUTS
 
 LAYERS, BLOCKS, TOKENS = 3, 5, 32
@@ -122,3 +124,14 @@ def test_before_a_full_graph_is_replayed_the_step_waits_for_all_layers(
 def test_vllm_may_keep_full_graphs() -> None:
     assert KVStoreConnector.requires_piecewise_for_cudagraph({}) is False
     assert issubclass(KVStoreConnector, KVConnectorBase_V1)
+
+
+def test_the_connector_takes_every_call_of_vllms_abstract_class() -> None:
+    assert not inspect.isabstract(KVStoreConnector)
+    overridden = [
+        name for name in vars(KVStoreConnector) if inspect.isfunction(getattr(KVConnectorBase_V1, name, None))
+    ]
+    assert KVConnectorBase_V1.__abstractmethods__ <= set(overridden)
+    for name in overridden:
+        ours, theirs = (inspect.signature(getattr(each, name)) for each in (KVStoreConnector, KVConnectorBase_V1))
+        assert not differences(ours, theirs), name

@@ -48,7 +48,7 @@ class Driver:
             self._call("cuInit", 0)
             count = self._call("cuDeviceGetCount")
         except DriverError as error:
-            raise NoDriver(f"the CUDA driver does not start ({error}): nvidia-smi says whether it is well") from None
+            raise NoDriver(f"the CUDA driver does not start ({error}): see nvidia-smi and kvctl doctor") from None
         if not 0 <= index < count:
             raise NoDriver(f"there is no CUDA device {index}: this machine has {count}")
         self._index = index

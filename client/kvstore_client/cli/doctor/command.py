@@ -15,6 +15,7 @@ from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.doctor import (
     disk,
     disk_speed,
+    gpu,
     limits,
     machine,
     memory,
@@ -94,6 +95,11 @@ def _checks(
         ("directory", partial(disk.directory, around)), ("room", partial(disk.room, around)),
         ("file system", partial(disk.file_system, around)), ("direct I/O", partial(disk.direct, around)), *speed,
     ]  # fmt: skip
+    if gpu.tiers_of(around.settings):
+        yield "gpu", [
+            ("cuda-bindings", gpu.library), ("nvidia", partial(gpu.devices, around)),
+            ("unit", partial(gpu.unit, around)),
+        ]  # fmt: skip
     if tiers := remote.tiers_of(around.settings):
         yield "remote", [
             *((name, partial(remote.tier, around, name)) for name in tiers),

@@ -22,13 +22,8 @@ _SECRET_BYTES = 32
 
 
 def tiers_of(settings: Settings) -> list[str]:
-    """Names of the remote tiers. Only a file's settings have the kind; only a daemon's have every default."""
-    names = (key.rpartition(".")[0] for key in settings.values if key.endswith((".kind", ".encrypt")))
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if settings.values.get(f"{name}.kind", "remote") == "remote" and f"{name}.url" in settings.values
-    ]
+    """Names of the remote tiers."""
+    return [name for name in settings.tiers("remote", mark="encrypt") if f"{name}.url" in settings.values]
 
 
 def tier(around: Surroundings, name: str) -> Iterator[Finding]:

@@ -45,6 +45,12 @@ class Settings:
     def flag(self, key: str) -> bool:
         return self.values.get(key, "").lower() == "true"
 
+    def tiers(self, kind: str, *, mark: str) -> list[str]:
+        """Names of the tiers of a kind. Only a file's settings have the kind; only a daemon's have every default, so
+        that a tier without a kind is known by `mark`, a setting that no other kind has."""
+        names = dict.fromkeys(key.rpartition(".")[0] for key in self.values if key.endswith((".kind", f".{mark}")))
+        return [name for name in names if self.values.get(f"{name}.kind", kind) == kind]
+
 
 def of_daemon(values: Mapping[str, str]) -> Settings:
     return Settings("the running daemon", dict(values))

@@ -1,6 +1,7 @@
 """What the checks look at: a daemon's directories and settings, and the system's files.
 
-Everything that a test wants to stand in for is here: roots of /proc and /sys, who the caller is, how commands are run.
+Everything that a test wants to stand in for is here: roots of /proc, /sys and /dev, who the caller is, how commands
+are run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Surroundings:
     status: wire.StatusReply | None = None
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
     systemd: Path = Path("/run/systemd/system")
     uid: int = field(default_factory=os.geteuid)
     gids: frozenset[int] = field(default_factory=lambda: frozenset({os.getegid(), *os.getgroups()}))
