@@ -115,9 +115,11 @@ $(SGLANG): pyproject.toml
 	@touch $@
 
 # NVRTC has a folder of its own: the base install does without it, and so do the other tests.
-cubins: $(INSTALLED) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
-	@test -e $(NVRTC) || { $(PYTHON) -m pip install -q --disable-pip-version-check --target $(NVRTC).part \
-	  'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13' >&2 && mv $(NVRTC).part $(NVRTC); }
+$(NVRTC): $(INSTALLED)
+	@test -e $@ || { $(PYTHON) -m pip install -q --disable-pip-version-check --target $@.part \
+	  'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13' >&2 && mv $@.part $@; }
+
+cubins: $(NVRTC) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
 	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib) && \
 	  $(PYTHON) -c 'from kvstore_proto import nvrtc; nvrtc.library()' && \
 	  $(PYTHON) -m pytest -m "not slow" -n $(JOBS) tests/unit/test_cuda_compile.py $(ARGS)

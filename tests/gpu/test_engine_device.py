@@ -78,7 +78,7 @@ import mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_tiers.gpu.driver import Driver
 
 CHUNK, BLOCKS, LONGEST_DELAY_S = 2 << 20, 8, 2e-4
@@ -90,7 +90,7 @@ def place(array):
     at, page = driver.map(driver.create(CHUNK), CHUNK), np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
     page[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     driver.register(page.ctypes.data, CHUNK)
-    driver.copy([Run(at, page.ctypes.data, CHUNK)], to_device=True, stream=stream)
+    driver.copy(Runs.of([Run(at, page.ctypes.data, CHUNK)]), to_device=True, stream=stream)
     pages.append(page)
     return at
 

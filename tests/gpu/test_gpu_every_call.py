@@ -50,13 +50,16 @@ class Bench:
         self.memory, self.calls = memory, Counter[str]()
         self._control, self._trace = tmp_path / "control", tmp_path / "trace"
         settings = WorkerSettings(
-            variables=variables, patience_s=PATIENCE_S, file_patience_s=PATIENCE_S, start_timeout_s=START_TIMEOUT_S
+            variables=variables,
+            patience_s=PATIENCE_S,
+            file_patience_s=PATIENCE_S,
+            start_timeout_s=START_TIMEOUT_S,
+            regrow_s=0.0,
         )
         self.tier = undo.enter_context(
             closing(
                 GpuTier(
                     CHUNKS * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=settings,
-                    regrow_s=0.0,
                 )
             )
         )  # fmt: skip

@@ -15,7 +15,8 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import AUTO, BOUNCE, DOWN, WorkerLink
+from kvstore_tiers.gpu.link import DOWN, WorkerLink
+from kvstore_tiers.gpu.settings import AUTO, BOUNCE
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import AlignedBuffer, buffer_at

@@ -264,7 +264,7 @@ class Tier(ABC):
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
         """Take memory back in which no transfer is under way. Returns at once; no later transfer uses it in place.
-        `ended` is called when nobody has it mapped for this tier: from then on it may be given back to the system. It
+        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the system. It
         may take its time, and be called on the caller's thread."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 

@@ -1,4 +1,4 @@
-"""Who else has some memory mapped, and what waits until nobody has.
+"""Who else has some memory mapped, and what waits until no other has it.
 
 Owns the count and what waits. Never touches the memory. Invariant: what waits is called once, after the last borrower
 has let go.
@@ -35,13 +35,13 @@ class Loan:
             then()
 
     def defers(self, then: Callable[[], None]) -> bool:
-        """Whether somebody has it mapped: then `then` is called when that has ended."""
+        """Whether another has it mapped: then `then` is called when that has ended."""
         with self._changed:
             if self._borrowers:
                 self._waiting.append(then)
             return self._borrowers > 0
 
     def wait(self) -> None:
-        """Until nobody else has it mapped."""
+        """Until no other has it mapped."""
         with self._changed:
             self._changed.wait_for(lambda: not self._borrowers)

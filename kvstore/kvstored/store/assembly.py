@@ -96,9 +96,7 @@ class Store:
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = nvme = tiers[residency.durable] if residency.durable >= 0 else None
-        self.keyed = {
-            position: cast(KeyedTier, tier) for position, tier in enumerate(tiers) if tier.info.kind == "keyed"
-        }
+        self.keyed = {at: cast(KeyedTier, tier) for at, tier in enumerate(tiers) if tier.info.kind == "keyed"}
         self.absences, self.compute = Absences(), ComputeTimes()
         self._remote_writes = remote_writes
         self.counters, self.flows = Counters(), Flows(len(self.tiers))

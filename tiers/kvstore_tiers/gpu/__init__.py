@@ -4,7 +4,7 @@
 started anew. `driver` is all that knows the CUDA driver.
 """
 
-from kvstore_tiers.gpu.link import WorkerSettings
+from kvstore_tiers.gpu.settings import WorkerSettings
 from kvstore_tiers.gpu.tier import GpuTier
 
 __all__ = ["GpuTier", "WorkerSettings"]

@@ -23,7 +23,8 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.link import BOUNCE, DIRECT, DOWN, WorkerLink
+from kvstore_tiers.gpu.link import DOWN, WorkerLink
+from kvstore_tiers.gpu.settings import BOUNCE, DIRECT
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.written import Written, blamed, check
 from kvstore_tiers.image import erase_header, judge_header

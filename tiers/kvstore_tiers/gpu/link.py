@@ -19,25 +19,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
 from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.regions import Regions
+from kvstore_tiers.gpu.settings import WorkerSettings
 from kvstore_tiers.passing import receive_packet, send_packet
 
-START_TIMEOUT_S = 60.0
-REGISTER_BYTES = 256 << 20  # some 25 ms by others' figures, which a withdrawal may have to wait for
-PATIENCE_S = 30.0  # a transfer takes milliseconds
-FILE_PATIENCE_S = 120.0  # a disk that hangs is not the worker's fault: its own breaker and the kernel act before that
 LOOK_S = 0.5
 KILL_S = 2.0  # how long a process that was killed may take to end
 MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
 DOWN = "the GPU's worker is not running"
-AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks from files, or none
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
 Done = Callable[[wire.End], None]
 _LOG = logging.getLogger(__name__)
@@ -62,26 +58,6 @@ class _Leaving:
 class _Chunk:
     nbytes: int
     descriptor: int = -1  # -1 until the worker has made it
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """`patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load
-    from a file; `start_timeout_s`: one that is not ready by then is, too. `checks`: whether it is to checksum device
-    memory, where it can. `from_files`: how it reads files; AUTO: by direct storage where that is there.
-    `register_bytes`: how much shared memory is registered in a call. `variables`: of its environment, beside ours."""
-
-    patience_s: float = PATIENCE_S
-    file_patience_s: float = FILE_PATIENCE_S
-    start_timeout_s: float = START_TIMEOUT_S
-    checks: bool = True
-    from_files: str = BOUNCE
-    register_bytes: int = REGISTER_BYTES
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def wants_direct(self) -> bool:
-        return self.from_files in (AUTO, DIRECT)
 
 
 class Follower(Protocol):

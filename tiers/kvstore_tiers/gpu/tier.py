@@ -48,8 +48,9 @@ from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import AUTO, DOWN, OFF, WorkerLink, WorkerSettings
+from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
+from kvstore_tiers.gpu.settings import AUTO, OFF, WorkerSettings
 from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.transfers import GpuTransfers
@@ -58,15 +59,13 @@ from kvstore_tiers.sizes import require_slot_size
 
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
 DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
-REGROW_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
 class GpuTier(Tier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
-    for the worker; raises OSError where it does not start, with the reason. `settings` are the worker's. Chunks are
-    numbered from `first_number`. With a `witness` what is on the device is left to it at `close`. `shares_memory`: what
-    `TierInfo` says. Where the device had no memory none is asked for during `regrow_s`."""
+    for the worker; raises OSError where it does not start, with the reason. Chunks are numbered from `first_number`.
+    With a `witness` what is on the device is left to it at `close`."""
 
     def __init__(
         self,
@@ -79,19 +78,17 @@ class GpuTier(Tier):
         settings: WorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
         witness: ChunkWitness | None = None,
-        shares_memory: bool = True,
-        regrow_s: float = REGROW_S,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
         settings = settings or WorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
-            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF, shares_memory=shares_memory,
+            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF, shares_memory=settings.registers,
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
-        self._refused, self._refused_at_s, self._regrow_s = "", 0.0, regrow_s
+        self._refused, self._refused_at_s, self._regrow_s = "", 0.0, settings.regrow_s
         self._closed = False
         self._regions = Regions(name)
         self._link = WorkerLink(

@@ -89,7 +89,11 @@ class GpuSection(TierSection):
         from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier, WorkerSettings
 
-        settings = WorkerSettings(checks=self.verify, from_files=self.from_nvme if self.before_host else OFF)
+        settings = WorkerSettings(
+            checks=self.verify,
+            from_files=self.from_nvme if self.before_host else OFF,
+            registers=self.register_host,
+        )
         try:
             return GpuTier(
                 self.capacity_bytes,
@@ -100,7 +104,6 @@ class GpuSection(TierSection):
                 settings=settings,
                 first_number=start.first_chunk or DEVICE_ARENAS,
                 witness=start.witness,
-                shares_memory=self.register_host,
             )
         except OSError as error:
             raise ConfigError(f"{self.name}: {error}") from None
