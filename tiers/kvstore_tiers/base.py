@@ -264,8 +264,8 @@ class Tier(ABC):
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
         """Take memory back in which no transfer is under way. Returns at once; no later transfer uses it in place.
-        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the system. It
-        may take its time, and be called on the caller's thread."""
+        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the system.
+        It may take its time, and be called on the caller's thread."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:

@@ -27,7 +27,7 @@ from typing import Protocol
 from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.settings import WorkerSettings
+from kvstore_tiers.gpu.settings import DIRECT, WorkerSettings
 from kvstore_tiers.passing import receive_packet, send_packet
 
 LOOK_S = 0.5

@@ -84,7 +84,8 @@ class GpuTier(Tier):
         settings = settings or WorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
-            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF, shares_memory=settings.registers,
+            dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF,
+            shares_memory=settings.registers,
         )  # fmt: skip
         self._counters = TransferCounters()
         self._refusals: SimpleQueue[tuple[int, str]] = SimpleQueue()  # from the link's thread
