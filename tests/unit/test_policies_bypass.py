@@ -38,6 +38,7 @@ S = 1_000_000_000
 SESSION: Any = SimpleNamespace(
     session_id=1,
     tenant_id=0,
+    device_tiers=0,
     fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),)),
 )
 

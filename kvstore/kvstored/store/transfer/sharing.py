@@ -175,10 +175,10 @@ class Sharing:
 
     async def _allocate(self, row: int) -> Slot | None:
         room, nbytes, tenant = self._room, self._residency.slot_bytes(row), self._residency.tenant_of(row)
-        slot = room.allocate_now(nbytes, tenant)
-        if slot is not None:
-            return slot
         if self._contest is not None:
+            slot = room.allocate_now(nbytes, tenant)
+            if slot is not None:
+                return slot
             victim, blocks = room.next_victim(nbytes, tenant), 1 + len(self._path)
             if victim >= 0 and not self._contest.wins(row, victim, blocks):
                 self._counts.declined(blocks)
