@@ -140,6 +140,22 @@ def test_a_tier_behind_dram_has_what_dram_has_no_room_for() -> None:
     assert (moved["gpu→dram"], moved["dram→gpu"], moved["nvme→dram"]) == (4, 8, 0)
 
 
+@pytest.mark.parametrize("way", ["bounce", "off"])
+def test_what_nvme_alone_has_comes_past_dram(way: str) -> None:
+    """Nothing is copied from DRAM to the device: its byte rate does not allow it."""
+    gpu = ALWAYS | {"rate": "1", "from_nvme": way}
+    plan = replace(ABLATIONS["weigh"], prefetches=False)
+    node = serve(LONGER, ((GPU, 100), ("dram", 4), ("nvme", 100)), plan, gpu=gpu)
+    on_device, in_dram, on_nvme = node.served.visits[2].found
+    assert on_nvme > 0 and on_device + in_dram + on_nvme == 4
+    moved, is_straight = lanes(node), way != "off"
+    assert moved.get("nvme→gpu", 0) == (on_nvme if is_straight else 0)
+    assert moved["nvme→dram"] == (0 if is_straight else on_nvme)
+    assert moved["gpu→engine"] == on_device + (on_nvme if is_straight else 0)
+    assert node.store is not None
+    assert node.store.store.counters["straight_blocks"] == moved.get("nvme→gpu", 0)
+
+
 def test_what_the_device_evicts_is_in_dram_again() -> None:
     """DRAM has lost the first request's blocks by the time that the device evicts some of them, for what is used more
     often; there is no NVMe."""

@@ -80,7 +80,8 @@ class DeviceTransfers:
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
     def payload_of(self, page: Pages, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a block's page or pages straight into the slot where it is stored.
+        """A payload for `Session.put`, copied from a block's page or pages into the put's staging memory, or with
+        `put.in_place` straight into the slot where it is stored.
         The put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied

@@ -23,6 +23,7 @@ MEDIA = ("sram", "hbm", "dram", "cxl", "nvme", "remote")  # fastest first
 MAPPED = ("dram", "cxl")  # what an engine can read in place: the daemon's first tier
 ENGINE = "engine"  # the link between the engine's memory and the host's
 GPU, HBM = "gpu", "hbm"  # the store's tier in a device's memory, and that memory
+NVME = "nvme"
 _SUM_BYTES = 4  # of a partial result in attention
 _RATES = {"read_bytes_per_s", "write_bytes_per_s", "latency_s", "parallel", "duplex"}
 _COMPUTE = {"flops_per_s", "efficiency", "overhead_s", "chunk_tokens"}

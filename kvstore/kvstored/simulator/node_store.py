@@ -21,9 +21,10 @@ from kvstored.completions import CompletionQueue
 from kvstored.config import Config, load_config
 from kvstored.config.tiers import GpuSection, MemorySection, TierSection
 from kvstored.config.tiers import Machine as Host
+from kvstored.config.tiers.gpu import OFF
 from kvstored.policy_names import ALWAYS
 from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.machine import GPU, Machine
+from kvstored.simulator.machine import GPU, NVME, Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_gpu import SimulatedGpuTier
@@ -150,7 +151,8 @@ class NodeStore:
         self._from_gpu: SimulatedLane | None = None
         for position, medium in enumerate(more):
             if medium.spec.name == GPU:
-                self.tiers.insert(position, self._make_gpu(config.tiers[position], medium, link, first))
+                nvme = rest[-1] if rest and position == 0 else None
+                self.tiers.insert(position, self._make_gpu(config.tiers[position], medium, link, first, nvme))
         writes = None
         if settings.remote is not None:
             tier = SimulatedRemoteTier(settings.remote, loop, first)
@@ -194,10 +196,15 @@ class NodeStore:
             above = medium
         return tiers
 
-    def _make_gpu(self, section: TierSection, medium: Medium, link: Medium, host: Medium) -> SimulatedTier:
-        tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host)
+    def _make_gpu(
+        self, section: TierSection, medium: Medium, link: Medium, host: Medium, below: Medium | None
+    ) -> SimulatedTier:
+        """`below`: what the slowest tier is on, if blocks may come from there past DRAM."""
+        reads_files = isinstance(section, GpuSection) and section.from_nvme != OFF
+        nvme = below if reads_files and below is not None and below.spec.name == NVME else None
+        tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host, nvme)
         self._from_gpu = tier.to_engine
-        self.lanes += [tier.to_engine, tier.up, tier.down]
+        self.lanes += [tier.to_engine, tier.up, tier.down, *([tier.straight] if tier.straight else [])]
         return tier
 
     @property
@@ -295,10 +302,19 @@ class NodeStore:
                 for at in fresh:
                     visit.ready[at] = True
                 if fresh:
-                    arrived(len(fresh), 0)
+                    straight = self._come_straight(answer, fresh)
+                    visit.on_device |= straight
+                    arrived(len(fresh) - len(straight), len(straight))
                     visit.changed.set()
         visit.is_loading = False
         visit.changed.set()
+
+    def _come_straight(self, run: LeasedRun, positions: Sequence[int]) -> dict[int, int]:
+        """By position of those that were read to the device's memory, past DRAM: the tier."""
+        residency = self.store.residency
+        exported, mask = residency.exported, residency.rows.mask
+        here = {at: mask[run.rows[at - run.first]] & exported for at in positions} if exported else {}
+        return {at: (tiers & -tiers).bit_length() - 1 for at, tiers in here.items() if tiers}
 
     async def end_get(self, visit: Visit) -> None:
         """The engine has its copy: everything that was held may be evicted."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import (
     Completion,
+    Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
@@ -21,8 +22,10 @@ from kvstore_tiers.base import (
     TierState,
     TierStatistics,
 )
+from kvstore_tiers.file_image import FileImage
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
+from kvstored.simulator.machine import NVME
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.virtual_time import VirtualLoop
 
@@ -46,7 +49,10 @@ class SimulatedTier(Tier):
     ) -> None:
         self.medium = medium
         is_durable = memory is MemoryKind.FILE
-        self.info = TierInfo(name, medium.spec.name, memory, is_durable=is_durable, is_mapped=is_mapped)
+        self.info = TierInfo(
+            name, medium.spec.name, memory, is_durable=is_durable, is_mapped=is_mapped,
+            lends_files=is_durable and medium.spec.name == NVME,
+        )  # fmt: skip
         self._loop = loop
         self._coming, self._going = coming, going
         self._slots = SingleSlots(capacity_bytes)
@@ -95,6 +101,12 @@ class SimulatedTier(Tier):
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         self._send(self._going, slot.nbytes, done)
 
+    def lend(self, slot: Slot, load: Load, done: Completion) -> None:
+        """The other tier knows when its read ends. There is no file."""
+        self._reads += 1
+        self._read_bytes += slot.nbytes
+        load(FileImage(-1, 0, slot.nbytes - HEADER_BYTES, slot.generation), done)
+
     def sync(self, done: Completion) -> None:
         """One latency after the last write."""
         written_ns = max(self._loop.now_ns(), self._written_ns)
@@ -111,13 +123,14 @@ class SimulatedTier(Tier):
         pass
 
     def _send(self, lane: SimulatedLane, nbytes: int, done: Completion) -> None:
-        if lane is self._coming:
+        is_write = lane is not self._going
+        if is_write:
             self._writes += 1
             self._written_bytes += nbytes
         else:
             self._reads += 1
             self._read_bytes += nbytes
         passage = lane.send(nbytes, self._loop.now_ns())
-        if lane is self._coming:
+        if is_write:
             self._written_ns = max(self._written_ns, passage.end_ns)
         self._loop.at_ns(passage.end_ns, done, Outcome(OutcomeKind.DONE, nbytes=nbytes))
