@@ -24,7 +24,7 @@ from kvstored.config.tiers import Machine as Host
 from kvstored.config.tiers.gpu import OFF
 from kvstored.policy_names import ALWAYS
 from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.machine import GPU, NVME, Machine
+from kvstored.simulator.machine import GPU, WITH_FILES, Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_gpu import SimulatedGpuTier
@@ -201,7 +201,7 @@ class NodeStore:
     ) -> SimulatedTier:
         """`below`: what the slowest tier is on, if blocks may come from there past DRAM."""
         reads_files = isinstance(section, GpuSection) and section.from_nvme != OFF
-        nvme = below if reads_files and below is not None and below.spec.name == NVME else None
+        nvme = below if reads_files and below is not None and below.spec.name in WITH_FILES else None
         tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host, nvme)
         self._from_gpu = tier.to_engine
         self.lanes += [tier.to_engine, tier.up, tier.down, *([tier.straight] if tier.straight else [])]

@@ -25,7 +25,7 @@ from kvstore_tiers.base import (
 from kvstore_tiers.file_image import FileImage
 from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.sizes import require_slot_size
-from kvstored.simulator.machine import NVME
+from kvstored.simulator.machine import WITH_FILES
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.virtual_time import VirtualLoop
 
@@ -51,7 +51,7 @@ class SimulatedTier(Tier):
         is_durable = memory is MemoryKind.FILE
         self.info = TierInfo(
             name, medium.spec.name, memory, is_durable=is_durable, is_mapped=is_mapped,
-            lends_files=is_durable and medium.spec.name == NVME,
+            lends_files=is_durable and medium.spec.name in WITH_FILES,
         )  # fmt: skip
         self._loop = loop
         self._coming, self._going = coming, going
