@@ -101,7 +101,12 @@ def test_a_tier_in_the_devices_memory_can_be_chosen(chat: Path, capsys: pytest.C
     assert all(list(row["hits_by_tier"]) == ["engine", "gpu", "dram", "nvme"] for row in rows)
     ours, without = rows[-2:]
     assert ours["hits_by_tier"]["gpu"] > 0 == without["hits_by_tier"]["gpu"]
-    assert {"gpu→engine", "dram→gpu", "gpu→dram"} <= set(ours["bytes_by_lane"]) and "gpu" in ours["utilisation"]
+    assert {"gpu→engine", "dram→gpu", "gpu→dram", "nvme→gpu"} <= set(ours["bytes_by_lane"]) and "gpu" in ours[
+        "utilisation"
+    ]
+    by_dram = ("--gpu", f"{chosen[1]},from_nvme=off")
+    other = json.loads(run(capsys, chat, *COMMON, *tiers, *by_dram, "--json"))["rows"][-2]
+    assert "nvme→gpu" not in other["bytes_by_lane"]
     shown = run(capsys, chat, *COMMON, *tiers, *chosen)
     assert "GPU HITS" in shown and re.search(r"^orchestrated +lru +dram→gpu +[1-9].* [MG]iB", shown, re.MULTILINE)
     assert re.search(r"^orchestrated +lru +gpu +[1-9]", shown, re.MULTILINE), "what it held"
@@ -130,6 +135,7 @@ def test_an_engine_that_is_too_slow_is_reported(chat: Path, capsys: pytest.Captu
         (["--tiers", "dram=1MiB"], "holds no block of"),
         (["--tiers", "engine=1MiB,dram"], "the engine's memory has 1.0 MiB for blocks"),
         (["--tiers", "engine,dram"], "engine=SIZE once"),
+        (["--tiers", "gpu=1GiB,dram", "--gpu", "from_nvme=direct"], "'direct' is unknown; known: bounce, off"),
         (["--tiers", "gpu,dram"], "gpu=SIZE too"),
         (["--tiers", "dram,nvme,gpu=1GiB"], "gpu is before dram or right after it"),
         (["--tiers", "gpu=100GiB,dram"], "gpu=100 GiB: the weights leave .* for both"),

@@ -40,8 +40,9 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     timing.add_argument(
         "--gpu", metavar="LIST",
-        help="of tier gpu: policy=lfu-ttl,admission=second-touch,rate=auto, as the daemon has them; and the link "
-        "between device and host: to-gpu=55GB/s,from-gpu=55GB/s,latency=10us (default: the profile's)",
+        help="of tier gpu: policy=lfu-ttl,admission=second-touch,rate=auto,from_nvme=bounce, as the daemon has "
+        "them (from_nvme: bounce or off); and the link between device and host: to-gpu=55GB/s,from-gpu=55GB/s,"
+        "latency=10us (default: the profile's)",
     )  # fmt: skip
     timing.add_argument("--speed", type=float, metavar="X", help="requests arrive X times as fast (default 1)")
     timing.add_argument(

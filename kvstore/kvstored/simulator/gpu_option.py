@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from kvstore_console.command_line import one_of
 from kvstore_console.units import parse_size
 from kvstored.config.tiers.base import AUTO
+from kvstored.config.tiers.gpu import BOUNCE, OFF
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.simulator.machine import MediumSpec
 from kvstored.simulator.simulated_remote import parse_seconds
 
 _FORM = "--gpu policy=lru,admission=always,rate=5GB/s,to-gpu=25GB/s,from-gpu=26GB/s,latency=10us"
-_CHOICES = {"policy": POLICIES, "admission": ADMISSIONS}
+_CHOICES = {"policy": POLICIES, "admission": ADMISSIONS, "from_nvme": (BOUNCE, OFF)}
 _RATES = {"to-gpu": "write_bytes_per_s", "from-gpu": "read_bytes_per_s"}
 
 
