@@ -80,39 +80,31 @@ def measure(quick: bool) -> list[Row]:
     rounds = 20 if quick else 200
     rows = []
     for blocks in (4, 16, 64, 512):
-        for name, copies in (("load", _load), ("store", _store)):
-            queue = copies(blocks)
+        for name, to_device in (("load", True), ("store", False)):
+            queue = _copies(blocks, to_device=to_device)
             us = median([_cpu_s(queue) for _ in range(rounds)]) * 1e6 / (blocks * LAYERS * PLANES)
             target = LIMIT if blocks >= MANY_BLOCKS else None
             rows.append(Row(f"{name}_of_{blocks}_blocks", us, "us", BUS_US, "a piece on the bus", AT_MOST, target))
     return rows
 
 
-def _load(blocks: int) -> Callable[[], None]:
-    """Build, merge and queue the copies of so many blocks into pages that are no neighbours, layer by layer."""
+def _copies(blocks: int, *, to_device: bool) -> Callable[[], None]:
+    """Build, merge and queue the copies of so many blocks, whose pages are no neighbours: into pages layer by layer, or
+    out of them, all layers at once."""
     pool, pages, slots = _places(blocks)
     device: Any = IdleDevice()
     stream = CopyStream(device, lambda runs, *_: runs)
 
-    def queue() -> None:
+    def load() -> None:
         for runs in pool.to_pages(pages, slots):
             stream.queue(runs, "to device")
             device.driver.expect(blocks * PLANES)
 
-    return queue
-
-
-def _store(blocks: int) -> Callable[[], None]:
-    """The other way, all layers at once."""
-    pool, pages, slots = _places(blocks)
-    device: Any = IdleDevice()
-    stream = CopyStream(device, lambda runs, *_: runs)
-
-    def queue() -> None:
+    def store() -> None:
         stream.queue(pool.from_pages_at_once(pages, slots), "to host")
         device.driver.expect(blocks * LAYERS * PLANES)
 
-    return queue
+    return load if to_device else store
 
 
 def _places(blocks: int) -> tuple[DevicePool, Numbers, Numbers]:

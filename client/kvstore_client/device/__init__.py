@@ -9,8 +9,9 @@ from kvstore_client.device.moment import DeviceMoment
 from kvstore_client.device.pool import DevicePool, PoolPart
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.transfers import DeviceTransfers, LayerLoad
+from kvstore_client.device.two_way import TwoWayTransfers
 
 __all__ = [
     "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",
-    "LayerLoad", "PoolPart", "RegisteredMemory",
+    "LayerLoad", "PoolPart", "RegisteredMemory", "TwoWayTransfers",
 ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Copies between the daemon's memory and planes on a CUDA device, by its copy engines, beside the step's stream.
 
 Leased blocks come from the GPU tier's chunks on the device, or from arenas in host memory; puts are filled where they
-are stored. Owns the transfers of one pool, in and out: each has a stream and a buffer of its own, so that neither waits
-for the other, and host memory is registered once for both. An engine block is a page; a storage block has several,
+are stored. Owns the transfers of one pool, in and out. An engine block is a page; a storage block has several,
 anywhere in the pool.
 Invariants: copies into blocks begin behind all that the engine's stream was given when the load was begun; a layer is
 read only behind its copies. Blocks that are put were written by steps that have ended (`forward` waits for them).
@@ -14,16 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore_client.device import (
-    CopyMeans,
-    DeviceMemory,
-    DeviceMoment,
-    DevicePool,
-    DeviceTransfers,
-    LayerLoad,
-    PoolPart,
-    RegisteredMemory,
-)
+from kvstore_client.device import DeviceMemory, DeviceMoment, DevicePool, LayerLoad, PoolPart, TwoWayTransfers
 from kvstore_client.lease import Lease
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockLoad
@@ -44,35 +34,28 @@ class DeviceCopies:
 
     def __init__(self, device: DeviceMemory, pool: BlockPool, arrivals: Arrivals, stream: Stream) -> None:
         self.device, self._arrivals, self._stream = device, arrivals, stream
-        pages = device_pool(pool)
-        with contextlib.ExitStack() as undo:
-            registered = RegisteredMemory(device)
-            undo.callback(registered.close)
-            means = []
-            for _ in range(2):
-                means.append(CopyMeans(device, pages.block_bytes, registered=registered))
-                undo.callback(means[-1].close)
-            self._loads, self._stores = (DeviceTransfers(device, pages, means=each) for each in means)
-            self._ending = undo.pop_all()
+        self._transfers = TwoWayTransfers(device, device_pool(pool))
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
         assert isinstance(lease, Lease)  # it says where its blocks are
         after = DeviceMoment(self.device, self._stream())
         sources = [(lease, block, [table]) for block, table in blocks]
-        load = _Load(self._loads.load_all(sources, after=after.event, keep=after), lease, self._arrivals, self._stream)
+        load = _Load(
+            self._transfers.loads.load_all(sources, after=after.event, keep=after), lease, self._arrivals, self._stream
+        )
         self._arrivals.add(load)
         return load
 
     def payload(self, table: list[int]) -> Payload:
-        return self._stores.payload_of(table)
+        return self._transfers.stores.payload_of(table)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until host memory that was named is registered; False when that took longer."""
-        return self._loads.registered.settle(timeout_s)
+        return self._transfers.loads.registered.settle(timeout_s)
 
     def close(self) -> None:
         """Wait for copies, unregister all memory."""
-        self._ending.close()
+        self._transfers.close()
 
 
 class _Load:

@@ -24,7 +24,7 @@ from kvstored.config.tiers import Machine as Host
 from kvstored.config.tiers.gpu import OFF
 from kvstored.policy_names import ALWAYS
 from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.machine import GPU, WITH_FILES, Machine
+from kvstored.simulator.machine import GPU, Machine
 from kvstored.simulator.media import Medium, SimulatedLane
 from kvstored.simulator.simulated_client import client_of, offer_of
 from kvstored.simulator.simulated_gpu import SimulatedGpuTier
@@ -151,8 +151,8 @@ class NodeStore:
         self._from_gpu: SimulatedLane | None = None
         for position, medium in enumerate(more):
             if medium.spec.name == GPU:
-                nvme = rest[-1] if rest and position == 0 else None
-                self.tiers.insert(position, self._make_gpu(config.tiers[position], medium, link, first, nvme))
+                below = self.tiers[-1] if position == 0 else None
+                self.tiers.insert(position, self._make_gpu(config.tiers[position], medium, link, first, below))
         writes = None
         if settings.remote is not None:
             tier = SimulatedRemoteTier(settings.remote, loop, first)
@@ -197,11 +197,11 @@ class NodeStore:
         return tiers
 
     def _make_gpu(
-        self, section: TierSection, medium: Medium, link: Medium, host: Medium, below: Medium | None
+        self, section: TierSection, medium: Medium, link: Medium, host: Medium, below: SimulatedTier | None
     ) -> SimulatedTier:
-        """`below`: what the slowest tier is on, if blocks may come from there past DRAM."""
+        """`below`: the slowest tier, if blocks may come from its files past DRAM."""
         reads_files = isinstance(section, GpuSection) and section.from_nvme != OFF
-        nvme = below if reads_files and below is not None and below.spec.name in WITH_FILES else None
+        nvme = below.medium if reads_files and below is not None and below.info.lends_files else None
         tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host, nvme)
         self._from_gpu = tier.to_engine
         self.lanes += [tier.to_engine, tier.up, tier.down, *([tier.straight] if tier.straight else [])]
@@ -276,11 +276,15 @@ class NodeStore:
     def _on_device(self, visit: Visit, blocks: int) -> dict[int, int]:
         """By position of those that the engine reads in the device's memory: the tier."""
         residency = self.store.residency
-        exported, mask = residency.exported, residency.rows.mask
-        if not exported:
+        if not residency.exported:
             return {}
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys[:blocks])
-        found = {at: mask[row] & exported for at, row in enumerate(rows) if at >= visit.in_pool}
+        return self._device_tiers({at: row for at, row in enumerate(rows) if at >= visit.in_pool})
+
+    def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
+        """By position, of those of `rows` that are in the device's memory: the tier."""
+        residency = self.store.residency
+        found = {at: residency.rows.mask[row] & residency.exported for at, row in rows.items()}
         return {at: (here & -here).bit_length() - 1 for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
@@ -302,19 +306,12 @@ class NodeStore:
                 for at in fresh:
                     visit.ready[at] = True
                 if fresh:
-                    straight = self._come_straight(answer, fresh)
+                    straight = self._device_tiers({at: answer.rows[at - answer.first] for at in fresh})
                     visit.on_device |= straight
                     arrived(len(fresh) - len(straight), len(straight))
                     visit.changed.set()
         visit.is_loading = False
         visit.changed.set()
-
-    def _come_straight(self, run: LeasedRun, positions: Sequence[int]) -> dict[int, int]:
-        """By position of those that were read to the device's memory, past DRAM: the tier."""
-        residency = self.store.residency
-        exported, mask = residency.exported, residency.rows.mask
-        here = {at: mask[run.rows[at - run.first]] & exported for at in positions} if exported else {}
-        return {at: (tiers & -tiers).bit_length() - 1 for at, tiers in here.items() if tiers}
 
     async def end_get(self, visit: Visit) -> None:
         """The engine has its copy: everything that was held may be evicted."""

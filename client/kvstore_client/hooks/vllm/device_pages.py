@@ -1,7 +1,6 @@
 """vLLM's paged pool on a CUDA device: the driver copies beside the engine's stream, which itself waits for a layer.
 
-Owns the transfers of one pool, in and out. Each has a stream and a buffer of its own, so that neither waits for the
-other; host memory is registered once for both. The engine's thread waits for the
+Owns the transfers of one pool, in and out. The engine's thread waits for the
 daemon's answer and until copies are queued, never for a copy, but at the end of a step that loads: vLLM wants to know
 then which blocks failed.
 Invariants: copies into a pool block begin behind all that the engine had queued when the load was ordered; a pool block
@@ -14,15 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from kvstore_client.device import (
-    CopyMeans,
-    DeviceMemory,
-    DeviceMoment,
-    DevicePool,
-    DeviceTransfers,
-    LayerLoad,
-    RegisteredMemory,
-)
+from kvstore_client.device import DeviceMemory, DeviceMoment, DevicePool, LayerLoad, TwoWayTransfers
 from kvstore_client.hooks.vllm.pages import HeldBlocks
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
@@ -37,15 +28,8 @@ class DevicePages:
     def __init__(self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int]) -> None:
         self._device, self._stream = device, stream
         self.block_bytes = pool.block_bytes
-        with contextlib.ExitStack() as undo:
-            registered = RegisteredMemory(device)
-            undo.callback(registered.close)
-            means = []
-            for _ in range(2):
-                means.append(CopyMeans(device, pool.block_bytes, registered=registered))
-                undo.callback(means[-1].close)
-            self.loads, self.stores = (DeviceTransfers(device, pool, means=each) for each in means)
-            self._ending = undo.pop_all()
+        self._transfers = TwoWayTransfers(device, pool)
+        self.loads, self.stores = self._transfers.loads, self._transfers.stores
 
     def now(self) -> DeviceMoment:
         return DeviceMoment(self._device, self._stream())
@@ -63,7 +47,7 @@ class DevicePages:
             finish()
 
     def close(self) -> None:
-        self._ending.close()
+        self._transfers.close()
 
 
 class DeviceLoad:
