@@ -49,6 +49,7 @@ from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion
 from kvstored.store.transfer.gate import WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits
+from kvstored.store.transfer.intake import Intake
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.lane_plan import make_lanes
 from kvstored.store.transfer.link import Link, Mover, lane_name
@@ -260,10 +261,9 @@ class Store:
         residency, made = self.residency, []
         for position, gate in self.remote_gates.items():
             if gate.shares_early:
-                link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
-                room = self.rooms[position]
-                counts = self._sharing_counts("shared_blocks")
-                made.append(Sharing(residency, link, back, room, gate, self.absences, None, self.damage, counts))
+                intake = Intake(self._link(residency.mapped, position), self.rooms[position], gate)
+                back, counts = self._link(position, residency.mapped), self._sharing_counts("shared_blocks")
+                made.append(Sharing(residency, intake, back, self.absences, self.damage, counts))
 
         on_devices = (1 << residency.mapped) - 1
 
@@ -274,11 +274,9 @@ class Store:
                     sharing.used(rows)
 
         for position in range(residency.mapped):
-            link, back = self._link(residency.mapped, position), self._link(position, residency.mapped)
-            gate, room = self._make_device_gate(position), self.rooms[position]
-            counts = self._sharing_counts("device_blocks")
-            contest = self._contests[position]
-            made.append(Sharing(residency, link, back, room, gate, None, contest, self.damage, counts))
+            intake = self._device_intake(residency.mapped, position)
+            back, counts = self._link(position, residency.mapped), self._sharing_counts("device_blocks")
+            made.append(Sharing(residency, intake, back, None, self.damage, counts))
 
         if made:
             residency.use_with(used)
@@ -292,11 +290,8 @@ class Store:
         return [at for at, tier in enumerate(self.tiers[: self.residency.mapped]) if tier.info.loads_files]
 
     def _make_straight(self, position: int) -> StraightPromotion:
-        link, gate = self._link(self.residency.durable, position), self._make_device_gate(position)
-        return StraightPromotion(
-            self.residency, link, self.rooms[position], gate, self._contests[position], self.promoter, self.damage,
-            self.counters, self.flows,
-        )  # fmt: skip
+        intake = self._device_intake(self.residency.durable, position)
+        return StraightPromotion(self.residency, intake, self.promoter, self.damage, self.counters, self.flows)
 
     def _sharing_counts(self, copied: str) -> SharingCounts:
         add = self.counters.add
@@ -304,12 +299,13 @@ class Store:
             partial(add, copied), partial(add, "device_rate_waits"), partial(add, "device_declined_blocks")
         )
 
-    def _make_device_gate(self, position: int) -> RemoteGate:
-        """Of a tier before the mapped one. Its lanes have the byte rate."""
+    def _device_intake(self, source: int, position: int) -> Intake:
+        """Of a tier before the mapped one, from the one at `source`. The lanes have the byte rate."""
         section = self.config.tier(self.residency.tiers[position])
         name = section.admission if isinstance(section, GpuSection) else SECOND_TOUCH
         admission = create_admission(name, self.residency, position, self.policies[self.residency.mapped])
-        return RemoteGate(self.residency, admission, admission, 0, self.clock, self.counters, lambda _tenant: False)
+        gate = RemoteGate(self.residency, admission, admission, 0, self.clock, self.counters, lambda _tenant: False)
+        return Intake(self._link(source, position), self.rooms[position], gate, self._contests[position])
 
     def _make_rooms_in_memory(self, demoter: Demoter, below: list[Room]) -> list[Room]:
         """The rooms of all tiers: those in memory, then `below`. Victims of the slowest are passed to `demoter`,

@@ -19,12 +19,10 @@ from typing import NamedTuple
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
 from kvstored.store.remote.absences import Absences
-from kvstored.store.transfer.contest import Contest
 from kvstored.store.transfer.damage import Damage
+from kvstored.store.transfer.intake import Intake
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.remote_gate import RemoteGate
-from kvstored.store.transfer.room import Room
 
 AT_ONCE = 8
 MOST_CHAINS = 4096  # that wait
@@ -42,24 +40,26 @@ class SharingCounts(NamedTuple):
 
 
 class Sharing:
-    """`link` leads from DRAM to the tier, `back` from it to DRAM; `room` is the tier's. `absences`: what is known of a
-    key-addressed one. `contest`: for places in one before DRAM; None: a block may take that of any other. `damage`
-    hears of blocks in DRAM that the tier found damaged."""
+    """`intake`: of the tier, from DRAM; `back` leads from it to DRAM. `absences`: what is known of a key-addressed one.
+    `damage` hears of blocks in DRAM that the tier found damaged."""
 
     def __init__(
-        self, residency: Residency, link: Link, back: Link, room: Room, gate: RemoteGate, absences: Absences | None,
-        contest: Contest | None, damage: Damage, counts: SharingCounts,
-    ) -> None:  # fmt: skip
+        self,
+        residency: Residency,
+        intake: Intake,
+        back: Link,
+        absences: Absences | None,
+        damage: Damage,
+        counts: SharingCounts,
+    ) -> None:
         self._residency = residency
-        self._link = link
+        self._intake = intake
+        self._link, self._room, self._gate = intake.link, intake.room, intake.gate
         self._back = back
-        self._room = room
-        self._gate = gate
         self._absences = absences
-        self._contest = contest
         self._damage = damage
         self._counts = counts
-        self._at_once = 1 if link.lane.settings.has_budget else AT_ONCE
+        self._at_once = 1 if self._link.lane.settings.has_budget else AT_ONCE
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
@@ -175,12 +175,12 @@ class Sharing:
 
     async def _allocate(self, row: int) -> Slot | None:
         room, nbytes, tenant = self._room, self._residency.slot_bytes(row), self._residency.tenant_of(row)
-        if self._contest is not None:
+        if self._intake.contest is not None:
             slot = room.allocate_now(nbytes, tenant)
             if slot is not None:
                 return slot
             victim, blocks = room.next_victim(nbytes, tenant), 1 + len(self._path)
-            if victim >= 0 and not self._contest.wins(row, victim, blocks):
+            if victim >= 0 and not self._intake.wins(row, victim, blocks):
                 self._counts.declined(blocks)
                 return None
         return await room.allocate(nbytes, tenant, is_patient=False)

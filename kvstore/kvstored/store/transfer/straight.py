@@ -17,13 +17,10 @@ from dataclasses import dataclass
 
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.contest import Contest
 from kvstored.store.transfer.damage import Damage
+from kvstored.store.transfer.intake import Intake
 from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.link import Link
 from kvstored.store.transfer.promote import Promoter
-from kvstored.store.transfer.remote_gate import RemoteGate
-from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 
 
@@ -37,21 +34,24 @@ class _Read:
 
 
 class StraightPromotion:
-    """`link` leads from NVMe to the tier of `room` and `gate`; `promoter` to DRAM."""
+    """`intake`: of the tier, from NVMe, with a contest; `promoter` leads to DRAM."""
 
     def __init__(
-        self, residency: Residency, link: Link, room: Room, gate: RemoteGate, contest: Contest, promoter: Promoter,
-        damage: Damage, counters: Counters, flows: Flows,
-    ) -> None:  # fmt: skip
+        self,
+        residency: Residency,
+        intake: Intake,
+        promoter: Promoter,
+        damage: Damage,
+        counters: Counters,
+        flows: Flows,
+    ) -> None:
         self._residency = residency
-        self._link = link
-        self._room = room
-        self._gate = gate
-        self._contest = contest
+        self._intake = intake
+        self._link, self._room, self._gate = intake.link, intake.room, intake.gate
         self._promoter = promoter
         self._damage = damage
         self._counters = counters
-        self._flow = flows.tiers[link.source]
+        self._flow = flows.tiers[intake.link.source]
         self._reads: dict[int, _Read] = {}  # by token
 
     @property
@@ -125,7 +125,7 @@ class StraightPromotion:
         victim = self._room.next_victim(nbytes, tenant)
         if victim < 0 or not self._residency.has(victim, self._residency.mapped):
             return False
-        if self._contest.wins(row, victim):
+        if self._intake.wins(row, victim):
             return True
         self._counters.add("device_declined_blocks")
         return False
