@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.rope import RopeConfig
@@ -44,12 +44,12 @@ class ClockedCompute:
         self.limits = limits
         self._clock = clock
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
+    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
         decodes = sum(len(piece.tokens) == 1 for piece in slices)
         prefill = sum(len(piece.tokens) for piece in slices) - decodes
         self._clock.sleep(STEP_S + decodes * DECODE_S + prefill * PREFILL_S)
         outputs = sum({"last": 1, "all": len(piece.tokens), "none": 0}[piece.outputs] for piece in slices)
-        return np.zeros((outputs, self.limits.vocabulary), np.float32)
+        return HostLogits(np.zeros((outputs, self.limits.vocabulary), np.float32))
 
 
 class _NoText:

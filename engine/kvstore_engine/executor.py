@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.executors.base import FloatArray, StepExecutor
+from kvstore_engine.executors.base import StepExecutor
+from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.graph import GraphBuilder, SequenceSlice, StepGraph, StepInputs, plan_step

@@ -248,7 +248,7 @@ class Generator:
 
     def _warm_up_step(self, count: int, blocks: list[int]) -> float:
         begin_s = time.perf_counter()
-        self.executor.forward([SequenceSlice(np.zeros(count, np.int32), 0, np.array(blocks, np.int32), "last")])
+        self.executor.step([SequenceSlice(np.zeros(count, np.int32), 0, np.array(blocks, np.int32), "last")])
         seconds = time.perf_counter() - begin_s
         self.costs.observe_batch([(count, 0)], seconds)
         return seconds

@@ -251,6 +251,20 @@ def test_logits_do_not_depend_on_chunk_size_or_company(opened: Opened) -> None:
     opened.assert_as_alone(pair[256:], executor.forward([SequenceSlice(other, 0, table)]))
 
 
+def test_logits_that_stay_where_they_are_are_the_same(opened: Opened) -> None:
+    executor, tables = opened.executor, _tables(40, 17, 16)
+    prompts = [SequenceSlice(_tokens(count, count), 0, table) for count, table in zip((40, 17, 1), tables, strict=True)]
+    decodes = [SequenceSlice(_tokens(1, 5), len(piece.tokens), piece.block_table) for piece in prompts[:2]]
+    for _ in range(3):  # a GPU records the second step of a kind, and replays the third
+        for slices in (prompts, decodes):
+            wanted, logits = executor.forward(slices).copy(), executor.step(slices)
+            tokens, values = logits.likeliest([1, 0])
+            assert tokens == wanted.argmax(1)[[1, 0]].tolist()
+            np.testing.assert_array_equal(np.array(values, np.float32), wanted.max(1)[[1, 0]])
+            np.testing.assert_array_equal(logits.rows([1]), wanted[[1]])
+            np.testing.assert_array_equal(logits.rows(range(len(slices))), wanted)
+
+
 def test_sequences_may_share_leading_blocks(opened: Opened) -> None:
     executor, common = opened.executor, _tokens(96)
     first, second = _tables(128, 128)

@@ -32,6 +32,7 @@ from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors import PoolSetup, StepSizes
+from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.loaded_model import fingerprint_of
@@ -102,11 +103,11 @@ class Engine:
         self.logits: list[Floats] = []
         self.limits = self.executor.limits
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> Floats:
+    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
         """The engine's `Compute`: as the executor has it, and kept."""
         logits = self.executor.forward(slices)
         self.logits += list(logits)
-        return logits
+        return HostLogits(logits)
 
     def obey(self, command: str, *numbers: int) -> dict[str, Any]:
         if command == "register":

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits, plan_step
 from kvstore_engine.kernels import select_kernels
@@ -95,6 +96,9 @@ class TwinCompute:
             self.max_sequences,
             self.max_context,
         )
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+        return HostLogits(self.forward(slices))
 
     def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
         inputs = plan_step(slices, self.limits)

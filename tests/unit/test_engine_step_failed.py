@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvstore_engine.batching import BatchEngine, Event, Finished, Request, RequestSettings, Token
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
@@ -34,11 +34,11 @@ class _Poisoned:
     def limits(self) -> StepLimits:
         return self._executor.limits
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
+    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
         blamed = tuple(index for index, piece in enumerate(slices) if _POISON in piece.tokens)
         if blamed:
             raise StepFailed("ggml failed: this step ended 3 workers", blamed)
-        return self._executor.forward(slices)
+        return self._executor.step(slices)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class BatchPart:
         return self.end == self.sequence.length
 
     def slice(self, block_tokens: int) -> SequenceSlice:
-        """The form in which `Compute.forward` takes it."""
+        """The form in which `Compute.step` takes it."""
         ids = self.sequence.held.ids
         if self.borrowed is not None:
             ids = ids.copy()

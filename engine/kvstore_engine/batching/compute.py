@@ -6,24 +6,22 @@ Between two calls only the engine touches the pool's planes.
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
 
 
 class Compute(Protocol):
     """The caller guarantees that the K/V before each slice is in the pool, and that no two slices write to the same
-    place. The implementation MUST have written the slices' K/V to the pool when `forward` returns. After `forward` has
+    place. The implementation MUST have written the slices' K/V to the pool when `step` returns. After `step` has
     raised, the engine MAY call it again with the same slices: nothing of the failed call counts.
     """
 
     @property
     def limits(self) -> StepLimits: ...
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
-        """Logits [outputs, vocabulary] of the wanted tokens, in the order of `slices`, for use before the next call.
+    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
+        """The logits of the wanted tokens, in the order of `slices`, for use before the next call.
 
         StepFailed names slices that cannot be computed; the others can be tried again.
         """

@@ -152,7 +152,7 @@ class BatchEngine:
         failure: StepFailed | None = None
         try:
             computing, beside_loading = self._clock(), self.restorer.is_loading
-            logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in batch.parts])
+            logits = self.compute.step([part.slice(self.pool.block_tokens) for part in batch.parts])
             compute_s = self._clock() - computing
         except StepFailed as error:
             failure = error

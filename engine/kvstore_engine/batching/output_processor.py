@@ -18,7 +18,8 @@ from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.batching.token_choice import Choice, choose, log_probabilities
+from kvstore_engine.batching.token_choice import Choice, choose, choose_one, log_probabilities, needs_row
+from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.restore import KvSession
 
 Floats = npt.NDArray[np.float32]
@@ -66,8 +67,8 @@ class OutputProcessor:
             search=search_of(request, room, self._tokenizer.end_ids),
         )
 
-    def apply(self, batch: Batch, logits: Floats) -> list[Event]:
-        """Account for what was computed and choose the next tokens. `logits`: [outputs, vocabulary]."""
+    def apply(self, batch: Batch, logits: StepLogits) -> list[Event]:
+        """Account for what was computed and choose the next tokens."""
         events: list[Event] = []
         tenants = self._scheduler.statistics.tenants
         for part in batch.parts:
@@ -75,29 +76,28 @@ class OutputProcessor:
             new = sequence.advance_to(part.end, "computed")
             tenants.charge(sequence.request.tenant, prompt_tokens=new)
             self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
-        outputs = [part.sequence for part in batch.parts if part.has_output]
-        beams = {sequence: row for row, sequence in enumerate(outputs) if sequence.search is not None}
-        drawn = logits
-        if beams:
-            drawn = logits[[row for row, sequence in enumerate(outputs) if sequence not in beams]]
-            outputs = [sequence for sequence in outputs if sequence not in beams]
-        choices = choose(drawn, [sequence.answer for sequence in outputs]) if outputs else []
+        outputs = dict(enumerate(part.sequence for part in batch.parts if part.has_output))
+        beams = {sequence: row for row, sequence in outputs.items() if sequence.search is not None}
+        drawn = {row: sequence for row, sequence in outputs.items() if sequence.search is None}
+        needed = [row for row, sequence in drawn.items() if _needs_row(sequence)]
+        whole = dict(zip(needed, logits.rows(needed), strict=True)) if needed else {}
+        choices = choose(logits, {row: sequence.answer for row, sequence in drawn.items()}, whole)
         now = self._clock()
-        for sequence, choice, row in zip(outputs, choices, drawn, strict=True):
-            events += self._continue(sequence, choice, row, now)
+        for row, sequence in drawn.items():
+            events += self._continue(sequence, choices[row], whole.get(row), now)
         for unit in [sequence.unit for sequence in beams if sequence.leads]:
-            events += self._beams.advance(unit, logits[[beams[beam] for beam in unit]])
+            events += self._beams.advance(unit, logits.rows([beams[beam] for beam in unit]))
         return events
 
-    def _continue(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
-        settings = sequence.request.settings
+    def _continue(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
         siblings: list[Sequence] = []
         failed: list[Event] = []
-        if not sequence.generated and sequence.index == 0 and settings.n > 1 and not sequence.is_forked:
+        if row is not None and _forks(sequence):
             siblings, failed = self._fork(sequence)
         events = self._take(sequence, choice, row, now)
         for sibling in siblings:
-            events += self._take(sibling, choose(row[None], [sibling.answer])[0], row, now)
+            assert row is not None  # they were forked with it
+            events += self._take(sibling, choose_one(row, sibling.answer), row, now)
         return events + failed
 
     def _fork(self, sequence: Sequence) -> tuple[list[Sequence], list[Event]]:
@@ -126,7 +126,7 @@ class OutputProcessor:
                 self._scheduler.run_queue.wait(sibling)
         return siblings, failed
 
-    def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
+    def _take(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
         """Append the chosen token to `sequence`, and end the answer where it ends."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:
@@ -145,7 +145,7 @@ class OutputProcessor:
         self._observer.token(request.id, sequence.index, now)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if request.settings.logprobs is not None:
+        if row is not None and request.settings.logprobs is not None:
             logprob, top = log_probabilities(row, token, request.settings.logprobs)
         events: list[Event] = [Token(request.id, sequence.index, token, text, logprob, top)]
         if is_stopped:
@@ -193,3 +193,15 @@ class OutputProcessor:
         usage = sequence.usage(now)
         self._observer.finished(request.id, sequence.index, reason, usage, now)
         return Finished(request.id, sequence.index, reason, usage, message, sequence.answer.finish())
+
+
+def _forks(sequence: Sequence) -> bool:
+    """Whether the first token of `sequence` begins the further answers of its request."""
+    has_more = sequence.index == 0 and sequence.request.settings.n > 1
+    return has_more and not sequence.generated and not sequence.is_forked
+
+
+def _needs_row(sequence: Sequence) -> bool:
+    """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
+    do."""
+    return needs_row(sequence.answer) or sequence.request.settings.logprobs is not None or _forks(sequence)

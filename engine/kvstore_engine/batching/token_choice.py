@@ -1,17 +1,18 @@
 """Chooses the next token of every sequence of a step from its row of logits.
 
 Owns the order: the constraint's mask, then the sampler. Log probabilities come from the row as the model gave it. Plain
-greedy rows are chosen together. It never changes the logits.
+greedy rows are chosen together, where the logits are. It never changes the logits.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer
+from kvstore_engine.executors.logits import StepLogits
 
 Floats = npt.NDArray[np.float32]
 UNSOUND = "the model produced logits that cannot be sampled: {}"
@@ -28,17 +29,14 @@ class Choice:
     is_unsound: bool = False
 
 
-def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
-    """The choice for each row of `logits`, float32 [len(answers), vocabulary]."""
-    choices: list[Choice | None] = [None] * len(answers)
-    plain = [row for row, answer in enumerate(answers) if _is_plain(answer)]
+def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, Choice]:
+    """The choice for each row of `answers`. `whole`: rows of `logits`, among them those of answers that need one."""
+    choices: dict[int, Choice] = {}
+    plain = [row for row, answer in answers.items() if not needs_row(answer)]
     if plain:
-        rows = logits if len(plain) == len(answers) else logits[plain]
-        best = rows.argmax(axis=1)
-        values = rows[np.arange(len(plain)), best]
-        for row, token, value in zip(plain, best.tolist(), values.tolist(), strict=True):
+        for row, token, value in zip(plain, *logits.likeliest(plain), strict=True):
             choices[row] = Choice(token) if math.isfinite(value) else _unsound(value)
-    return [choice or _choose_one(logits[row], answers[row]) for row, choice in enumerate(choices)]
+    return choices | {row: choose_one(whole[row], answer) for row, answer in answers.items() if row not in choices}
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
@@ -64,13 +62,15 @@ def _unsound(value: float) -> Choice:
     return Choice(0, UNSOUND.format(value), is_unsound=True)
 
 
-def _is_plain(answer: Answer) -> bool:
+def needs_row(answer: Answer) -> bool:
+    """Whether its next token needs more of its row than the likeliest token."""
     sampling = answer.sampler.settings
     greedy = sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0
-    return greedy and answer.constraint is None
+    return not greedy or answer.constraint is not None
 
 
-def _choose_one(row: Floats, answer: Answer) -> Choice:
+def choose_one(row: Floats, answer: Answer) -> Choice:
+    """The choice for a row of logits, float32 [vocabulary]."""
     most = float(row.max())  # NaN if there is one anywhere
     if not math.isfinite(most):
         return _unsound(most)

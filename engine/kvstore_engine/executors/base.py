@@ -13,13 +13,12 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice, chunk_plan
 from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class HasConfig(Protocol):
@@ -57,6 +56,10 @@ class StepExecutor(ABC):
         a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
         RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
         """
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+        """As `forward`; the logits stay where they were computed, until the next call."""
+        return HostLogits(self.forward(slices))
 
     def prefill(
         self,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_engine.errors import OperationError
 from kvstore_engine.executors import StepExecutor
+from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.server.hang_watch import HangWatch
 from kvstore_engine.worker import StepFailed
@@ -27,11 +27,11 @@ class InProcess:
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
         self._executor, self._watch, self.limits = executor, watch, executor.limits
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
-        """As `StepExecutor.forward`; a step that fails is StepFailed. OperationError: no other will do better."""
+    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
+        """As `StepExecutor.step`; a step that fails is StepFailed. OperationError: no other will do better."""
         try:
             with self._watch.watching(slices):
-                return self._executor.forward(slices)
+                return self._executor.step(slices)
         except OperationError:
             raise
         except RuntimeError as error:
@@ -46,7 +46,7 @@ class InProcess:
         blocks = pool.allocate(-(-(count + 1) // pool.block_tokens))
         try:
             for start, tokens in ((0, count), (count, 1)):
-                self.forward([SequenceSlice(np.zeros(tokens, np.int32), start, np.array(blocks, np.int32))])
+                self.step([SequenceSlice(np.zeros(tokens, np.int32), start, np.array(blocks, np.int32))])
         except StepFailed as error:
             raise OperationError(f"nothing can be computed here: {error}") from error
         finally:

@@ -17,17 +17,16 @@ from itertools import pairwise
 from typing import Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_engine.executor import Executor
 from kvstore_engine.executors.base import HasConfig
+from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice, plan_step
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model import Model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.stages.micro_batches import micro_batches
 
-FloatArray = npt.NDArray[np.float32]
 Result = TypeVar("Result")
 
 
@@ -88,6 +87,10 @@ class Pipeline:
         rows = out[: len(logits)]
         np.copyto(rows, logits)
         return rows
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+        """As `StepExecutor.step`."""
+        return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
         """Send `slices` through the stages, behind what was submitted before. The future has the logits."""

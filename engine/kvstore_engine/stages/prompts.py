@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
-from kvstore_engine.stages.pipeline import FloatArray, Pipeline
+from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restorer import Restored, StagedRestorer
 from kvstore_engine.stages.stores import StageStore
 from kvstore_engine.stages.storing import store_prefix

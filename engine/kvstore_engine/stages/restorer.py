@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore_client.restore.learned import LearnedCosts
 from kvstore_client.restore.stages import Stages
+from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.fetcher import Fetcher, Stream
@@ -27,7 +28,7 @@ from kvstore_engine.restore.link import Link
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.session import KvSession, Tokens
 from kvstore_engine.stages.finding import ABSENT, look_up
-from kvstore_engine.stages.pipeline import FloatArray, Pipeline
+from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restoration import StageSide, Step
 from kvstore_engine.stages.run import Run
 from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore

@@ -12,9 +12,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.session import Bytes, KvSession, Tokens
-from kvstore_engine.stages.pipeline import FloatArray, Pipeline, Stage
+from kvstore_engine.stages.pipeline import Pipeline, Stage
 from kvstore_engine.stages.stores import StageStore
 
 

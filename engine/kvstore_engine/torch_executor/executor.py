@@ -8,11 +8,11 @@ is raised by the step that met it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from kvstore_engine.executors.base import FloatArray, StepExecutor
+from kvstore_engine.executors.base import StepExecutor
+from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.executors.sizes import StepSizes
 from kvstore_engine.graph import SequenceSlice, StepInputs, plan_step
 from kvstore_engine.graph.step import StepLimits
@@ -24,6 +24,7 @@ from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bo
 from kvstore_engine.torch_executor.decoder import Decoder
 from kvstore_engine.torch_executor.inputs import InputMemory
 from kvstore_engine.torch_executor.library import check_answers, torch_library
+from kvstore_engine.torch_executor.logits import Computed, DeviceLogits, LogitsMemory
 from kvstore_engine.torch_executor.recordings import DecodeSteps, Recorder
 from kvstore_engine.torch_executor.weights import TorchModel
 
@@ -56,6 +57,7 @@ class TorchExecutor(StepExecutor):
         self._attention, self._decoder = attention, Decoder(model, attention)
         self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
         self.arrivals = arrivals or Arrivals(config.layers)
+        self._logits = LogitsMemory(model.device)
         self._decodes = DecodeSteps(self._decode, recorder)
         self._is_closed = False
         self.threads = sizes.threads
@@ -74,16 +76,23 @@ class TorchExecutor(StepExecutor):
         self._torch.set_num_threads(count)
 
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
+        logits = self.step(slices)
+        result = np.empty((len(logits), self.limits.vocabulary), np.float32) if out is None else out[: len(logits)]
+        if len(logits):
+            np.copyto(result, logits.rows(range(len(logits))))
+        return result
+
+    def step(self, slices: Sequence[SequenceSlice]) -> DeviceLogits:
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
         try:
-            return self._computed(inputs, slices, out)
+            return self._computed(inputs, slices)
         except RuntimeError:
             check_answers(self._model.device)
             raise
 
-    def _computed(self, inputs: StepInputs, slices: Sequence[SequenceSlice], out: FloatArray | None) -> FloatArray:
+    def _computed(self, inputs: StepInputs, slices: Sequence[SequenceSlice]) -> DeviceLogits:
         count, outputs, bucket = len(inputs.tokens), len(inputs.outputs), bucket_of(slices)
         longest = int(inputs.sequences[:, 2].max())
         with self._torch.inference_mode():
@@ -92,25 +101,17 @@ class TorchExecutor(StepExecutor):
             variant = self._attention.begin(whole)
             if bucket:
                 self.arrivals.wait_all()
-                logits = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)[:count]
+                found: Computed | None = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)
             else:
                 rows = self._inputs.rows(count, longest)
                 chosen = self._inputs.outputs(outputs) if outputs < count else None
                 logits = self._decoder.step(self._inputs.tokens(count), rows, chosen, wants_logits=outputs > 0)
-            return self._received(logits, outputs, out)
+                found = Computed.of(logits) if outputs else None
+            return self._logits.received(found.first(outputs) if found is not None else None)
 
     def close(self) -> None:
         self._decodes.drop()
         self._is_closed = True
 
-    def _decode(self, rows: int, longest_context: int) -> Any:
-        return self._decoder.step(self._inputs.tokens(rows), self._inputs.rows(rows, longest_context))
-
-    def _received(self, logits: Any, outputs: int, out: FloatArray | None) -> FloatArray:
-        """The logits in host memory; the step has ended."""
-        result = np.empty((outputs, self.limits.vocabulary), np.float32) if out is None else out[:outputs]
-        if outputs:
-            self._torch.from_numpy(result).copy_(logits)
-        if self._model.device.is_cuda:
-            self._torch.cuda.current_stream(self._model.device.torch_name).synchronize()
-        return result
+    def _decode(self, rows: int, longest_context: int) -> Computed:
+        return Computed.of(self._decoder.step(self._inputs.tokens(rows), self._inputs.rows(rows, longest_context)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore_engine.torch_executor.library import torch_library
 
-Compute = Callable[[int, int], Any]  # rows, longest context: logits
+Compute = Callable[[int, int], Any]  # rows, longest context: its results
 Replay = Callable[[], None]
 
 _MOST_KEPT = 128  # buckets times lengths of a context are about half as many
@@ -52,7 +52,7 @@ class DecodeSteps:
         self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
     def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
-        """Logits [rows, vocabulary], for use before the next call. Rows and context are a bucket's; `variant` is what
+        """The results of `rows` rows, for use before the next call. Rows and context are a bucket's; `variant` is what
         else steps of one kind have in common.
         """
         key = rows, longest_context, variant

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
@@ -33,7 +31,6 @@ from kvstore_engine.worker.patience import StepPatience
 from kvstore_engine.worker.process import WorkerDied, WorkerProcess
 from kvstore_engine.worker.setup import WorkerSetup
 
-FloatArray = npt.NDArray[np.float32]
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
 _ATTEMPTS = 3
 _START_ATTEMPTS = 5
@@ -120,6 +117,10 @@ class RemoteExecutor:
                 self._start()
         self._take_apart(slices)
         raise AssertionError("unreachable")
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+        """As `StepExecutor.step`; raises as `forward`."""
+        return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
         """Replace a worker that died between two steps."""

@@ -1,0 +1,95 @@
+"""The logits of a step on a device of torch's. Owns the pinned memory that they are copied through.
+
+Queued with the step: the largest logit of each row, which is all that a greedy choice needs. Rows are copied to host
+memory when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvstore_engine.devices import DeviceName
+from kvstore_engine.errors import OperationError
+from kvstore_engine.executors.logits import FloatArray, StepLogits
+from kvstore_engine.torch_executor.library import torch_library
+
+
+class Computed(NamedTuple):
+    """Tensors of a step on the device: `logits` float32 [rows, vocabulary], `best` int64 [rows], `most` float32
+    [rows]."""
+
+    logits: Any
+    best: Any
+    most: Any
+
+    @classmethod
+    def of(cls, logits: Any) -> Computed:
+        """With the largest of each row. Queues work, and waits for none."""
+        most, best = logits.max(dim=-1)
+        return cls(logits, best, most)
+
+    def first(self, count: int) -> Computed:
+        return Computed(*(each[:count] for each in self))
+
+
+class LogitsMemory:
+    """Host memory for the results of one executor's steps, pinned for a GPU."""
+
+    def __init__(self, device: DeviceName) -> None:
+        self._torch, self._device = torch_library(), device
+        self._best = self._new(0, self._torch.int64)
+        self._most = self._new(0, self._torch.float32)
+        self._rows = self._new(0, self._torch.float32)
+
+    def received(self, computed: Computed | None) -> DeviceLogits:
+        """Wait for the step that has these results, None: none are wanted."""
+        count = len(computed.best) if computed is not None else 0
+        if count > len(self._best):
+            self._best, self._most = self._new(count, self._torch.int64), self._new(count, self._torch.float32)
+        if computed is not None:
+            self._best[:count].copy_(computed.best, non_blocking=True)
+            self._most[:count].copy_(computed.most, non_blocking=True)
+        self._synchronize()
+        return DeviceLogits(self, computed, self._best[:count].tolist(), self._most[:count].tolist())
+
+    def fetch(self, logits: Any, rows: Sequence[int]) -> FloatArray:
+        """Rows of `logits` in host memory, until the next call."""
+        every = list(rows) == list(range(len(logits)))
+        chosen = (
+            logits if every else logits[self._torch.tensor(list(rows), dtype=self._torch.int64, device=logits.device)]
+        )
+        if chosen.numel() > len(self._rows):
+            self._rows = self._new(chosen.numel(), self._torch.float32)
+        here = self._rows[: chosen.numel()].view(chosen.shape)
+        here.copy_(chosen, non_blocking=True)
+        self._synchronize()
+        array: FloatArray = here.numpy()
+        return array
+
+    def _new(self, count: int, dtype: Any) -> Any:
+        return self._torch.empty(count, dtype=dtype, pin_memory=self._device.is_cuda)
+
+    def _synchronize(self) -> None:
+        if self._device.is_cuda:
+            self._torch.cuda.current_stream(self._device.torch_name).synchronize()
+
+
+class DeviceLogits(StepLogits):
+    """Of a step that has ended. `best`, `most`: of each row."""
+
+    def __init__(self, memory: LogitsMemory, computed: Computed | None, best: list[int], most: list[float]) -> None:
+        self._memory, self._computed, self._best, self._most = memory, computed, best, most
+
+    def __len__(self) -> int:
+        return len(self._best)
+
+    def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
+        return [self._best[row] for row in rows], [self._most[row] for row in rows]
+
+    def rows(self, rows: Sequence[int]) -> FloatArray:
+        assert self._computed is not None, "a step without wanted tokens has no rows"
+        try:
+            return self._memory.fetch(self._computed.logits, rows)
+        except RuntimeError as error:
+            raise OperationError(f"the device's logits cannot be read: {error}") from error
