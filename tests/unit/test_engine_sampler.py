@@ -118,3 +118,45 @@ def test_the_choice_is_among_the_top_k_and_inside_the_nucleus(
     weights = np.exp((logits[order].astype(float) - logits.max()) / temperature)
     mass_before = (weights / weights.sum())[: int(np.flatnonzero(order == chosen)[0])].sum()
     assert mass_before <= top_p + 1e-9
+
+
+def _allowed(logits: np.ndarray, settings: SamplingSettings) -> tuple[np.ndarray, float]:
+    """The probability of each token, by sorting, and how near top-p is to a set's."""
+    order = np.lexsort((np.arange(logits.size), -logits.astype(float)))[: settings.top_k or None]
+    weights = np.exp((logits[order].astype(float) - logits.max()) / settings.temperature)
+    distance = 1.0
+    if settings.top_p < 1:
+        bounds = np.cumsum(weights / weights.sum())
+        distance = float(np.abs(bounds - settings.top_p).min())
+        weights[int(np.searchsorted(bounds, settings.top_p)) + 1 :] = 0
+    allowed = np.zeros(logits.size)
+    allowed[order] = weights / weights.sum()
+    return allowed, distance
+
+
+@given(
+    st.integers(1, 3000),
+    st.floats(0.1, 200),
+    st.floats(0.1, 3),
+    st.one_of(st.just(0), st.integers(2, 50)),
+    st.one_of(st.just(1.0), st.floats(0.01, 1)),
+    st.integers(0, 1000),
+)
+def test_a_draw_is_what_sorting_all_would_leave_in_the_order_of_ids(
+    size: int, spread: float, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """Flat and peaked distributions, with equal logits among them."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random.standard_normal(size) * spread, 1).astype(np.float32)
+    logits[random.random(size) < 0.1] = -np.inf
+    logits[random.integers(size)] = spread
+    settings = SamplingSettings(temperature, top_k, top_p, seed)
+    allowed, distance = _allowed(logits, settings)
+    bounds = np.cumsum(allowed)
+    sampler, draws = Sampler(settings), np.random.Generator(np.random.PCG64(seed))
+    for _ in range(20):
+        chosen, draw = sampler.choose(logits), draws.random() * bounds[-1]
+        if distance > 1e-9:
+            assert allowed[chosen] > 0
+            wanted = int(np.searchsorted(bounds, draw, side="right"))
+            assert chosen == wanted or np.abs(bounds - draw).min() < 1e-9  # sums in another order
