@@ -73,6 +73,9 @@ class WatchedCopies:
     def payload(self, table: list[int]) -> Payload:
         return self.copies.payload(table)
 
+    def decoding(self, is_decoding: bool) -> None:
+        self.copies.decoding(is_decoding)
+
 
 class Engine:
     def __init__(self, socket_dir: str, kv_dtype: str, stack: ExitStack) -> None:
