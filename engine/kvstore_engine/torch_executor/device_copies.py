@@ -52,6 +52,7 @@ class DeviceCopies:
     ) -> None:
         self.device, self._arrivals, self._stream = device, arrivals, stream
         self._transfers = TwoWayTransfers(device, device_pool(pool), budget)
+        self.budget = self._transfers.budget
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
         assert isinstance(lease, Lease)  # it says where its blocks are
@@ -67,7 +68,7 @@ class DeviceCopies:
         return self._transfers.stores.payload_of(table)
 
     def decoding(self, is_decoding: bool) -> None:
-        self._transfers.budget.decoding(is_decoding)
+        self.budget.decoding(is_decoding)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until host memory that was named is registered; False when that took longer."""
