@@ -6,9 +6,10 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
 ["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
-["store-at-once", conversation, blocks] (one event behind all layers), ["crossover"] (what the kernel copies, by way),
-["load-captured", conversation, blocks] (while a stream is captured), ["store-beside-a-load", conversation, blocks,
-another] (which is loaded while the store waits for its rate),
+["store-at-once", conversation, blocks] (one event behind all layers), ["store-decoding", conversation, blocks] (while
+the engine decodes), ["store-beside-a-load", conversation, blocks, another] (which is loaded while the store waits for
+its rate), ["crossover"] (what the kernel copies, by way),
+["load-captured", conversation, blocks] (while a stream is captured),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
 ["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
 """

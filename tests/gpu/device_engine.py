@@ -105,11 +105,15 @@ class EmulatedEngine:
         return sum(part.is_made for part in self.transfers.registered._parts.values())
 
     def _store(self, number: int, pages: list[int], command: str) -> dict[str, Any]:
-        """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone."""
+        """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone;
+        "store-decoding": the engine decodes meanwhile."""
+        self.transfers.means.decoding(command == "store-decoding")
         for page, payload in zip(pages, payloads_of(number, len(pages), self.model), strict=True):
             self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
         events = [self._write(layer) for layer in range(LAYERS)]
-        payloads = [self.transfers.payload_of(page, events if command == "store" else events[-1:]) for page in pages]
+        payloads = [
+            self.transfers.payload_of(page, events[-1:] if command == "store-at-once" else events) for page in pages
+        ]
         receipt = self.session.put(
             tokens_of(number, len(pages)), payloads=payloads, payload_bytes=self.model.payload_bytes(), wait="settled"
         )
@@ -131,7 +135,7 @@ class EmulatedEngine:
         means.decoding(True)
         budget.wait("stores", 1 << 30)
         with ThreadPoolExecutor(1) as executor:
-            storing = executor.submit(self._store, number, pages[:blocks], "store")
+            storing = executor.submit(self._store, number, pages[:blocks], "store-decoding")
             assert waits.wait(30)
             with self.session.get(tokens_of(loaded, blocks)) as lease:
                 whole = self.transfers.load(lease, pages[blocks : blocks + lease.blocks]).finish()
