@@ -11,13 +11,15 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.device import LinkBudget
+from kvstore_client.device.budget import FIRST_SEEN_BYTES, SLICE_BYTES
 from kvstore_engine.kernels.cuda import Device
 from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import call
@@ -107,12 +109,20 @@ class CudaCard(Card):
         took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, nbytes, self._stream))
         return 2 * nbytes / took_s
 
+    def saturated(self, *, by_process: bool) -> AbstractContextManager[Transferred]:
+        return self._beside(_transfer, self._sizes.copied_bytes // 4, by_process=by_process)
+
+    def stored(self) -> AbstractContextManager[Transferred]:
+        return self._beside(_store, SLICE_BYTES, by_process=False)
+
     @contextmanager
-    def saturated(self, *, by_process: bool) -> Iterator[Transferred]:
+    def _beside(
+        self, copies: Callable[[int, int, Connection], None], nbytes: int, *, by_process: bool
+    ) -> Iterator[Transferred]:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         make = spawn.Process if by_process else threading.Thread
-        transfer = make(target=_transfer, args=(self._index, self._sizes.copied_bytes // 4, theirs))
+        transfer = make(target=copies, args=(self._index, nbytes, theirs))
         transfer.start()
         failure: OSError | None = ours.recv()  # once its first copy has ended
         if failure is not None:
@@ -187,3 +197,39 @@ def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
             pipe.send(moved / (time.perf_counter() - began_s))
     for stream in streams:
         driver.synchronize(stream)
+
+
+def _store(index: int, nbytes: int, pipe: Connection) -> None:
+    """Copies to the host as a client's stores make them while an engine decodes, at the rate `auto`, until the other
+    end says so; answers how fast they have been."""
+    budget = LinkBudget()
+    try:
+        driver = Driver(index)
+        source, (_kept, target) = on_device(driver, nbytes), pinned(driver, nbytes)
+        stream, run = driver.stream(), Runs.of([Run(target, source, nbytes)])
+        for _ in range(
+            FIRST_SEEN_BYTES // nbytes + 1
+        ):  # the first ones wait for nothing: they show what the link moves
+            _store_one(budget, driver, run, stream)
+    except OSError as error:
+        pipe.send(OSError(f"nothing can be transferred: {error}"))
+        return
+    pipe.send(None)
+    began_s, moved = time.perf_counter(), 0
+    while True:
+        budget.decoding(True)
+        _store_one(budget, driver, run, stream)
+        moved += nbytes
+        if pipe.poll():
+            if pipe.recv():
+                return
+            pipe.send(moved / (time.perf_counter() - began_s))
+
+
+def _store_one(budget: LinkBudget, driver: Driver, run: Runs, stream: Any) -> None:
+    nbytes = int(run.nbytes.sum())
+    budget.wait("stores", nbytes)
+    began_s = time.perf_counter()
+    driver.copy(run, to_device=False, stream=stream)
+    driver.synchronize(stream)
+    budget.seen(nbytes, time.perf_counter() - began_s)

@@ -14,13 +14,17 @@ def decode_beside_transfer(
     card: Card, batch: int = 32, context: int = 4096, layers: int = 32, steps: int = 300
 ) -> Answer:
     """Steps alone, then beside copies from a thread of the engine's process (a client's), then from another process
-    (the tier's worker)."""
+    (the tier's worker); then beside a client's stores, which keep to their budget while it decodes."""
     case = Decode.of(card, BF16, batch, context)
     alone_s = card.steps(case.queue, layers, steps)
     middle_s, high_s = percentile(alone_s, 50), percentile(alone_s, 99)
     said, figures, holds = [], {"alone p50 ms": middle_s * 1e3, "alone p99 ms": high_s * 1e3}, True
-    for name, by_process in (("a client's copies", False), ("the worker's copies", True)):
-        with card.saturated(by_process=by_process) as reached:
+    for name, copies in (
+        ("a client's copies", lambda: card.saturated(by_process=False)),
+        ("the worker's copies", lambda: card.saturated(by_process=True)),
+        ("a client's stores within their budget", card.stored),
+    ):
+        with copies() as reached:
             beside_s = card.steps(case.queue, layers, steps)
             rate = reached()
         middle, high = percentile(beside_s, 50) / middle_s, percentile(beside_s, 99) / high_s

@@ -59,3 +59,8 @@ class Card(ABC):
     def saturated(self, *, by_process: bool) -> AbstractContextManager[Transferred]:
         """While it lasts, copies from the host keep the bus busy, from a thread of this process or from a process of
         its own. What it gives says how many bytes a second they reached so far."""
+
+    @abstractmethod
+    def stored(self) -> AbstractContextManager[Transferred]:
+        """The same of copies to the host, from a thread that keeps to a client's budget (`LinkBudget`) beside an engine
+        that decodes."""

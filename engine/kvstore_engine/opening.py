@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors.base import StepExecutor
@@ -52,15 +53,18 @@ def open_executor(
 
 
 @contextlib.contextmanager
-def open_copies(executor: StepExecutor | Pipeline, device: DeviceName) -> Iterator[BlockCopies]:
+def open_copies(
+    executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO
+) -> Iterator[BlockCopies]:
     """How blocks of the daemon get into the pool of `executor`, which is on `device`, and out of it, until the block
-    ends. The sessions are to be connected with its `device`, and the engine closed before."""
+    ends; on a GPU that decodes at `store_rate`. The sessions are to be connected with its `device`, and the engine
+    closed before."""
     if device.is_torch:
         from kvstore_engine.torch_executor import open_torch_copies
         from kvstore_engine.torch_executor.executor import TorchExecutor
 
         assert isinstance(executor, TorchExecutor)
-        with open_torch_copies(executor) as copies:
+        with open_torch_copies(executor, store_rate) as copies:
             yield copies
         return
     from kvstore_engine.restore.copies import HostCopies

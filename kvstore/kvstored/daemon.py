@@ -196,6 +196,7 @@ class Daemon:
             if left:
                 log.warning("%d blocks could not be written in time; they were never called durable", left)
         self._store.mover.close()
+        self._store.reservations.close()
         for room in self._store.rooms:
             await room.settle(STOP_GRACE_S)
         await self._completions.drained()

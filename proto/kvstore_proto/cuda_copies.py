@@ -65,6 +65,16 @@ class Runs:
     def rows(self) -> Iterator[Run]:
         return map(Run, *self.columns.tolist())
 
+    def slices(self, nbytes: int) -> list[Runs]:
+        """The same copies in parts of so many bytes, or of a single larger copy."""
+        parts, begin, ends = [], 0, np.cumsum(self.nbytes)
+        while begin < len(self):
+            before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, np.uint64(before + nbytes), "right")))
+            parts.append(self[begin:end])
+            begin = end
+        return parts
+
     def merged(self) -> Runs:
         """The same copies with neighbours in one: the driver merges none, and small ones are slow."""
         (merged,) = self.merged_groups((0, len(self)))

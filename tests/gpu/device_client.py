@@ -6,7 +6,9 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["write"] (tries to write where a held block is), ["release"], ["lookup", conversation, blocks], ["arena", number],
 ["used"] (bytes of the device, by all processes), ["load", conversation, blocks] (into pages of a pool on the device),
 ["register"] (wait until host memory that was used is registered), ["store", conversation, blocks] (from the pool),
-["store-at-once", conversation, blocks] (one event behind all layers), ["crossover"] (what the kernel copies, by way),
+["store-at-once", conversation, blocks] (one event behind all layers), ["store-decoding", conversation, blocks] (while
+the engine decodes), ["store-beside-a-load", conversation, blocks, another] (which is loaded while the store waits for
+its rate), ["crossover"] (what the kernel copies, by way),
 ["load-captured", conversation, blocks] (while a stream is captured),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
 ["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
@@ -25,7 +27,7 @@ from tests.gpu.device_engine import EmulatedEngine
 from tests.gpu.vllm_engine import VllmWorker
 from tests.reference.conversations import model, payloads_of, tokens_of
 
-MODEL = model()
+MODEL = model(kib_a_block=int(os.environ.get("TEST_KIB_A_BLOCK", "16")))
 
 
 def answer(client: Client, *command: Any) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Client:
         if command.startswith("vllm."):
             assert self.worker is not None
             return self.worker.obey(command.removeprefix("vllm."), *numbers)
-        if command in ("load", "load-captured", "store", "store-at-once", "register", "registered", "crossover"):
+        if command.startswith(("load", "store", "register", "crossover")):
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)

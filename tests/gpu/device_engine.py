@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_client.device import DeviceMemory, DevicePool, DeviceTransfers
-from tests.reference.conversations import LAYERS, model, payloads_of, tokens_of
+from kvstore_client.device import CopyMeans, DeviceMemory, DevicePool, DeviceTransfers, LinkBudget
+from tests.reference.conversations import LAYERS, payloads_of, tokens_of
 
-MODEL = model()
 PAGES = 48
-LAYER_BYTES = MODEL.payload_bytes() // LAYERS
-POOL_BYTES = 2 << 20
+POOL_BYTES = 2 << 20  # with blocks of `model()`; a multiple with larger ones
 
 
 @dataclass
@@ -28,23 +28,25 @@ class DeviceArray:
 
 class EmulatedEngine:
     def __init__(self, session: Session) -> None:
-        self.session, self.device = session, session.device
-        self.address = allocate(self.device, POOL_BYTES)
+        self.session, self.device, self.model = session, session.device, session.fingerprint
+        self.layer_bytes = self.model.payload_bytes() // LAYERS
+        pool_bytes = -(-PAGES * self.model.payload_bytes() // POOL_BYTES) * POOL_BYTES
+        self.address = allocate(self.device, pool_bytes)
         halves = [self._array(layer, half) for layer in range(LAYERS) for half in range(2)]
         self.pool = DevicePool.from_tensors([(halves[2 * layer], halves[2 * layer + 1]) for layer in range(LAYERS)])
         self.transfers = DeviceTransfers(self.device, self.pool)
-        self.host = np.frombuffer(mmap.mmap(-1, POOL_BYTES), np.uint8)
-        self.layout = self.host[: PAGES * LAYERS * LAYER_BYTES].reshape(LAYERS, 2, PAGES, -1)
+        self.host = np.frombuffer(mmap.mmap(-1, pool_bytes), np.uint8)
+        self.layout = self.host[: PAGES * LAYERS * self.layer_bytes].reshape(LAYERS, 2, PAGES, -1)
         self._random, self._events = random.Random(1), list[Any]()
         self.host_address: int = self.host.__array_interface__["data"][0]
         with self.device.current():
             self.stream = self.device.call("cuStreamCreate", 1)
-            self.device.call("cuMemHostRegister", self.host_address, POOL_BYTES, 1)
+            self.device.call("cuMemHostRegister", self.host_address, pool_bytes, 1)
 
     def _array(self, layer: int, half: int) -> DeviceArray:
         """K or V of a layer: [page, byte], K and V of all pages of a layer one after the other."""
-        address = self.address + (2 * layer + half) * PAGES * LAYER_BYTES // 2
-        shape = (PAGES, LAYER_BYTES // 4)
+        address = self.address + (2 * layer + half) * PAGES * self.layer_bytes // 2
+        shape = (PAGES, self.layer_bytes // 4)
         return DeviceArray({"shape": shape, "typestr": "<f2", "data": (address, False), "strides": None, "version": 3})
 
     def obey(self, command: str, *numbers: int) -> dict[str, Any]:
@@ -56,6 +58,8 @@ class EmulatedEngine:
             return dict(self.transfers.means.crossover.settled())
         if command == "load-captured":
             return self._captured(*numbers)
+        if command == "store-beside-a-load":
+            return self._store_beside_a_load(*numbers)
         number, blocks = numbers
         pages = self._random.sample(range(PAGES), blocks)
         return self._load(number, pages) if command == "load" else self._store(number, pages, command)
@@ -75,7 +79,7 @@ class EmulatedEngine:
                 valid = load.finish()
                 load.wait(0, int(self.stream))  # nothing is left to wait for, and no event is there any more
             on_device = sum(bool(lease.device_address(block)) for block in range(lease.blocks))
-        expected = payloads_of(number, len(pages), MODEL)
+        expected = payloads_of(number, len(pages), self.model)
         right = all(bool((self._page(page) == each).all()) for page, each in zip(pages, expected, strict=True))
         return {
             "blocks": len(pages), "on_device": on_device, "right": right, "valid": valid,
@@ -101,35 +105,71 @@ class EmulatedEngine:
         return sum(part.is_made for part in self.transfers.registered._parts.values())
 
     def _store(self, number: int, pages: list[int], command: str) -> dict[str, Any]:
-        """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone."""
-        for page, payload in zip(pages, payloads_of(number, len(pages), MODEL), strict=True):
+        """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone;
+        "store-decoding": the engine decodes meanwhile."""
+        self.transfers.means.decoding(command == "store-decoding")
+        for page, payload in zip(pages, payloads_of(number, len(pages), self.model), strict=True):
             self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
         events = [self._write(layer) for layer in range(LAYERS)]
-        payloads = [self.transfers.payload_of(page, events if command == "store" else events[-1:]) for page in pages]
+        payloads = [
+            self.transfers.payload_of(page, events[-1:] if command == "store-at-once" else events) for page in pages
+        ]
         receipt = self.session.put(
-            tokens_of(number, len(pages)), payloads=payloads, payload_bytes=MODEL.payload_bytes(), wait="settled"
+            tokens_of(number, len(pages)), payloads=payloads, payload_bytes=self.model.payload_bytes(), wait="settled"
         )
         return {"stored": receipt.visible_blocks}
+
+    def _store_beside_a_load(self, number: int, blocks: int, loaded: int) -> dict[str, Any]:
+        """Store while the engine decodes and the rate allows nothing; load another conversation meanwhile, all of it;
+        then decode ends. Both use the same stream and buffer."""
+        waits = threading.Event()
+
+        def until_told(changed: threading.Condition, timeout_s: float) -> None:
+            waits.set()
+            changed.wait()
+
+        budget = LinkBudget(1, clock=lambda: 0.0, wait=until_told)
+        means = CopyMeans(self.device, self.pool.block_bytes, budget=budget)
+        self.transfers = DeviceTransfers(self.device, self.pool, means=means)
+        pages = self._random.sample(range(PAGES), 2 * blocks)
+        means.decoding(True)
+        budget.wait("stores", 1 << 30)
+        with ThreadPoolExecutor(1) as executor:
+            storing = executor.submit(self._store, number, pages[:blocks], "store-decoding")
+            assert waits.wait(30)
+            with self.session.get(tokens_of(loaded, blocks)) as lease:
+                whole = self.transfers.load(lease, pages[blocks : blocks + lease.blocks]).finish()
+            waited = not storing.done()
+            means.decoding(False)
+            found = storing.result()
+        for layer in range(LAYERS):
+            self._read(layer)
+        with self.device.current():
+            self.device.call("cuStreamSynchronize", self.stream)
+        expected = payloads_of(loaded, lease.blocks, self.model)
+        right = all(bool((self._page(page) == each).all()) for page, each in zip(pages[blocks:], expected, strict=True))
+        means.close()
+        return found | {"waited": waited, "loaded": lease.blocks, "right": right and whole}
 
     def _page(self, page: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self.layout[:, :, page].reshape(-1)
 
     def _read(self, layer: int) -> None:
         """All pages of a layer, into host memory, on the engine's stream."""
-        offset = layer * PAGES * LAYER_BYTES
+        offset = layer * PAGES * self.layer_bytes
         with self.device.current():
             place = self.device.driver.CUdeviceptr(self.address + offset)
             self.device.call(
-                "cuMemcpyDtoHAsync", self.host_address + offset, place, PAGES * LAYER_BYTES, self.stream
+                "cuMemcpyDtoHAsync", self.host_address + offset, place, PAGES * self.layer_bytes, self.stream
             )  # fmt: skip
 
     def _write(self, layer: int) -> int:
         """The other way, with an event behind it."""
-        offset = layer * PAGES * LAYER_BYTES
+        offset = layer * PAGES * self.layer_bytes
         with self.device.current():
             place = self.device.driver.CUdeviceptr(self.address + offset)
             self.device.call(
-                "cuMemcpyHtoDAsync", place, self.host_address + offset, PAGES * LAYER_BYTES, self.stream
+                "cuMemcpyHtoDAsync", place, self.host_address + offset, PAGES * self.layer_bytes, self.stream
             )  # fmt: skip
             event = self.device.call("cuEventCreate", 2)
             self.device.call("cuEventRecord", event, self.stream)

@@ -5,7 +5,8 @@ wait for the step's stream.
 
 Commands: ["open", K/V type], which also says whether the device makes copies of its own; then, with the number of a
 prompt and its tokens, ["store", ...] (compute and put it, and compare with what the processor would have put),
-["answer", ...] (restore it by the batch engine, beside the first step), ["answer while the lease ends", ...];
+["answer", ...] (restore it by the batch engine, beside the first step), ["answer while the lease ends", ...],
+["answer and store", ...] (by the batch engine, whose stores have spent their rate while it decodes);
 ["register"] (wait until host memory is registered).
 """
 
@@ -17,7 +18,8 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,9 @@ class WatchedCopies:
     def payload(self, table: list[int]) -> Payload:
         return self.copies.payload(table)
 
+    def decoding(self, is_decoding: bool) -> None:
+        self.copies.decoding(is_decoding)
+
 
 class Engine:
     def __init__(self, socket_dir: str, kv_dtype: str, stack: ExitStack) -> None:
@@ -102,9 +107,11 @@ class Engine:
         self.computed: dict[int, tuple[list[int], Floats]] = {}  # of each prompt: the answer, its logits
         self.logits: list[Floats] = []
         self.limits = self.executor.limits
+        self.before_step: Callable[[], object] = lambda: None
 
     def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
         """The engine's `Compute`: as the executor has it, and kept."""
+        self.before_step()
         logits = self.executor.forward(slices)
         self.logits += list(logits)
         return HostLogits(logits)
@@ -118,6 +125,8 @@ class Engine:
         tokens = np.random.default_rng(1000 + number).integers(3, vocabulary, count).astype(np.int32)
         if command == "store":
             return self._store(number, tokens)
+        if command == "answer and store":
+            return self._answer_and_store(number, tokens)
         self.copies.is_ending = command == "answer while the lease ends"
         return self._answer(number, tokens)
 
@@ -148,6 +157,31 @@ class Engine:
             same = [np.array_equal(lease.payload(at), payload) for at, payload in enumerate(expected)]
         self.pool.free(table)
         return {"stored": receipt.visible_blocks, "same bytes": len(same) == len(tables) and all(same)}
+
+    def _answer_and_store(self, number: int, tokens: npt.NDArray[np.int32]) -> dict[str, Any]:
+        """The last step waits until a store waits for its rate, which has been spent."""
+        assert isinstance(self.copies.copies, DeviceCopies)
+        budget, steps = self.copies.copies.budget, itertools.count(1)
+        budget.decoding(True)
+        assert budget.wait("stores", 1 << 40)
+
+        def before_step() -> None:
+            is_last, ends_s = next(steps) == ANSWER, time.monotonic() + 30
+            while is_last and not budget.waits["stores"] and time.monotonic() < ends_s:
+                time.sleep(0.001)
+                budget.decoding(True)
+
+        self.logits.clear()
+        engine = BatchEngine(self, self.pool, self.tokenizer, sessions=lambda tenant: self.session, copies=self.copies)
+        with contextlib.closing(engine):
+            engine.add(request("asks", tokens, ANSWER))
+            self.before_step = before_step
+            outcome = run(engine)
+            self.before_step = lambda: None
+            engine.drain()
+            counts = dict(engine.storer.counts)
+        self.computed[number] = outcome.tokens["asks", 0], np.array(self.logits[-ANSWER:])
+        return {"waits": budget.waits["stores"], "statuses": counts, "limited": budget.limits("stores")}
 
     def _answer(self, number: int, tokens: npt.NDArray[np.int32]) -> dict[str, Any]:
         free = np.flatnonzero(self.pool.free_flags).tolist()

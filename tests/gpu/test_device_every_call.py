@@ -27,7 +27,7 @@ __all__ = ["path"]  # the fixture
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ON_DEVICE, MEMORY_BYTES, LONGEST_S = 1, 64 << 20, 60.0  # the number of a conversation
 FAILS, BREAKS, HANGS, KILLS = "801", "700", "hang", "kill"
-SITUATIONS = ("import", "load from the device", "load from host memory", "store")
+SITUATIONS = ("import", "load from the device", "load from host memory", "store", "store while the engine decodes")
 
 
 class Bench:
@@ -65,7 +65,7 @@ class Bench:
                 put_many(self.session, range(self._number, self._number + 1))
                 return client("load", self._number, BLOCKS)
             case _:
-                answer = client("store", self._number, BLOCKS)
+                answer = client("store" if situation == "store" else "store-decoding", self._number, BLOCKS)
                 whole(self.session, self._number)  # asserts that what is there is right
                 return answer
 

@@ -64,3 +64,12 @@ def test_pages_are_stored_once_the_engine_has_written_them(daemon: RunningDaemon
             assert whole(session, number)
             assert client("register")["settled"], "the next ones are copied straight into their slots"
             assert client("load", number, BLOCKS)["right"]
+
+
+def test_a_store_of_an_engine_that_decodes_ends_whole_and_holds_up_no_load(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as client:
+        put_conversation(session, 1, BLOCKS, wait="settled")
+        for number in (2, 3):  # by the buffer, then straight
+            found = client("store-beside-a-load", number, BLOCKS, 1)
+            assert found == {"stored": BLOCKS, "waited": True, "loaded": BLOCKS, "right": True}
+            assert whole(session, number)

@@ -65,6 +65,17 @@ def test_a_prompt_is_restored_from_arenas_and_from_the_device_to_the_bit(
             assert client("answer", 1, TOKENS) == RIGHT | {"on_device": 3}
 
 
+def test_what_is_stored_while_the_engine_decodes_waits_for_its_rate_and_comes_when_it_ends(
+    daemon: RunningDaemon, complaints: Path
+) -> None:
+    with complaints.open("w") as stderr, device_client(daemon, module=MODULE, stderr=stderr) as client:
+        _opened(client)
+        found = client("answer and store", 1, TOKENS)
+        assert found == {"waits": found["waits"], "statuses": {"stored": 3}, "limited": False} and found["waits"]
+        found = client("answer", 1, TOKENS)
+        assert found | {"to the bit": True, "on_device": 0} == RIGHT | {"on_device": 0}
+
+
 def test_what_a_step_read_under_a_lease_that_ended_does_not_count(daemon: RunningDaemon, complaints: Path) -> None:
     with complaints.open("w") as stderr, device_client(daemon, module=MODULE, stderr=stderr) as client:
         _opened(client)

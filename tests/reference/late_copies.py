@@ -45,6 +45,7 @@ class LateCopies:
     loads: list[LateLoad] = field(default_factory=list)
     steps_wait: bool = True
     device: None = None
+    decodes: list[bool] = field(default_factory=list)  # what the engine said before its steps
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> LateLoad:
         for _, table in blocks:
@@ -60,3 +61,6 @@ class LateCopies:
 
     def payload(self, table: list[int]) -> Payload:
         return HostCopies(self.pool).payload(table)
+
+    def decoding(self, is_decoding: bool) -> None:
+        self.decodes.append(is_decoding)

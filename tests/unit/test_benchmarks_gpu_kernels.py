@@ -47,7 +47,7 @@ class HostCard:
         self._times_s, self._copied_bytes_s = times_s or [], copied_bytes_s
         self._steps_s, self._batches_s = steps_s or [], batches_s or []
         self.batches: list[list[tuple[int, int, int]]] = []
-        self.transfers: list[bool] = []  # by a process?
+        self.transfers: list[str] = []  # whose, in order
 
     def place(self, array: Array) -> int:
         copied = placed(array)
@@ -81,8 +81,13 @@ class HostCard:
 
     @contextmanager
     def saturated(self, *, by_process: bool) -> Iterator[Callable[[], float]]:
-        self.transfers.append(by_process)
+        self.transfers.append("worker" if by_process else "client")
         yield lambda: 50e9
+
+    @contextmanager
+    def stored(self) -> Iterator[Callable[[], float]]:
+        self.transfers.append("stores")
+        yield lambda: 12.5e9
 
 
 @pytest.mark.slow
@@ -133,12 +138,15 @@ def test_every_kernel_is_launched_for_the_tools_and_checked() -> None:
 def test_a_step_is_judged_beside_a_transfer() -> None:
     from support.gpu_beside import decode_beside_transfer
 
-    card = HostCard(steps_s=[[1e-3] * 4, [1.02e-3, 1e-3, 1e-3, 3e-3], [1.04e-3] * 4])
+    card = HostCard(steps_s=[[1e-3] * 4, [1.02e-3, 1e-3, 1e-3, 3e-3], [1.04e-3] * 4, [1.01e-3] * 4])
     answer = decode_beside_transfer(card, batch=1, context=16, layers=2, steps=4)
     assert answer.holds and "a client's copies (50.0 GB/s) p50 1.00x, p99 3.00x" in answer.says
-    assert card.transfers == [False, True]
-    card = HostCard(steps_s=[[1e-3], [1e-3], [1.06e-3]])
-    assert not decode_beside_transfer(card, batch=1, context=16, layers=2, steps=1).holds
+    assert "a client's stores within their budget (12.5 GB/s) p50 1.01x" in answer.says
+    assert card.transfers == ["client", "worker", "stores"]
+    for slow in (1, 2):
+        beside_s = [[1.06e-3 if at == slow else 1e-3] for at in range(3)]
+        card = HostCard(steps_s=[[1e-3], *beside_s])
+        assert not decode_beside_transfer(card, batch=1, context=16, layers=2, steps=1).holds
 
 
 @pytest.mark.slow

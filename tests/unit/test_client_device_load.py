@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, LayerLoad, PoolPart
+from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, LayerLoad, LinkBudget, PoolPart
 from kvstore_client.device.stores import Stores
 from kvstore_client.errors import KVStoreError
 from kvstore_client.lease import Lease
@@ -56,7 +56,7 @@ class Means:
     """Of nothing that is registered. The next user of the buffer comes as soon as it may."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.stream = device, Stream()
+        self.device, self.stream, self.budget = device, Stream(), LinkBudget()
         self.buffer = np.zeros(4096, np.uint8)
         self.buffer_address: int = self.buffer.__array_interface__["data"][0]
         self.registered = SimpleNamespace(take=lambda *_: None)

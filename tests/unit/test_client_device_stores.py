@@ -19,6 +19,7 @@ from kvstore_client.device import (
     DeviceError,
     DevicePool,
     DeviceTransfers,
+    LinkBudget,
     PoolPart,
     RegisteredMemory,
 )
@@ -41,6 +42,8 @@ class Device:
         self.driver = self
         self.mappings = HostMappings()
         self.queued: list[tuple[int, int, int]] = []
+        self.most_queued_bytes = 0
+        self.priorities: list[int] = []  # of streams, in order
         self.waits = 0
         self.fails = self.refuses = self.knows_nothing = False
         self.streams = 0
@@ -64,7 +67,10 @@ class Device:
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, _: int) -> tuple[int]:  # noqa: N802
         self.queued.append((to, source, nbytes))
+        self.most_queued_bytes = max(self.most_queued_bytes, sum(run[2] for run in self.queued))
         return (0,)
+
+    cuMemcpyHtoDAsync = cuMemcpyDtoHAsync  # noqa: N815
 
     def cuStreamSynchronize(self, _: int) -> tuple[int]:  # noqa: N802
         self.waits += 1
@@ -77,7 +83,8 @@ class Device:
             ctypes.memmove(*run)
         return (0,)
 
-    def cuStreamCreateWithPriority(self, *_: int) -> tuple[int, int]:  # noqa: N802
+    def cuStreamCreateWithPriority(self, _: int, priority: int) -> tuple[int, int]:  # noqa: N802
+        self.priorities.append(priority)
         self.streams += 1
         return 0, self.streams
 
@@ -105,14 +112,16 @@ class Device:
 class Engine:
     """A pool whose pages have random bytes, and staging memory with a slot for each."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, budget: LinkBudget | None = None) -> None:
         self.block_bytes, self.slot_bytes = block_bytes, HEADER_BYTES + block_bytes
         self.pages = np.random.default_rng(1).integers(0, 256, (LAYERS, PAGES, block_bytes // LAYERS), dtype=np.uint8)
         first, layer_bytes = self.pages.__array_interface__["data"][0], block_bytes // LAYERS
         parts = [[PoolPart(first + at * PAGES * layer_bytes, layer_bytes, layer_bytes)] for at in range(LAYERS)]
         self.device = Device()
         anything: Any = self.device
-        self.transfers = DeviceTransfers(anything, DevicePool(parts, PAGES))
+        self.pool = DevicePool(parts, PAGES)
+        self.means = CopyMeans(anything, block_bytes, budget=budget)
+        self.transfers = DeviceTransfers(anything, self.pool, means=self.means)
         self.staging = np.zeros(PAGES * self.slot_bytes, np.uint8)
 
     def put(self) -> int:
@@ -133,7 +142,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     made = Engine(64 << 10)
     yield made
-    made.transfers.close()
+    made.means.close()
 
 
 def test_many_blocks_are_waited_for_once_by_way_of_the_buffer_and_without(engine: Engine) -> None:
@@ -152,7 +161,7 @@ def test_blocks_that_the_buffer_has_no_room_for_wait_for_those_before_them() -> 
     engine.device.refuses = True
     assert engine.put() == PAGES // 2
     assert np.array_equal(engine.stored, engine.pages)
-    engine.transfers.close()
+    engine.means.close()
 
 
 @pytest.mark.parametrize("is_registered", [False, True])

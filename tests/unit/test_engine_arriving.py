@@ -130,3 +130,17 @@ def test_blocks_are_not_free_before_the_copies_into_them_have_ended(session: Mem
     engine.add(request("again", _prompt(200), 4, store=False))
     assert run(engine).tokens["again", 0] == answer_alone(_prompt(200), 4)
     engine.close()
+
+
+def test_copies_hear_before_each_step_whether_it_continues_answers(session: MemorySession) -> None:
+    engine, _, copies = _engine(session)
+    engine.add(request("asks", _prompt(200, 3), 4, store=False))
+    run(engine)
+    first = copies.decodes.index(True)
+    assert first and not any(copies.decodes[:first]), "while the prompt is computed"
+    assert copies.decodes[first:] == [True, True, True, False], "the last answer has ended, and nothing decodes"
+    engine.add(request("ends", _prompt(200, 4), 4, store=False))
+    while not copies.decodes[-1]:
+        engine.step()
+    engine.close()
+    assert not copies.decodes[-1], "what is still stored is waited for"

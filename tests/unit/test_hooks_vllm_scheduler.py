@@ -272,3 +272,18 @@ def test_after_a_stop_nothing_is_loaded_or_stored() -> None:
     assert side.matched_tokens(asked, 0) == (0, False)
     side.admitted(asked, 0, TABLE)
     assert not side.orders(step(new={"r": (0, 22)})).saves
+
+
+def test_a_step_says_how_many_requests_continue_their_answers() -> None:
+    side = side_of(store_with(TOKENS, 0))
+    for name in ("r", "unnamed"):
+        side.matched_tokens(request(name, TOKENS, prompt_embeds=None if name == "r" else object()), 0)
+    tables = {"r": TABLE, "unnamed": TABLE}
+    assert side.orders(Step(new={"r": (0, 12), "unnamed": (0, 22)}, tables=tables).output()).decodes == 0
+    assert side.orders(Step(running={"r": (12, 10), "unnamed": (22, 1)}, tables=tables).output()).decodes == 1
+    assert side.orders(Step(running={"r": (22, 1), "unnamed": (23, 1)}, tables=tables).output()).decodes == 2
+    assert side.orders(Step(running={}, tables=tables).output()).decodes == 0
+    answered = request("r", [*TOKENS, 7, 8], num_output_tokens=2, num_preemptions=1)
+    side.matched_tokens(answered, 0)
+    assert side.orders(Step(running={"r": (0, 20)}, tables=tables).output()).decodes == 0, "its prompt is computed anew"
+    assert side.orders(Step(running={"r": (22, 2)}, tables=tables).output()).decodes == 1

@@ -35,6 +35,9 @@ def test_what_is_set_is_taken() -> None:
         ({"lookup_deadline_ms": True}, "lookup_deadline_ms must be int, got True"),
         ({"staging_mib": 0}, "staging_mib must be positive, got 0"),
         ({"socket": None}, "socket must be str, got None"),
+        ({"store_rate": "fast"}, "store_rate: a rate is auto, off or bytes a second such as 2GiB, got 'fast'"),
+        ({"load_rate": "0"}, "load_rate: a rate is auto, off or bytes a second such as 2GiB, got '0'"),
+        ({"store_rate": 5}, "store_rate must be str, got 5"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(extra: dict[str, object], words: str) -> None:
@@ -59,4 +62,6 @@ def test_every_setting_is_documented_with_its_default() -> None:
     assert set(rows) == {item.name for item in fields(Settings)}
     numbers = {name: value for name, value in asdict(Settings()).items() if type(value) is int}
     assert {name: int(rows[name]) for name in numbers} == numbers
+    assert (rows["store_rate"], rows["load_rate"]) == ("`auto`", "`off`")
+    assert (Settings().store_rate, Settings().load_rate) == ("auto", "off")
     assert rows["read_only"] == "`false`" and Settings().read_only is False

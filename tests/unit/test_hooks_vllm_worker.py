@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore_client.device import LinkBudget
 from kvstore_client.hooks.vllm.identity import Extras, derived_keys
 from kvstore_client.hooks.vllm.layout import PagedLayers
 from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
@@ -25,11 +28,18 @@ PATIENCE_S = 20.0
 class Engine:
     """A pool of two layers and 16 blocks, and the half that is tested. `said` collects its complaints."""
 
-    def __init__(self, store: KeyedStore, *, saves: bool = True, reuse_wait_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        store: KeyedStore,
+        *,
+        saves: bool = True,
+        reuse_wait_s: float = PATIENCE_S,
+        pages: Callable[[Any], PagedLayers] = lambda memory: PagedLayers(list(memory)),
+    ) -> None:
         self.store = store
         self.memory = np.random.default_rng(5).integers(1, 256, (2, 16, 4), dtype=np.uint8)
         self.said: list[str] = []
-        pool = PagedLayers(list(self.memory))
+        pool = self.pages = pages(self.memory)
         self.saver = Saver(store, pool, deadline_s=5.0, say=self.said.append)
         self.side = WorkerSide(
             store,
@@ -275,3 +285,44 @@ def test_an_engine_whose_memory_cannot_be_copied_goes_on_without_a_worker(error:
     options: dict[str, Any] = {"save_deadline_s": 5.0, "reuse_wait_s": 5.0, "say": reasons.append}
     assert open_worker(KeyedStore(), fail, refuse=reasons.append, **options) is None
     assert reasons == [f"its KV memory cannot be copied: {error}"]
+
+
+class BudgetedPages(PagedLayers):
+    """Blocks are copied out at a rate that never allows a second one."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__(list(memory))
+        self.waits = threading.Event()
+        self.budget = LinkBudget(1, clock=lambda: 0.0, wait=self._wait)
+
+    def _wait(self, changed: threading.Condition, timeout_s: float) -> None:
+        self.waits.set()
+        changed.wait()
+
+    def decoding(self, is_decoding: bool) -> None:
+        self.budget.decoding(is_decoding)
+
+    def hurried(self) -> AbstractContextManager[None]:
+        return self.budget.lifted("stores")
+
+    def gather(self, block_id: int, destination: Any) -> None:
+        self.budget.wait("stores", 1 << 30)
+        super().gather(block_id, destination)
+
+
+@pytest.mark.parametrize("end", ["a step that decodes no more", "the request has ended"])
+def test_stores_that_wait_for_their_rate_hold_no_step_up(end: str) -> None:
+    store = KeyedStore()
+    engine = Engine(store, pages=BudgetedPages)
+    pages = engine.pages
+    assert isinstance(pages, BudgetedPages)
+    engine.side.before_step(StepOrders(tokens=1, decodes=1))
+    engine.side.save([save_of(0, 3, 4)])
+    assert pages.waits.wait(PATIENCE_S)
+    assert engine.stored(2) == [engine.block(3), None]
+    ended = end == "the request has ended"
+    engine.side.before_step(StepOrders(tokens=1, decodes=int(ended), ended=("r",) if ended else ()))
+    if ended:
+        assert engine.stored(2) == [engine.block(3), engine.block(4)], "in time: the step waited, and so not the copies"
+    assert engine.saver.drain(PATIENCE_S)
+    assert engine.stored(2) == [engine.block(3), engine.block(4)]

@@ -285,6 +285,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
         ["--max-sequences", "257"],
         ["--drain-s", "-1"],
         ["--hung-after-s", "0"],
+        ["--store-rate", "fast"],
     ],
 )
 def test_options_out_of_range_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 Imported only where a session is opened with `device`; the library is `cuda-bindings`: pip install 'kvstored[gpu]'.
 """
 
+from kvstore_client.device.budget import LinkBudget
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
 from kvstore_client.device.moment import DeviceMoment
@@ -13,5 +14,5 @@ from kvstore_client.device.two_way import TwoWayTransfers
 
 __all__ = [
     "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",
-    "LayerLoad", "PoolPart", "RegisteredMemory", "TwoWayTransfers",
+    "LayerLoad", "LinkBudget", "PoolPart", "RegisteredMemory", "TwoWayTransfers",
 ]  # fmt: skip

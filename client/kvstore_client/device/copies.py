@@ -19,13 +19,13 @@ Small = Callable[[Runs, Way, Any], Runs]
 
 class CopyStream:
     """`queue_small` queues what the kernel shall copy and returns the others (`Crossover`). The stream's kernels come
-    before those of streams of less priority, such as an engine's: few as they are, they would wait for a whole prefill.
-    Raises DeviceError."""
+    before those of streams of less `priority`, such as an engine's: few as they are, they would wait for a whole
+    prefill. Raises DeviceError."""
 
-    def __init__(self, device: DeviceMemory, queue_small: Small) -> None:
+    def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
         self._device, self._queue_small = device, queue_small
         self._copies = CopyQueue(device.driver)
-        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, HIGHEST_PRIORITY)
+        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
 
     def queue(self, runs: Runs, way: Way) -> None:
         """Queue copies, in no order among them."""

@@ -1,9 +1,12 @@
-"""What all copies of a session to and from its device share: a stream, a pinned buffer, and registered host memory.
+"""What all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory, and the
+budget that they have on the link.
 
 Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
-`registered`, which is then their maker's to close, after them. Owns all three otherwise, until `close`.
+`registered`, which is then their maker's to close, after them. A `budget` that is given is its maker's, too, to close
+before them. Owns all four otherwise, until `close`.
 Where nothing refers to them any more, they end without it: the buffer is never unmapped while registered.
-Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`.
+Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`. No store waits
+for its rate in there.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_client.device.budget import LinkBudget
 from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.crossover import Crossover
-from kvstore_client.device.gather import FOR_KERNELS
+from kvstore_client.device.gather import FOR_KERNELS, HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
@@ -29,15 +33,22 @@ BUFFER_BYTES = 8 << 20
 
 
 class CopyMeans:
-    """`least_bytes`: of the buffer, for host memory that is not registered yet. Raises DeviceError."""
+    """`least_bytes`: of the buffer, for host memory that is not registered yet. `priority`: of the stream. Raises
+    DeviceError."""
 
     def __init__(
-        self, device: DeviceMemory, least_bytes: int = 0, *, registered: RegisteredMemory | None = None
+        self,
+        device: DeviceMemory,
+        least_bytes: int = 0,
+        *,
+        registered: RegisteredMemory | None = None,
+        budget: LinkBudget | None = None,
+        priority: int = HIGHEST_PRIORITY,
     ) -> None:
         self.device = device
         self.crossover = Crossover(device)
         with device.current(), contextlib.ExitStack() as undo:
-            self.stream = CopyStream(device, self.crossover.queue_small)
+            self.stream = CopyStream(device, self.crossover.queue_small, priority)
             undo.callback(device.quietly, "cuStreamDestroy", self.stream.handle)
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
@@ -49,12 +60,21 @@ class CopyMeans:
         self._owned = self.registered if registered is None else None
         self._ending = weakref.finalize(self, _end, device, self.stream.handle, self.buffer, self._owned)
         self._ending.atexit = False  # the driver may be gone already then
-        self.stores = Stores(self.stream, self.registered, self.buffer)  # for the thread that holds `using`
+        self.budget = budget or LinkBudget()
+        self._owned_budget = self.budget if budget is None else None
+        # For the thread that holds `using`.
+        self.stores = Stores(self.stream, self.registered, self.buffer, seen=self.budget.seen)
         self.using = threading.Lock()
         self._is_closed = False
 
+    def decoding(self, is_decoding: bool) -> None:
+        """As `LinkBudget.decoding`: the engine says before each step whether it decodes."""
+        self.budget.decoding(is_decoding)
+
     def close(self) -> None:
         """Wait for copies, unregister all memory. Idempotent."""
+        if self._owned_budget is not None:
+            self._owned_budget.close()
         with self.using:
             if self._is_closed:
                 return

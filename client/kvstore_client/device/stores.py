@@ -3,12 +3,13 @@
 Owns which are under way, and which parts of the buffer they have. Takes no lock and makes no context current: the
 caller has done both.
 Invariants: a part of the buffer is given out anew only once its bytes have been taken; a registration is given back
-once, when the copies have ended; each payload knows then whether they went well.
+once, when the copies have ended; each payload knows then whether they went well. Nothing here waits for a rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,19 +61,33 @@ class _Collected:
 
 
 class Stores:
-    """On `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least."""
+    """On `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least. `seen` hears
+    how long so many bytes took, where nothing else is in that time."""
 
-    def __init__(self, stream: CopyStream, registered: RegisteredMemory, buffer: Bytes) -> None:
+    def __init__(
+        self,
+        stream: CopyStream,
+        registered: RegisteredMemory,
+        buffer: Bytes,
+        *,
+        seen: Callable[[int, float], None] = lambda nbytes, seconds: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._seen, self._clock = seen, clock
         self._stream, self._registered = stream, registered
         self._buffer = buffer
         self._buffer_address: int = buffer.__array_interface__["data"][0]
         self._used = 0  # of the buffer
         self._under_way: list[Storing] = []
         self._collected: _Collected | None = None
+        self._is_queued = False  # something of what is under way
 
-    def begin(self, pool: DevicePool, destination: Bytes, block: Pages, after: Sequence[int]) -> Storing:
+    def begin(
+        self, pool: DevicePool, destination: Bytes, block: Pages, after: Sequence[int], *, slice_bytes: int = 0
+    ) -> Storing:
         """Begin the copies of a block of `pool`, each layer's behind its event in `after`, all behind a single one, to
-        a slot of staging memory or of an arena. Raises DeviceError."""
+        a slot of staging memory or of an arena. With `slice_bytes` they begin when so many are under way, and this
+        waits for them: the device has no more than that before it. Raises DeviceError."""
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
@@ -80,10 +95,13 @@ class Stores:
         storing = Storing(destination, taken, self._room(destination.nbytes) if taken is None else 0)
         self._under_way.append(storing)
         try:
-            self._collect(pool, block, after, address if taken is not None else self._buffer_address + storing.at)
+            at = address if taken is not None else self._buffer_address + storing.at
+            self._collect(pool, block, after, at, is_slice=bool(slice_bytes))
         except BaseException as error:
             self.settle(error)  # a part of it may be under way
             raise
+        if slice_bytes and sum(each.destination.nbytes for each in self._under_way) >= slice_bytes:
+            self.settle()
         return storing
 
     def settle(self, error: BaseException | None = None) -> None:
@@ -91,12 +109,16 @@ class Stores:
         settled, self._under_way = self._under_way, []
         if not settled:
             return
+        nothing_else = self._collected is not None and not self._is_queued and not self._collected.after
+        begun_s = self._clock()
         for step in (self._queue, self._stream.synchronize):
             try:
                 step()
             except BaseException as raised:  # raised again where each of them is waited for
                 error = error or raised
-        self._used = 0
+        if error is None and nothing_else:
+            self._seen(sum(each.destination.nbytes for each in settled), self._clock() - begun_s)
+        self._used, self._is_queued = 0, False
         for each in settled:
             if each.taken is not None:
                 self._registered.give_back(each.taken)
@@ -105,18 +127,19 @@ class Stores:
             each.error = error
             each.is_over = True
 
-    def _collect(self, pool: DevicePool, block: Pages, after: Sequence[int], address: int) -> None:
+    def _collect(self, pool: DevicePool, block: Pages, after: Sequence[int], address: int, *, is_slice: bool) -> None:
         if self._collected and (self._collected.pool is not pool or self._collected.after != tuple(after)):
             self._queue()
         self._collected = self._collected or _Collected(pool, after)
         self._collected.blocks.append(pool.pages_of(block))
         self._collected.addresses.append(address)
-        if self._collected.is_batch:
+        if self._collected.is_batch and not is_slice:
             self._queue()
 
     def _queue(self) -> None:
         collected, self._collected = self._collected, None
         if collected is not None:
+            self._is_queued = True
             collected.queue(self._stream)
 
     def _room(self, nbytes: int) -> int:

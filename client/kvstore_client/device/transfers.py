@@ -4,6 +4,8 @@ Owns the loads; stream, buffer and registrations are in its `means`. Never touch
 wait.
 Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
 copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
+While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A store waits for it
+before it takes the buffer, so that no load waits for a store's rate; a load that the engine waits for waits no more.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_client.device.budget import SLICE_BYTES
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, Pages
@@ -28,6 +31,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
+from kvstore_proto.cuda_copies import Runs
 
 _NO_TIMING = 2
 
@@ -112,10 +116,21 @@ class DeviceTransfers:
     def _store(self, destination: Bytes, page: Pages, after: Sequence[int]) -> Finish:
         """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
+        budget = self.means.budget
+        if after and budget.limits("stores"):  # what is queued behind an event would come without a pause
+            self._wait_for(after)
+            after = ()
+        is_limited = budget.wait("stores", destination.nbytes)
         with self.means.using, self.device.current():
             self.means.check_open()
-            storing = self.means.stores.begin(self.pool, destination, page, after)
+            slice_bytes = SLICE_BYTES if is_limited else 0
+            storing = self.means.stores.begin(self.pool, destination, page, after, slice_bytes=slice_bytes)
         return lambda: self._finish_store(storing)
+
+    def _wait_for(self, events: Sequence[int]) -> None:
+        with self.device.current():
+            for event in events:
+                self.device.call("cuEventSynchronize", self.device.driver.CUevent(event))
 
     def _finish_store(self, storing: Storing) -> None:
         if not storing.is_over:
@@ -158,7 +173,7 @@ class LayerLoad:
         device = self._transfers.device
         if not 0 <= layer < len(self._transfers.pool.layers):
             raise IndexError(f"layer {layer} of a pool of {len(self._transfers.pool.layers)}")
-        with self._progress:
+        with self._transfers.means.budget.lifted("loads"), self._progress:
             self._progress.wait_for(lambda: self._queued > layer)
         with self._ending:
             if self._error is not None:
@@ -226,12 +241,22 @@ class LayerLoad:
         from_host = pool.to_pages(sources.on_host.pages, sources.on_host.addresses, layers)
         on_device = pool.to_pages(sources.on_device.pages, sources.on_device.addresses, layers)
         for at, layer in enumerate(layers):
-            means.stream.queue(from_host[at], "to device")
+            self._queue_from_host(from_host[at])
             means.stream.queue(on_device[at], "on device")
             self._queue_by_buffer(layer, sources.elsewhere)
             self._events.append(means.device.call("cuEventCreate", _NO_TIMING))
             means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
             self._say_queued(layer + 1)
+
+    def _queue_from_host(self, runs: Runs) -> None:
+        """In slices, each waited for, while loads keep to a rate."""
+        means = self._transfers.means
+        parts = runs.slices(SLICE_BYTES) if means.budget.limits("loads") else [runs]
+        for part in parts:
+            is_limited = means.budget.wait("loads", int(part.nbytes.sum()))
+            means.stream.queue(part, "to device")
+            if is_limited:
+                means.stream.synchronize()
 
     def _say_queued(self, layers: int) -> None:
         with self._progress:
@@ -244,6 +269,7 @@ class LayerLoad:
         count = means.buffer.nbytes // nbytes
         for first in range(0, len(payloads.pages), count):
             part = payloads[first : first + count]
+            means.budget.wait("loads", len(part.pages) * nbytes)
             places = means.buffer_address + np.arange(len(part.pages), dtype=np.uint64) * np.uint64(nbytes)
             means.stream.synchronize()  # what was in the buffer is in its pages
             for place, address in zip(places.tolist(), part.addresses.tolist(), strict=True):

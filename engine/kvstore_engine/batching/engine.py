@@ -66,7 +66,9 @@ class BatchEngine:
         self._sessions = sessions
         self._clock = clock
         self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)
-        copies = copies or HostCopies(pool)
+        self._copies = copies = copies or HostCopies(pool)
+        # Copies by the device take no core from the step: it need not wait for them.
+        self._patience_s = 0.0 if copies.steps_wait else _PATIENCE_S
         self.restorer = Restorer(
             self.space,
             copies,
@@ -150,6 +152,7 @@ class BatchEngine:
             self._idle(events)
             return events
         failure: StepFailed | None = None
+        self._copies.decoding(bool(batch.decodes))
         try:
             computing, beside_loading = self._clock(), self.restorer.is_loading
             logits = self.compute.step([part.slice(self.pool.block_tokens) for part in batch.parts])
@@ -192,6 +195,7 @@ class BatchEngine:
         """Cancel all requests, store what was offered, stop the threads. Pool and sessions stay open."""
         if not self._is_closed:
             self._is_closed = True
+            self._copies.decoding(False)
             for sequence in self._run_queue.leaders():
                 self._outputs.end_request(sequence, "cancelled")
             self.storer.close()
@@ -241,6 +245,7 @@ class BatchEngine:
 
     def _idle(self, events: list[Event]) -> None:
         """Nothing can be computed now: wait for what is under way, unless there are events to report."""
+        self._copies.decoding(False)
         self.storer.settle(0.0, everything=True)
         if not self._run_queue.has_sequences:
             self.scheduler.host.trim()
@@ -257,8 +262,9 @@ class BatchEngine:
             if sequence.block_table is not None and sequence.generated > 1 and sequence.leads:
                 self.storer.offer(sequence)
         if self.has_work:
-            self.storer.settle(_PATIENCE_S)
+            self.storer.settle(self._patience_s)
         else:
+            self._copies.decoding(False)
             self.storer.settle(0.0, everything=True)
 
     def _report(self, batch: Batch, begin: float, compute_s: float) -> None:

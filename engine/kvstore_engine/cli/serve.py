@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         trace=str(options.trace) if options.trace else None,
         has_tenants=options.api_keys is not None,
         device=device.name,
+        store_rate=options.store_rate,
     )
     known = path.stem if options.model == str(path) else options.model
     names: list[str] = [*options.served_name, known]

@@ -115,6 +115,14 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
     )
     engine.add_argument(
+        "--store-rate",
+        type=_rate,
+        default="auto",
+        metavar="RATE",
+        help="bytes a second, such as 2GiB, that a GPU copies for the daemon while it decodes; auto, the default, is a "
+        "quarter of what its link is seen to move, off is no limit",
+    )
+    engine.add_argument(
         "--hung-after-s",
         type=_patience_seconds,
         default=20.0,
@@ -137,6 +145,16 @@ def _sequences(text: str) -> int:
             f"at most {MAX_SEQUENCES} answers are computed at a time, got {text}: more wait (--max-queued)"
         )
     return count
+
+
+def _rate(text: str) -> str:
+    from kvstore_client.link_rate import parse_rate
+
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _drain_seconds(text: str) -> float:

@@ -51,6 +51,10 @@ class BlockCopies(Protocol):
         """What writes the storage block in the engine blocks `table` to where a put wants it."""
         ...
 
+    def decoding(self, is_decoding: bool) -> None:
+        """Before each step: whether it continues answers. Copies that nobody waits for leave a device's link to it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
@@ -75,3 +79,6 @@ class HostCopies:
 
     def payload(self, table: list[int]) -> Payload:
         return partial(self._pool.gather_block, table)
+
+    def decoding(self, is_decoding: bool) -> None:
+        """Copies in host memory have no link to leave."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore_client.link_rate import parse_rate
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
@@ -88,7 +89,9 @@ def _on_device(
         _log.warning(
             "steps run on %s in the scheduler's process: if that ends, running answers end with it", device.name
         )
-        yield Computing(computing, executor.pool, partial(open_copies, executor, device))
+        yield Computing(
+            computing, executor.pool, partial(open_copies, executor, device, parse_rate(options.store_rate))
+        )
 
 
 def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:

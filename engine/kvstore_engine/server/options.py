@@ -24,6 +24,7 @@ class EngineOptions:
     trace:       a file for a Chrome trace of all steps.
     hung_after_s: seconds that any step may take before its process is ended; a long one has more (worker.patience).
     device:      as `DeviceName.parse` takes it; on all but `cpu` the scheduler computes, and has no worker.
+    store_rate:  of copies out of a GPU's pool while it decodes, as `parse_rate` takes it.
     has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.
     """
 
@@ -41,6 +42,7 @@ class EngineOptions:
     hung_after_s: float = 20.0
     has_tenants: bool = False
     device: str = CPU
+    store_rate: str = "auto"
 
     def encode(self) -> dict[str, object]:
         return asdict(self)

@@ -4,7 +4,8 @@ Leased blocks come from the GPU tier's chunks on the device, or from arenas in h
 are stored. Owns the transfers of one pool, in and out. An engine block is a page; a storage block has several,
 anywhere in the pool.
 Invariants: copies into blocks begin behind all that the engine's stream was given when the load was begun; a layer is
-read only behind its copies. Blocks that are put were written by steps that have ended (`forward` waits for them).
+read only behind its copies. Blocks that are put were written by steps that have ended (`forward` waits for them). While
+the engine decodes, they are copied out at the rate of the budget.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore_client.device import DeviceMemory, DeviceMoment, DevicePool, LayerLoad, PoolPart, TwoWayTransfers
+from kvstore_client.device import (
+    DeviceMemory,
+    DeviceMoment,
+    DevicePool,
+    LayerLoad,
+    LinkBudget,
+    PoolPart,
+    TwoWayTransfers,
+)
 from kvstore_client.lease import Lease
+from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockLoad
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
@@ -28,13 +38,21 @@ _log = logging.getLogger(__name__)
 
 class DeviceCopies:
     """`BlockCopies` of a pool on `device`, which sessions are connected with. `arrivals`: what the pool's executor
-    waits for. Raises DeviceError."""
+    waits for. `budget` is closed with it. Raises DeviceError."""
 
     steps_wait = True
 
-    def __init__(self, device: DeviceMemory, pool: BlockPool, arrivals: Arrivals, stream: Stream) -> None:
+    def __init__(
+        self,
+        device: DeviceMemory,
+        pool: BlockPool,
+        arrivals: Arrivals,
+        stream: Stream,
+        budget: LinkBudget | None = None,
+    ) -> None:
         self.device, self._arrivals, self._stream = device, arrivals, stream
-        self._transfers = TwoWayTransfers(device, device_pool(pool))
+        self._transfers = TwoWayTransfers(device, device_pool(pool), budget)
+        self.budget = self._transfers.budget
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
         assert isinstance(lease, Lease)  # it says where its blocks are
@@ -48,6 +66,9 @@ class DeviceCopies:
 
     def payload(self, table: list[int]) -> Payload:
         return self._transfers.stores.payload_of(table)
+
+    def decoding(self, is_decoding: bool) -> None:
+        self.budget.decoding(is_decoding)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until host memory that was named is registered; False when that took longer."""
@@ -99,13 +120,13 @@ def device_pool(pool: BlockPool) -> DevicePool:
 
 @contextlib.contextmanager
 def open_device_copies(
-    index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream
+    index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
 ) -> Iterator[DeviceCopies | None]:
-    """Copies by CUDA device `index`, as this process counts, until the block ends. None, and the reason in the log,
-    where it cannot make any."""
+    """Copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: of those out of the
+    pool while the engine decodes. None, and the reason in the log, where it cannot make any."""
     copies = None
     try:
-        copies = DeviceCopies(DeviceMemory(index), pool, arrivals, stream)
+        copies = DeviceCopies(DeviceMemory(index), pool, arrivals, stream, LinkBudget(store_rate))
     except Exception as error:  # no library, no driver, memory that cannot be registered: the host copies
         _log.warning(
             "blocks are copied through host memory: CUDA device %d makes no copies of its own: %s", index, error

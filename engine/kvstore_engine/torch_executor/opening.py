@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 
+from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
@@ -56,13 +57,14 @@ def open_torch_executor(
 
 
 @contextlib.contextmanager
-def open_torch_copies(executor: TorchExecutor) -> Iterator[BlockCopies]:
+def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[BlockCopies]:
     """As `opening.open_copies`."""
     device, host = executor.model.device, HostCopies(executor.pool)
     if not device.is_cuda:
         yield host
         return
-    with open_device_copies(device.index, executor.pool, executor.arrivals, partial(current_stream, device)) as copies:
+    stream = partial(current_stream, device)
+    with open_device_copies(device.index, executor.pool, executor.arrivals, stream, store_rate) as copies:
         yield copies or host
 
 

@@ -97,6 +97,10 @@ class Reservations:
         for reservation in self._of(session_id):
             self._end(reservation)
 
+    def close(self) -> None:
+        """The daemon stops: slots end with their memory, and none is freed any more, however late its client goes."""
+        self._reservations.clear()
+
     def _of(self, session_id: int) -> list[Reservation]:
         return [each for each in self._reservations.values() if each.session_id == session_id]
 

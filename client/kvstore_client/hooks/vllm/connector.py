@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore_client.device import LinkBudget
 from kvstore_client.entry import connect
 from kvstore_client.hooks.vllm.answers import AnswerReporter
 from kvstore_client.hooks.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
@@ -33,6 +34,7 @@ from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_client.hooks.vllm.settings import parse_settings
 from kvstore_client.hooks.vllm.tensors import kv_tensors
 from kvstore_client.hooks.vllm.worker import WorkerSide, open_worker
+from kvstore_client.link_rate import parse_rate
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
@@ -148,7 +150,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         settings, group = self._settings, self._kv_cache_config.kv_cache_groups[0]
         self._layers = {name: index for index, name in enumerate(group.layer_names)}
         try:
-            tensors = kv_tensors(kv_caches, self._vllm_config, self._kv_cache_config)
+            budget = LinkBudget(parse_rate(settings.store_rate), parse_rate(settings.load_rate))
+            tensors = kv_tensors(kv_caches, self._vllm_config, self._kv_cache_config, budget=budget)
         except ValueError as error:
             raise ValueError(f"kvstored cannot serve this engine: {error}") from None
         fingerprint = self._fingerprint(get_tensor_model_parallel_rank())

@@ -5,7 +5,7 @@ daemon's answer and until copies are queued, never for a copy, but at the end of
 then which blocks failed.
 Invariants: copies into a pool block begin behind all that the engine had queued when the load was ordered; a pool block
 is read only once the step that filled it has ended. The saver waits for that before it copies, since it must be able to
-give the copy up meanwhile.
+give the copy up meanwhile. While the engine decodes, blocks are copied out at the rate of the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from kvstore_client.device import DeviceMemory, DeviceMoment, DevicePool, LayerLoad, TwoWayTransfers
+from kvstore_client.device import DeviceMemory, DeviceMoment, DevicePool, LayerLoad, LinkBudget, TwoWayTransfers
 from kvstore_client.hooks.vllm.pages import HeldBlocks
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
@@ -21,14 +21,16 @@ from kvstore_client.memory import Bytes
 
 class DevicePages:
     """`device` is the session's; `stream()` is the address of the CUstream that the calling thread computes on.
-    Implements `Pages`. Raises DeviceError."""
+    `budget` is closed with it. Implements `Pages`. Raises DeviceError."""
 
     is_on_device = True
 
-    def __init__(self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int]) -> None:
+    def __init__(
+        self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int], budget: LinkBudget | None = None
+    ) -> None:
         self._device, self._stream = device, stream
         self.block_bytes = pool.block_bytes
-        self._transfers = TwoWayTransfers(device, pool)
+        self._transfers = TwoWayTransfers(device, pool, budget)
         self.loads, self.stores = self._transfers.loads, self._transfers.stores
 
     def now(self) -> DeviceMoment:
@@ -45,6 +47,12 @@ class DevicePages:
         finish = self.stores.payload_of(block_id)(destination)
         if finish is not None:
             finish()
+
+    def decoding(self, is_decoding: bool) -> None:
+        self._transfers.budget.decoding(is_decoding)
+
+    def hurried(self) -> contextlib.AbstractContextManager[None]:
+        return self._transfers.budget.lifted("stores")
 
     def close(self) -> None:
         self._transfers.close()

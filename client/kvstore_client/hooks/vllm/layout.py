@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -48,6 +49,12 @@ class PagedLayers:
         """The reverse, of one layer."""
         start = layer * self._page_bytes
         np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
+
+    def decoding(self, is_decoding: bool) -> None:
+        """Copies in host memory have no link to leave."""
+
+    def hurried(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         return

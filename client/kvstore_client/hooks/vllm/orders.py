@@ -46,7 +46,7 @@ class SaveOrder:
 class StepOrders:
     """All of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for requests that
     wait until theirs has ended. `ended`: requests whose pool blocks this step may already give to others. The step
-    computes `tokens` tokens, which attend to `attended` others.
+    computes `tokens` tokens, which attend to `attended` others; `decodes` requests continue their answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -55,6 +55,7 @@ class StepOrders:
     beside: tuple[LoadOrder, ...] = ()
     tokens: int = 0
     attended: float = 0.0
+    decodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ alone. On a device vLLM queues work and goes on: a moment has then not come yet 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvstore_client.hooks.moments import Moment
@@ -55,6 +56,14 @@ class Pages(Protocol):
     def gather(self, block_id: int, destination: Bytes) -> None:
         """Copy a pool block of all layers to uint8[block_bytes] in the daemon's memory. The moment of the step that
         filled it has come."""
+        ...
+
+    def decoding(self, is_decoding: bool) -> None:
+        """Before each step: whether it continues answers. Copies out of the pool leave a device's link to it then."""
+        ...
+
+    def hurried(self) -> AbstractContextManager[None]:
+        """Meanwhile they do not: the engine waits for them."""
         ...
 
     def close(self) -> None:

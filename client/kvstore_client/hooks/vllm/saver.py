@@ -129,6 +129,11 @@ class Saver:
                 self._gaps.pop(request_id, None)
         started = self._clock()
         until, grace_until = started + patience_s, started + min(patience_s, _GRACE_S)
+        if jobs:
+            with self._pages.hurried():
+                self._cut_off(jobs, until, grace_until)
+
+    def _cut_off(self, jobs: Sequence[_Job], until: float, grace_until: float) -> None:
         for job in jobs:
             # A daemon that stands still answers no put: no step shall wait for it longer than an answer usually takes.
             done = job.copied.wait(max(grace_until - self._clock(), 0.0))

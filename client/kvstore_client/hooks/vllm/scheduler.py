@@ -180,11 +180,12 @@ class SchedulerSide:
         """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
         loads: list[LoadOrder] = []
         fills: list[tuple[_Tracked, int]] = []
-        attended, step_tokens = 0.0, 0
+        attended, step_tokens, decodes = 0.0, 0, 0
         for request_id, computed_tokens in _scheduled(output):
             tokens = output.num_scheduled_tokens[request_id]
             attended, step_tokens = attended + tokens * (computed_tokens + tokens / 2), step_tokens + tokens
             tracked = self._requests.get(request_id)
+            decodes += tracked is not None and _decodes(tracked.request, computed_tokens)
             if tracked is None or tracked.extras is None:
                 continue
             if tracked.external_tokens:
@@ -204,7 +205,7 @@ class SchedulerSide:
                 saves.append(order)
         ended = [*self._ended, *self._preempted()]
         beside, self._ended, self._beside = tuple(self._beside), [], []
-        return StepOrders(tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended)
+        return StepOrders(tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended, decodes)
 
     def _track(self, request: Any) -> _Tracked:
         tracked = self._requests.get(request.request_id)
@@ -285,6 +286,12 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
     yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def _decodes(request: Any, computed_tokens: int) -> bool:
+    """Whether a step behind so many tokens continues the answer."""
+    prompt_tokens: int = request.num_tokens - request.num_output_tokens
+    return computed_tokens >= prompt_tokens
 
 
 def _block_ids(output: Any, request_id: str) -> tuple[int, ...]:

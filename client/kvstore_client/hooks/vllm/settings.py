@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvstore_client.link_rate import parse_rate
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_WHERE = "kv_connector_extra_config"
 Record = TypeVar("Record", bound="DataclassInstance")
 
 
@@ -23,7 +26,8 @@ class Settings:
     restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
     a step. A restore that is expected to wait for slower tiers longer than `beside_ms` goes on beside the steps, for
     `beside_deadline_ms` at most. Storing is bounded by `save_deadline_ms` and holds no step up for longer than
-    `reuse_wait_ms`. `always_load`: also where computing is expected to be faster.
+    `reuse_wait_ms`. `always_load`: also where computing is expected to be faster. While a GPU decodes, storing keeps
+    to `store_rate`, and a restore beside the steps to `load_rate`: `auto`, `off` or bytes a second such as `2GiB`.
     `weights_digest` names the weights where they cannot be read as files.
     """
 
@@ -38,12 +42,20 @@ class Settings:
     reuse_wait_ms: int = 50
     connect_timeout_ms: int = 500
     staging_mib: int = 64
+    store_rate: str = "auto"
+    load_rate: str = "off"
     weights_digest: str = ""
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Raises ValueError with a sentence that names the key."""
-    return parse(Settings, extra_config, "kv_connector_extra_config")
+    settings = parse(Settings, extra_config, _WHERE)
+    for name in ("store_rate", "load_rate"):
+        try:
+            parse_rate(getattr(settings, name))
+        except ValueError as error:
+            raise ValueError(f"{_WHERE}: {name}: {error}") from None
+    return settings
 
 
 def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:

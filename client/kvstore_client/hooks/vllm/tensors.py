@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvstore_client.device import LinkBudget
 from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
 from kvstore_client.hooks.vllm.device_pages import DevicePages
 from kvstore_client.hooks.vllm.layout import PagedLayers
@@ -42,8 +43,10 @@ def kv_tensors(
     kv_cache_config: Any,
     *,
     stream_of: Callable[[int], int] = current_stream,
+    budget: LinkBudget | None = None,
 ) -> KVTensors:
-    """Of the layers of the only group, in its order. Raises ValueError with a sentence."""
+    """Of the layers of the only group, in its order. `budget`: of copies on a device. Raises ValueError with a
+    sentence."""
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
     tensors = _of_layers("KV cache", kv_caches, group.layer_names)
     page_bytes = group.kv_cache_spec.page_size_bytes
@@ -59,7 +62,7 @@ def kv_tensors(
     pool = device_pool([CacheMemory.of(tensor) for tensor in tensors], blocks=blocks, page_bytes=page_bytes)
     index = int(tensors[0].device.index)
     stream = partial(stream_of, index)
-    return KVTensors(index, lambda session: DevicePages(session.device, pool, stream))
+    return KVTensors(index, lambda session: DevicePages(session.device, pool, stream, budget))
 
 
 def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> list[Any]:

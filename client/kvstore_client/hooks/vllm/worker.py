@@ -80,6 +80,7 @@ class WorkerSide:
 
     def before_step(self, orders: StepOrders) -> None:
         """Before anything is written into the pool in this step."""
+        self._pages.decoding(bool(orders.decodes))
         if self._saver is not None and orders.ended:
             self._saver.let_go(orders.ended, self._reuse_wait_s)
         self._step = (orders, self._pages.now())

@@ -1,0 +1,130 @@
+"""What copies of an engine's process may take of the link to its device while the engine decodes: decode comes first.
+
+Stores keep to a rate, since nobody waits for them; loads, whose requests wait for a first token, only if they are
+given one. Without a decode step nothing is limited, nor is what somebody waits for (`lifted`).
+Owns the rates, what is seen to move, and what was spent. Never copies, and knows neither blocks nor streams.
+Invariants: whoever waits here holds no lock of copies; while the engine decodes, copies of a flow take no more in any
+time than its rate allows, SLICE_BYTES and the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore_client.link_rate import AUTO, Rate
+
+Flow = Literal["stores", "loads"]
+SLICE_BYTES = 4 << 20  # are copied at once, or one larger block; a fraction of a millisecond of a link
+AUTO_SHARE = 0.25  # of the link, as the daemon's copies keep to; a choice, not a measurement
+ASSUMED_BYTES_S = 1e9  # of the link, before FIRST_SEEN_BYTES were seen to move
+FIRST_SEEN_BYTES, MEMORY_BYTES = 16 << 20, 256 << 20  # older ones count less and less
+LEAST_SEEN_BYTES = 256 << 10  # fewer say more of a call's latency than of the link
+LAPSE_S = 1.0  # an engine that says no more that it decodes has stopped
+
+
+@dataclass(slots=True)
+class _Pace:
+    """`free_at_s`: until then what was begun is paid for. `lifts`: of those who wait for this flow."""
+
+    rate: Rate
+    free_at_s: float = -math.inf
+    lifts: int = 0
+
+
+class LinkBudget:
+    """Of all copies of an engine on one device, both ways. `stores`, `loads`: their rates. For any thread."""
+
+    def __init__(
+        self,
+        stores: Rate = AUTO,
+        loads: Rate = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Condition, float], object] = threading.Condition.wait,
+    ) -> None:
+        self._clock, self._wait = clock, wait
+        self._changed = threading.Condition()  # of all that follows
+        self._paces: dict[Flow, _Pace] = {"stores": _Pace(stores), "loads": _Pace(loads)}
+        self._decodes_until_s = -math.inf
+        self._seen_bytes, self._seen_s = 0.0, 0.0
+        self._is_closed = False
+        self.waits: Counter[Flow] = Counter()  # how often copies had to
+
+    def decoding(self, is_decoding: bool) -> None:
+        """The engine says it before each step: whether it computes next tokens of running answers. True holds until it
+        says something else, for LAPSE_S at most."""
+        with self._changed:
+            self._decodes_until_s = self._clock() + LAPSE_S if is_decoding else -math.inf
+            if not is_decoding:
+                self._changed.notify_all()
+
+    def limits(self, flow: Flow) -> bool:
+        """Whether a copy would have to keep to a rate now."""
+        with self._changed:
+            return self._rate(self._paces[flow]) is not None
+
+    def wait(self, flow: Flow, nbytes: int) -> bool:
+        """Wait until the rate allows more; `nbytes` are spent then. False: nothing limits them, and they do not count.
+        The caller holds no lock that a copy of the other flow needs."""
+        pace, has_waited = self._paces[flow], False
+        with self._changed:
+            while (rate := self._rate(pace)) is not None:
+                now_s = self._clock()
+                if now_s >= pace.free_at_s:
+                    pace.free_at_s = max(pace.free_at_s, now_s - SLICE_BYTES / rate) + nbytes / rate
+                    return True
+                self.waits[flow] += not has_waited
+                has_waited = True
+                self._wait(self._changed, min(pace.free_at_s, self._decodes_until_s) - now_s)
+        return False
+
+    @contextlib.contextmanager
+    def lifted(self, flow: Flow) -> Iterator[None]:
+        """Nothing of this flow waits meanwhile: a step does, for it."""
+        pace = self._paces[flow]
+        with self._changed:
+            pace.lifts += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                pace.lifts -= 1
+
+    def seen(self, nbytes: int, seconds: float) -> None:
+        """Copies over the link, with nothing to wait for between them, took so long."""
+        if nbytes < LEAST_SEEN_BYTES or seconds <= 0:
+            return
+        with self._changed:
+            self._seen_bytes += nbytes
+            self._seen_s += seconds
+            keep = min(1.0, MEMORY_BYTES / self._seen_bytes)
+            self._seen_bytes, self._seen_s = keep * self._seen_bytes, keep * self._seen_s
+
+    @property
+    def link_bytes_s(self) -> float:
+        """What the link is believed to move."""
+        with self._changed:
+            return self._link_bytes_s()
+
+    def close(self) -> None:
+        """Nothing is limited from now on, and whoever waits goes on. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _rate(self, pace: _Pace) -> float | None:
+        """Bytes a second to keep to now; None: no limit."""
+        if self._is_closed or pace.lifts or pace.rate is None or self._clock() >= self._decodes_until_s:
+            return None
+        return AUTO_SHARE * self._link_bytes_s() if pace.rate == AUTO else float(pace.rate)
+
+    def _link_bytes_s(self) -> float:
+        return self._seen_bytes / self._seen_s if self._seen_bytes >= FIRST_SEEN_BYTES else ASSUMED_BYTES_S
