@@ -190,6 +190,14 @@ class WorkerLink:
 
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
 
+    def move(self, moves: Sequence[wire.Move], ended: Ended) -> None:
+        """Copy from device memory to device memory. `ended` is called as that of `transfer`."""
+
+        def done(end: wire.End) -> None:
+            ended(end.failure)
+
+        self._begin(lambda number: wire.pack_transfer(wire.MOVE, number, moves), done, waits=True)
+
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
         """Have the worker read from a file; the descriptor, which can read it, is the link's from now on. `ended` as
         that of `transfer`. It does not wait."""

@@ -1,8 +1,9 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
-(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
-witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`).
+Owns the books (`chunks`) and the capacity; `transfers`, `relocations` and `file_loads` make transfers. Holds no CUDA
+context: the link (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks
+outlive the worker. A witness that keeps these descriptors, and those of the shadows, has them outlive this process too
+(`adopt`, `leave`).
 A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
 tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
 the bounce buffer. What a file has, the worker reads itself.
@@ -50,6 +51,7 @@ from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
+from kvstore_tiers.gpu.relocations import GpuRelocations
 from kvstore_tiers.gpu.settings import AUTO, OFF, WorkerSettings
 from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
@@ -105,6 +107,7 @@ class GpuTier(Tier):
         self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
         self._shared = SharedMemory(self._link, self._regions, settings.register_bytes, self._steps.finish)
         self._transfers = GpuTransfers(self._link, self._steps, self._counters, self._regions)
+        self._relocations = GpuRelocations(self._link, self._steps, self._counters)
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -174,6 +177,14 @@ class GpuTier(Tier):
         if self._loads is None:
             return super().loader(slot, expect_key)
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
+
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        """On the device, where that can verify what it copied; else by way of host memory."""
+        if self._link.can_check:
+            shadows = self._shadow(source), self._shadow(target)
+            self._relocations.relocate(source, shadows[0], target, shadows[1], expect_key, done)
+        else:
+            super().relocate(source, target, expect_key, done)
 
     def _shadow(self, slot: Slot) -> Segment:
         """Raises RuntimeError for a slot that is not allocated."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Way
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
@@ -37,7 +37,9 @@ from kvstore_tiers.sizes import aligned_up
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1
 BROKEN_STATUS = 3
-_RegionRun = tuple[int, Run]  # with the number of its host memory
+_WAYS: dict[bytes, Way] = {wire.WRITE: "to device", wire.READ: "to host", wire.MOVE: "on device"}
+_Group = tuple[int, ...]  # the number of a run's host memory; of a move, those of both chunks
+_GroupedRun = tuple[_Group, Run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Worker:
         self._chunks: dict[int, _Chunk] = {}
         self._missing: dict[int, str] = {}  # chunks that are not there, and why
         self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
-        self._waiting: dict[bytes, list[tuple[int, list[_RegionRun]]]] = {wire.WRITE: [], wire.READ: []}
+        self._waiting: dict[bytes, list[tuple[int, list[_GroupedRun]]]] = {letter: [] for letter in _WAYS}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
@@ -118,6 +120,9 @@ class Worker:
 
     def _obey(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
+        if letter == wire.MOVE:
+            self._take_moves(*wire.unpack_moves(packet))
+            return
         if letter in self._waiting or letter == wire.CHECK:
             number, pieces = wire.unpack_transfer(packet)
             self._take(letter, number, pieces)
@@ -223,8 +228,13 @@ class Worker:
         except Unregistered:
             self._say_ended(number, wire.UNREGISTERED)
         except KeyError:
-            absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
-            self._say_ended(number, absent or "its memory is not mapped")
+            self._say_unmapped(number, [piece.chunk for piece in pieces])
+
+    def _take_moves(self, number: int, moves: list[wire.Move]) -> None:
+        try:
+            self._waiting[wire.MOVE].append((number, [self._move(move) for move in moves]))
+        except KeyError:
+            self._say_unmapped(number, [chunk for move in moves for chunk in (move.source_chunk, move.chunk)])
 
     def _load(self, number: int, load: wire.FileLoad, descriptor: int) -> None:
         payload_pages = aligned_up(load.payload_bytes)
@@ -253,27 +263,34 @@ class Worker:
             )
         )
 
-    def _range(self, piece: wire.Piece) -> Range:
-        chunk = self._chunk(piece.chunk)
-        if piece.chunk_offset + piece.nbytes > chunk.nbytes:
-            raise KeyError("outside its memory")
-        return chunk.address + piece.chunk_offset, piece.nbytes
+    def _range(self, piece: wire.Piece | wire.Move) -> Range:
+        return self._address(piece.chunk, piece.chunk_offset, piece.nbytes), piece.nbytes
 
-    def _run(self, piece: wire.Piece, *, to_device: bool) -> _RegionRun:
+    def _address(self, number: int, offset: int, nbytes: int) -> int:
+        """Raises KeyError."""
+        chunk = self._chunk(number)
+        if offset + nbytes > chunk.nbytes:
+            raise KeyError("outside its memory")
+        return chunk.address + offset
+
+    def _move(self, move: wire.Move) -> _GroupedRun:
+        to, nbytes = self._range(move)
+        source = self._address(move.source_chunk, move.source_offset, nbytes)
+        return (move.source_chunk, move.chunk), Run(to, source, nbytes)
+
+    def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
         device, nbytes = self._range(piece)
         host = self._host.address_of(piece.region, piece.region_offset, nbytes)
-        return piece.region, Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+        return (piece.region,), Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
             if waiting:
                 self._waiting[letter] = []
-                by_region: defaultdict[int, list[Run]] = defaultdict(list)
-                for region, run in (each for _, of_one in waiting for each in of_one):
-                    by_region[region].append(run)
-                self._copies.start(
-                    [number for number, _ in waiting], by_region.values(), to_device=letter == wire.WRITE
-                )
+                groups: defaultdict[_Group, list[Run]] = defaultdict(list)
+                for group, run in (each for _, of_one in waiting for each in of_one):
+                    groups[group].append(run)
+                self._copies.start([number for number, _ in waiting], groups.values(), _WAYS[letter])
         if self._unchecked:
             batch, self._unchecked = self._unchecked, []
             if self._checksums is not None:
@@ -299,6 +316,10 @@ class Worker:
             self._say(wire.pack_sums(number, sums))
         else:
             self._ended(number, failure)
+
+    def _say_unmapped(self, number: int, chunks: Sequence[int]) -> None:
+        why = next((self._missing[chunk] for chunk in chunks if chunk in self._missing), "")
+        self._say_ended(number, why or "its memory is not mapped")
 
     def _say_ended(self, number: int, failure: str) -> None:
         self._say(wire.pack(wire.ENDED, number, text=failure))
