@@ -202,7 +202,7 @@ class GpuTier(Tier):
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        if self._link.is_up:
+        if self._link.worker.is_up:
             done(Outcome(OutcomeKind.DONE))
         else:
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
@@ -281,12 +281,12 @@ class GpuTier(Tier):
     @property
     def worker_process(self) -> int:
         """The worker's process id; 0 while there is none."""
-        return self._link.process_id
+        return self._link.worker.process_id
 
     @property
     def worker_starts(self) -> int:
         """How often a worker was started."""
-        return self._link.starts
+        return self._link.worker.starts
 
     def location(self, slot: Slot) -> str:
         return f"{self.info.name}:{slot.container}+{slot.offset}"
@@ -304,7 +304,7 @@ class GpuTier(Tier):
             message += f"; copies host memory through its bounce buffer: {self._regions.refusal}"
         if self._closed:
             state = TierState.CLOSED
-        elif not self._link.is_up:
+        elif not self._link.worker.is_up:
             state, message = TierState.FAILED, DOWN
         elif self._refused:
             state, message = TierState.FULL, f"the device gives no memory: {self._refused}"
