@@ -2,7 +2,7 @@
 
 The tier starts it, says what to map, copy and checksum (`wire`), and starts another when it dies: it owns no state that
 is not in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
-Invariants: no packet is answered before those before it were obeyed; nothing is unmapped while a copy is under way.
+Invariant: no packet is answered before those before it were obeyed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.cuda_copies import Run, Way
@@ -26,6 +25,7 @@ from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies
+from kvstore_tiers.gpu.device_memory import DeviceMemory
 from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
 from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
@@ -42,13 +42,6 @@ _Group = tuple[int, ...]  # the number of a run's host memory; of a move, those 
 _GroupedRun = tuple[_Group, Run]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    handle: Any
-    address: int
-    nbytes: int
-
-
 class Worker:
     """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
     storage is."""
@@ -63,9 +56,7 @@ class Worker:
             self._checksums = self._load_checksums()
         self._reads = FileReads(driver, self._events, self._load_direct_storage() if direct else None, self._ended)
         self._host = HostMemory(driver, self._events, self._say, self._end_broken)
-        self._chunks: dict[int, _Chunk] = {}
-        self._missing: dict[int, str] = {}  # chunks that are not there, and why
-        self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
+        self._device = DeviceMemory(driver, self._events, self._say)
         self._waiting: dict[bytes, list[tuple[int, list[_GroupedRun]]]] = {letter: [] for letter in _WAYS}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
@@ -138,82 +129,13 @@ class Worker:
                 self._host.add(*wire.unpack_region(packet, descriptor))
             elif letter == wire.UNMAP:
                 self._host.drop(number)
-            elif letter in (wire.CREATE, wire.IMPORT) and number not in self._chunks:
-                self._add_chunk(number, nbytes, descriptor if letter == wire.IMPORT else -1)
+            elif letter in (wire.CREATE, wire.IMPORT):
+                self._device.add(number, nbytes, descriptor if letter == wire.IMPORT else -1)
             elif letter == wire.DROP:
-                self._drop_chunk(number)
+                self._device.drop(number)
         finally:
             for stray in descriptors:
                 os.close(stray)
-
-    # Memory
-
-    def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
-        try:
-            if descriptor < 0:
-                self._make_chunk(number, nbytes)
-            else:
-                if number not in self._unmapped:
-                    self._unmapped[number] = nbytes, os.dup(descriptor)
-                self._import_chunk(number)
-        except DriverError as error:
-            if error.is_final:
-                raise
-            self._missing[number] = str(error)
-            self._say(wire.pack(wire.REFUSED, number, text=str(error)))
-
-    def _make_chunk(self, number: int, nbytes: int) -> None:
-        """It is there once it is cleared and the tier has a descriptor of it."""
-        chunk = self._mapped(self._driver.create(nbytes), nbytes)
-        try:
-            self._driver.clear(chunk.address, nbytes)  # a client may import it: whose was it before?
-            exported = self._driver.export_descriptor(chunk.handle)
-        except DriverError:
-            self._unmap(chunk)
-            raise
-        try:
-            self._say(wire.pack(wire.MADE, number), exported)
-        finally:
-            os.close(exported)
-        self._chunks[number] = chunk
-
-    def _mapped(self, handle: Any, nbytes: int) -> _Chunk:
-        try:
-            return _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
-        except DriverError:
-            self._driver.release(handle)
-            raise
-
-    def _import_chunk(self, number: int) -> None:
-        nbytes, descriptor = self._unmapped[number]
-        self._chunks[number] = self._mapped(self._driver.import_descriptor(descriptor), nbytes)
-        self._forget_missing(number)
-
-    def _chunk(self, number: int) -> _Chunk:
-        """Memory with blocks that could not be mapped before is tried again. Raises KeyError."""
-        if number in self._unmapped:
-            try:
-                self._import_chunk(number)
-            except DriverError as error:
-                if error.is_final:
-                    raise
-        return self._chunks[number]
-
-    def _forget_missing(self, number: int) -> None:
-        self._missing.pop(number, None)
-        if number in self._unmapped:
-            os.close(self._unmapped.pop(number)[1])
-
-    def _drop_chunk(self, number: int) -> None:
-        self._forget_missing(number)
-        chunk = self._chunks.pop(number, None)
-        if chunk is not None:
-            self._events.settle()
-            self._unmap(chunk)
-
-    def _unmap(self, chunk: _Chunk) -> None:
-        self._driver.unmap(chunk.address, chunk.nbytes)
-        self._driver.release(chunk.handle)
 
     # Transfers
 
@@ -248,7 +170,7 @@ class Worker:
         except KeyError:
             if descriptor >= 0:
                 os.close(descriptor)
-            self._say_ended(number, self._missing.get(load.chunk) or "its file or memory is not there")
+            self._say_ended(number, self._device.why_missing([load.chunk]) or "its file or memory is not there")
             return
         self._reads.start(
             FileRead(
@@ -264,18 +186,11 @@ class Worker:
         )
 
     def _range(self, piece: wire.Piece | wire.Move) -> Range:
-        return self._address(piece.chunk, piece.chunk_offset, piece.nbytes), piece.nbytes
-
-    def _address(self, number: int, offset: int, nbytes: int) -> int:
-        """Raises KeyError."""
-        chunk = self._chunk(number)
-        if offset + nbytes > chunk.nbytes:
-            raise KeyError("outside its memory")
-        return chunk.address + offset
+        return self._device.address_of(piece.chunk, piece.chunk_offset, piece.nbytes), piece.nbytes
 
     def _move(self, move: wire.Move) -> _GroupedRun:
         to, nbytes = self._range(move)
-        source = self._address(move.source_chunk, move.source_offset, nbytes)
+        source = self._device.address_of(move.source_chunk, move.source_offset, nbytes)
         return (move.source_chunk, move.chunk), Run(to, source, nbytes)
 
     def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
@@ -318,8 +233,7 @@ class Worker:
             self._ended(number, failure)
 
     def _say_unmapped(self, number: int, chunks: Sequence[int]) -> None:
-        why = next((self._missing[chunk] for chunk in chunks if chunk in self._missing), "")
-        self._say_ended(number, why or "its memory is not mapped")
+        self._say_ended(number, self._device.why_missing(chunks) or "its memory is not mapped")
 
     def _say_ended(self, number: int, failure: str) -> None:
         self._say(wire.pack(wire.ENDED, number, text=failure))
