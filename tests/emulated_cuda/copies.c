@@ -18,6 +18,8 @@ static CUresult submit(CUstream stream, const struct piece *pieces, size_t count
         own[i] = pieces[i];
         result = check(own[i].to, own[i].nbytes, RIGHT_WRITE);
         result = result ? result : check(own[i].from, own[i].nbytes, RIGHT_READ);
+        if (!result && own[i].to < own[i].from + own[i].nbytes && own[i].from < own[i].to + own[i].nbytes)
+            result = INVALID_VALUE; /* undefined on hardware */
     }
     for (size_t i = 0; i < count && !result; i++) {
         bool to_device = device_range(own[i].to, own[i].nbytes);

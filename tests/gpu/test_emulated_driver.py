@@ -84,6 +84,10 @@ class Driver:
     def to_host(self, memory: Memory, source: ctypes.c_uint64, nbytes: int = 4096) -> int:
         return self.call("cuMemcpyDtoHAsync_v2", memory.pointer, source, ctypes.c_size_t(nbytes), self.stream)
 
+    def within(self, to: int, source: int, nbytes: int = 4096) -> int:
+        """Addresses of device memory."""
+        return self.call("cuMemcpyDtoDAsync_v2", u64(to), u64(source), ctypes.c_size_t(nbytes), self.stream)
+
     def wait(self) -> int:
         return self.call("cuStreamSynchronize", self.stream)
 
@@ -148,6 +152,38 @@ def test_device_memory_is_poisoned_until_what_goes_there_has_come(path: Path, mo
     driver.must("cuStreamCreate", ctypes.byref(driver.stream), 1)
     assert driver.to_host(target, device) == 0 and driver.wait() == 0
     assert target.mapping[:] == b"\xa5" * 4096
+
+
+def test_a_copy_on_the_device_is_poisoned_until_it_has_come(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_FAULTS", "run1:2=hang")
+    driver = Driver(path)
+    device, source, target = driver.map(driver.create()[1]), Memory(b"s").register(driver), Memory().register(driver)
+    assert driver.to_device(device, source) == 0 and driver.wait() == 0
+    assert driver.within(device.value + 8192, device.value) == 0
+    driver.must("cuStreamCreate", ctypes.byref(driver.stream), 1)
+    for offset, found in ((8192, b"\xa5"), (0, b"s")):
+        assert driver.to_host(target, u64(device.value + offset)) == 0 and driver.wait() == 0
+        assert target.mapping[:] == found * 4096
+
+
+def test_a_copy_on_the_device_may_not_overlap(path: Path) -> None:
+    driver = Driver(path)
+    device, target = driver.map(driver.create()[1]), Memory().register(driver)
+    assert driver.to_device(device, Memory(b"s").register(driver)) == 0 and driver.wait() == 0
+    assert driver.within(device.value + 4095, device.value) == INVALID
+    assert driver.within(device.value, device.value) == INVALID
+    assert driver.within(device.value + 4096, device.value) == 0
+    assert driver.to_host(target, u64(device.value + 4096)) == 0 and driver.wait() == 0
+    assert target.mapping[:] == b"s" * 4096
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_copy_on_the_device_without_the_right_breaks_the_context(path: Path, side: str) -> None:
+    driver = Driver(path)
+    unmapped, mapped = driver.map(driver.create()[1], rights=0), driver.map(driver.create()[1])
+    to, source = (mapped, unmapped) if side == "source" else (unmapped, mapped)
+    assert driver.within(to.value, source.value) == 0
+    assert driver.wait() == ILLEGAL
 
 
 def test_what_queued_copies_still_read_is_not_poisoned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,13 @@ def move_out(made: Bench, rule: str) -> None:
     made.host.free(target)
 
 
+def relocate(made: Bench, rule: str) -> None:
+    """A copy of a kept block, which stays where it is."""
+    source, target, key = made.slots[KEPT[0]], made.new_slot(), block(KEPT[0], PAYLOAD_BYTES)[0].key
+    made.begin(rule)
+    fill(made, KEPT[0], target, lambda done: made.tier.relocate(source, target, key, done))
+
+
 def verify(made: Bench, rule: str) -> None:
     made.begin(rule)
     made.verified(KEPT[0])
@@ -248,7 +255,7 @@ def start(made: Bench, rule: str) -> None:
 
 SITUATIONS: dict[str, Callable[[Bench, str], None]] = {
     each.__name__: each
-    for each in (write, read, move_in, move_out, verify, load, write_to_new_memory, drop, start)
+    for each in (write, read, move_in, move_out, relocate, verify, load, write_to_new_memory, drop, start)
 }  # fmt: skip
 
 
@@ -293,7 +300,7 @@ def test_a_call_that_fails_once_needs_no_other_worker(
 ) -> None:
     """The quick part of what is above."""
     with bench(tmp_path, path, monkeypatch) as made:
-        for situation in (write, read, verify):
+        for situation in (write, read, relocate, verify):
             for call, number in calls_of(made, situation):
                 if call != "run":  # what fails on the device breaks the context
                     must_survive(made, situation, call, number, FAILS)

@@ -1,7 +1,7 @@
 """The copies of a worker: merged into runs, queued in batches.
 
-Owns the streams of copies, one a direction. Never decides which copies go together: the caller hands over all that it
-knows of at a time.
+Owns the streams of copies: one a direction, and one on the device. Never decides which copies go together: the caller
+hands over all that it knows of at a time.
 
 What is left of merged runs is large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M
 parameters: 1.4), or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside
@@ -13,8 +13,9 @@ Invariant: each transfer is reported once, after its bytes are in place or when 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_proto.cuda_copies import Run, Runs, Way
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
@@ -23,22 +24,28 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
 class Copies:
-    """Both directions of one device. `ended` is called as `Events` says."""
+    """Of one device. `ended` is called as `Events` says."""
 
     def __init__(self, driver: Driver, events: Events, ended: Ended) -> None:
         self._driver = driver
         self._events = events
         self._ended = ended
-        self._streams = {to_device: events.stream() for to_device in (True, False)}
+        self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
 
-    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[Run]], *, to_device: bool) -> None:
-        """Queue the copies of some transfers as one batch. Each group is of one registration of host memory: no run
-        reaches over the border of two, which may be neighbours."""
-        stream = self._streams[to_device]
+    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[Run]], way: Way) -> None:
+        """Queue the copies of some transfers as one batch. Each group is of one registration of host memory, or of two
+        chunks: no run reaches over the border of one, whose neighbour may be another."""
+        stream = self._streams[way]
         runs = Runs.joined([Runs.of(group).merged() for group in groups])
 
         def settled(failure: DriverError | None) -> None:
             for transfer in transfers:
                 self._ended(transfer, failure)
 
-        self._events.queue(stream, lambda: self._driver.copy(runs, to_device=to_device, stream=stream), settled)
+        def work() -> None:
+            if way == "on device":
+                self._driver.copy_within(runs, stream)
+            else:
+                self._driver.copy(runs, to_device=way == "to device", stream=stream)
+
+        self._events.queue(stream, work, settled)

@@ -191,6 +191,10 @@ class Driver:
         """Queue copies, in no order among them: one call for all where the driver has batches."""
         self._copies.add(runs, "to device" if to_device else "to host", stream)
 
+    def copy_within(self, runs: Runs, stream: Any) -> None:
+        """As `copy`, from device memory to device memory; no run may overlap with where it comes from."""
+        self._copies.add(runs, "on device", stream)
+
     def close(self) -> None:
         self._call("cuDevicePrimaryCtxRelease", self._device)
 

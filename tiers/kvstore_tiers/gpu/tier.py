@@ -1,8 +1,9 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
-(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
-witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`).
+Owns the books (`chunks`) and the capacity; `transfers`, `relocations` and `file_loads` make transfers. Holds no CUDA
+context: the link (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks
+outlive the worker. A witness that keeps these descriptors, and those of the shadows, has them outlive this process too
+(`adopt`, `leave`).
 A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
 tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
 the bounce buffer. What a file has, the worker reads itself.
@@ -50,6 +51,7 @@ from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
+from kvstore_tiers.gpu.relocations import GpuRelocations
 from kvstore_tiers.gpu.settings import AUTO, OFF, WorkerSettings
 from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
@@ -105,6 +107,7 @@ class GpuTier(Tier):
         self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
         self._shared = SharedMemory(self._link, self._regions, settings.register_bytes, self._steps.finish)
         self._transfers = GpuTransfers(self._link, self._steps, self._counters, self._regions)
+        self._relocations = GpuRelocations(self._link, self._steps, self._counters)
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -175,6 +178,14 @@ class GpuTier(Tier):
             return super().loader(slot, expect_key)
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
+    def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
+        """On the device, where that can verify what it copied; else by way of host memory."""
+        if self._link.can_check:
+            shadows = self._shadow(source), self._shadow(target)
+            self._relocations.relocate(source, shadows[0], target, shadows[1], expect_key, done)
+        else:
+            super().relocate(source, target, expect_key, done)
+
     def _shadow(self, slot: Slot) -> Segment:
         """Raises RuntimeError for a slot that is not allocated."""
         return self._chunks.of(slot).segment(slot)
@@ -191,7 +202,7 @@ class GpuTier(Tier):
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        if self._link.is_up:
+        if self._link.worker.is_up:
             done(Outcome(OutcomeKind.DONE))
         else:
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
@@ -270,12 +281,12 @@ class GpuTier(Tier):
     @property
     def worker_process(self) -> int:
         """The worker's process id; 0 while there is none."""
-        return self._link.process_id
+        return self._link.worker.process_id
 
     @property
     def worker_starts(self) -> int:
         """How often a worker was started."""
-        return self._link.starts
+        return self._link.worker.starts
 
     def location(self, slot: Slot) -> str:
         return f"{self.info.name}:{slot.container}+{slot.offset}"
@@ -293,7 +304,7 @@ class GpuTier(Tier):
             message += f"; copies host memory through its bounce buffer: {self._regions.refusal}"
         if self._closed:
             state = TierState.CLOSED
-        elif not self._link.is_up:
+        elif not self._link.worker.is_up:
             state, message = TierState.FAILED, DOWN
         elif self._refused:
             state, message = TierState.FULL, f"the device gives no memory: {self._refused}"

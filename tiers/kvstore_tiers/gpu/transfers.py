@@ -19,8 +19,8 @@ from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.gpu.regions import Place, Regions
 from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.written import Written, blamed, check
-from kvstore_tiers.image import erase_header, judge_header
+from kvstore_tiers.gpu.written import Written, blamed, block_in, check
+from kvstore_tiers.image import erase_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
     buffer_at,
@@ -110,15 +110,16 @@ class GpuTransfers:
         self, slot: Slot, shadow: Segment, expect_key: bytes, segments: Sequence[Segment], done: Completion
     ) -> None:
         end = self._steps.expect(self._counters.read, done)
-        written = buffer_at(shadow.address, HEADER_BYTES).raw
-        header = judge_header(written, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
-        if isinstance(header, str):
-            end(_no_such_block(slot, header))
-        elif total_bytes(segments) < header.payload_bytes:
+        found = block_in(slot, shadow, expect_key)
+        if isinstance(found, Outcome):
+            end(found)
+            return
+        header, written = found
+        if total_bytes(segments) < header.payload_bytes:
             end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination"))
-        else:
-            own, expected = list(clipped(segments, header.payload_bytes)), header
-            self._steps.begin(lambda: self._fetch(slot, own, expected, written, end), end)
+            return
+        own = list(clipped(segments, header.payload_bytes))
+        self._steps.begin(lambda: self._fetch(slot, own, header, written, end), end)
 
     def _fetch(
         self, slot: Slot, segments: Sequence[Segment], header: BlockHeader, written: bytes, end: Completion,
@@ -167,11 +168,12 @@ class GpuTransfers:
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
         """Whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be said.
         On the device where the worker can, else by reading the block. Counts as no transfer where nothing is moved."""
-        page = buffer_at(shadow.address, HEADER_BYTES).raw
-        header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
-        if isinstance(header, str):
-            done(_no_such_block(slot, header))
-        elif self._link.can_check:
+        found = block_in(slot, shadow, expect_key)
+        if isinstance(found, Outcome):
+            done(found)
+            return
+        header, page = found
+        if self._link.can_check:
             check(self._link, slot, Written.of(header, page), self._steps.expect(lambda outcome: outcome, done))
         else:
             whole = AlignedBuffer(header.payload_bytes).segment(header.payload_bytes)
@@ -214,7 +216,3 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
         pieces.append(wire.Piece(slot.container, at, place.region, place.offset, place.nbytes))
         at += place.nbytes
     return pieces
-
-
-def _no_such_block(slot: Slot, why: str) -> Outcome:
-    return Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {why}")

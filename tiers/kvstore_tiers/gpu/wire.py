@@ -15,6 +15,7 @@ ignored: the tier repeats all that is there after a restart.
     I chunk bytes + descriptor    map it             x chunk text           it is not there
     D chunk                       unmap, release it  t transfer text        ended; well when the text is empty
     W/R transfer pieces           copy to / from the device
+    V transfer moves              copy on the device
     S transfer pieces             checksum them      s transfer sums        of a transfer S that went well; else t
     L transfer load + descriptor  read from a file   u transfer errno text  its file cannot be read; else t
 """
@@ -34,6 +35,7 @@ MAX_CHECKED = 64  # pieces of one transfer S
 MAX_TEXT_BYTES = 400
 
 MAP, UNMAP, CREATE, IMPORT, DROP, WRITE, READ, CHECK, LOAD = b"M", b"U", b"C", b"I", b"D", b"W", b"R", b"S", b"L"
+MOVE = b"V"
 ABLE, DIRECT, READY, FATAL, MADE, REFUSED = b"k", b"d", b"r", b"f", b"c", b"x"
 REGISTERED, LEFT = b"g", b"l"
 ENDED, UNREAD, SUMS = b"t", b"u", b"s"
@@ -61,6 +63,16 @@ class Piece(NamedTuple):
     chunk_offset: int
     region: int
     region_offset: int
+    nbytes: int
+
+
+class Move(NamedTuple):
+    """Bytes of a chunk and where they go in another one, or in the same: they must not overlap."""
+
+    source_chunk: int
+    source_offset: int
+    chunk: int
+    chunk_offset: int
     nbytes: int
 
 
@@ -108,7 +120,7 @@ def unpack_region(packet: bytes, descriptor: int) -> tuple[int, Region]:
     return number, Region(descriptor, offset, nbytes)
 
 
-def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece]) -> bytes:
+def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece] | Sequence[Move]) -> bytes:
     """Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
     if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
@@ -116,9 +128,20 @@ def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece]) -> bytes:
 
 
 def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
+    number, rows = _unpack_rows(packet, len(Piece._fields))
+    return number, [Piece(*row) for row in rows]
+
+
+def unpack_moves(packet: bytes) -> tuple[int, list[Move]]:
+    """Of a packet MOVE, which `pack_transfer` made."""
+    number, rows = _unpack_rows(packet, len(Move._fields))
+    return number, [Move(*row) for row in rows]
+
+
+def _unpack_rows(packet: bytes, columns: int) -> tuple[int, list[list[int]]]:
     number, count = _NUMBERS.unpack_from(packet, 1)
-    rows = np.frombuffer(packet, dtype="<i8", offset=1 + _NUMBERS.size).reshape(count, len(Piece._fields))
-    return number, [Piece(*row) for row in rows.tolist()]
+    rows = np.frombuffer(packet, dtype="<i8", offset=1 + _NUMBERS.size).reshape(count, columns)
+    return number, rows.tolist()
 
 
 def pack_load(number: int, load: FileLoad) -> bytes:

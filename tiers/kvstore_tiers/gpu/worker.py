@@ -2,7 +2,7 @@
 
 The tier starts it, says what to map, copy and checksum (`wire`), and starts another when it dies: it owns no state that
 is not in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
-Invariants: no packet is answered before those before it were obeyed; nothing is unmapped while a copy is under way.
+Invariant: no packet is answered before those before it were obeyed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run
+from kvstore_proto.cuda_copies import Run, Way
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies
+from kvstore_tiers.gpu.device_memory import DeviceMemory
 from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
 from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.events import Events
@@ -37,14 +37,9 @@ from kvstore_tiers.sizes import aligned_up
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1
 BROKEN_STATUS = 3
-_RegionRun = tuple[int, Run]  # with the number of its host memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    handle: Any
-    address: int
-    nbytes: int
+_WAYS: dict[bytes, Way] = {wire.WRITE: "to device", wire.READ: "to host", wire.MOVE: "on device"}
+_Group = tuple[int, ...]  # the number of a run's host memory; of a move, those of both chunks
+_GroupedRun = tuple[_Group, Run]
 
 
 class Worker:
@@ -61,10 +56,8 @@ class Worker:
             self._checksums = self._load_checksums()
         self._reads = FileReads(driver, self._events, self._load_direct_storage() if direct else None, self._ended)
         self._host = HostMemory(driver, self._events, self._say, self._end_broken)
-        self._chunks: dict[int, _Chunk] = {}
-        self._missing: dict[int, str] = {}  # chunks that are not there, and why
-        self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
-        self._waiting: dict[bytes, list[tuple[int, list[_RegionRun]]]] = {wire.WRITE: [], wire.READ: []}
+        self._device = DeviceMemory(driver, self._events, self._say)
+        self._waiting: dict[bytes, list[tuple[int, list[_GroupedRun]]]] = {letter: [] for letter in _WAYS}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
@@ -118,6 +111,9 @@ class Worker:
 
     def _obey(self, packet: bytes, descriptors: list[int]) -> None:
         letter = packet[:1]
+        if letter == wire.MOVE:
+            self._take_moves(*wire.unpack_moves(packet))
+            return
         if letter in self._waiting or letter == wire.CHECK:
             number, pieces = wire.unpack_transfer(packet)
             self._take(letter, number, pieces)
@@ -133,82 +129,13 @@ class Worker:
                 self._host.add(*wire.unpack_region(packet, descriptor))
             elif letter == wire.UNMAP:
                 self._host.drop(number)
-            elif letter in (wire.CREATE, wire.IMPORT) and number not in self._chunks:
-                self._add_chunk(number, nbytes, descriptor if letter == wire.IMPORT else -1)
+            elif letter in (wire.CREATE, wire.IMPORT):
+                self._device.add(number, nbytes, descriptor if letter == wire.IMPORT else -1)
             elif letter == wire.DROP:
-                self._drop_chunk(number)
+                self._device.drop(number)
         finally:
             for stray in descriptors:
                 os.close(stray)
-
-    # Memory
-
-    def _add_chunk(self, number: int, nbytes: int, descriptor: int) -> None:
-        try:
-            if descriptor < 0:
-                self._make_chunk(number, nbytes)
-            else:
-                if number not in self._unmapped:
-                    self._unmapped[number] = nbytes, os.dup(descriptor)
-                self._import_chunk(number)
-        except DriverError as error:
-            if error.is_final:
-                raise
-            self._missing[number] = str(error)
-            self._say(wire.pack(wire.REFUSED, number, text=str(error)))
-
-    def _make_chunk(self, number: int, nbytes: int) -> None:
-        """It is there once it is cleared and the tier has a descriptor of it."""
-        chunk = self._mapped(self._driver.create(nbytes), nbytes)
-        try:
-            self._driver.clear(chunk.address, nbytes)  # a client may import it: whose was it before?
-            exported = self._driver.export_descriptor(chunk.handle)
-        except DriverError:
-            self._unmap(chunk)
-            raise
-        try:
-            self._say(wire.pack(wire.MADE, number), exported)
-        finally:
-            os.close(exported)
-        self._chunks[number] = chunk
-
-    def _mapped(self, handle: Any, nbytes: int) -> _Chunk:
-        try:
-            return _Chunk(handle, self._driver.map(handle, nbytes), nbytes)
-        except DriverError:
-            self._driver.release(handle)
-            raise
-
-    def _import_chunk(self, number: int) -> None:
-        nbytes, descriptor = self._unmapped[number]
-        self._chunks[number] = self._mapped(self._driver.import_descriptor(descriptor), nbytes)
-        self._forget_missing(number)
-
-    def _chunk(self, number: int) -> _Chunk:
-        """Memory with blocks that could not be mapped before is tried again. Raises KeyError."""
-        if number in self._unmapped:
-            try:
-                self._import_chunk(number)
-            except DriverError as error:
-                if error.is_final:
-                    raise
-        return self._chunks[number]
-
-    def _forget_missing(self, number: int) -> None:
-        self._missing.pop(number, None)
-        if number in self._unmapped:
-            os.close(self._unmapped.pop(number)[1])
-
-    def _drop_chunk(self, number: int) -> None:
-        self._forget_missing(number)
-        chunk = self._chunks.pop(number, None)
-        if chunk is not None:
-            self._events.settle()
-            self._unmap(chunk)
-
-    def _unmap(self, chunk: _Chunk) -> None:
-        self._driver.unmap(chunk.address, chunk.nbytes)
-        self._driver.release(chunk.handle)
 
     # Transfers
 
@@ -223,8 +150,13 @@ class Worker:
         except Unregistered:
             self._say_ended(number, wire.UNREGISTERED)
         except KeyError:
-            absent = next((self._missing[piece.chunk] for piece in pieces if piece.chunk in self._missing), "")
-            self._say_ended(number, absent or "its memory is not mapped")
+            self._say_unmapped(number, [piece.chunk for piece in pieces])
+
+    def _take_moves(self, number: int, moves: list[wire.Move]) -> None:
+        try:
+            self._waiting[wire.MOVE].append((number, [self._move(move) for move in moves]))
+        except KeyError:
+            self._say_unmapped(number, [chunk for move in moves for chunk in (move.source_chunk, move.chunk)])
 
     def _load(self, number: int, load: wire.FileLoad, descriptor: int) -> None:
         payload_pages = aligned_up(load.payload_bytes)
@@ -238,7 +170,7 @@ class Worker:
         except KeyError:
             if descriptor >= 0:
                 os.close(descriptor)
-            self._say_ended(number, self._missing.get(load.chunk) or "its file or memory is not there")
+            self._say_ended(number, self._device.why_missing([load.chunk]) or "its file or memory is not there")
             return
         self._reads.start(
             FileRead(
@@ -253,27 +185,27 @@ class Worker:
             )
         )
 
-    def _range(self, piece: wire.Piece) -> Range:
-        chunk = self._chunk(piece.chunk)
-        if piece.chunk_offset + piece.nbytes > chunk.nbytes:
-            raise KeyError("outside its memory")
-        return chunk.address + piece.chunk_offset, piece.nbytes
+    def _range(self, piece: wire.Piece | wire.Move) -> Range:
+        return self._device.address_of(piece.chunk, piece.chunk_offset, piece.nbytes), piece.nbytes
 
-    def _run(self, piece: wire.Piece, *, to_device: bool) -> _RegionRun:
+    def _move(self, move: wire.Move) -> _GroupedRun:
+        to, nbytes = self._range(move)
+        source = self._device.address_of(move.source_chunk, move.source_offset, nbytes)
+        return (move.source_chunk, move.chunk), Run(to, source, nbytes)
+
+    def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
         device, nbytes = self._range(piece)
         host = self._host.address_of(piece.region, piece.region_offset, nbytes)
-        return piece.region, Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+        return (piece.region,), Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
             if waiting:
                 self._waiting[letter] = []
-                by_region: defaultdict[int, list[Run]] = defaultdict(list)
-                for region, run in (each for _, of_one in waiting for each in of_one):
-                    by_region[region].append(run)
-                self._copies.start(
-                    [number for number, _ in waiting], by_region.values(), to_device=letter == wire.WRITE
-                )
+                groups: defaultdict[_Group, list[Run]] = defaultdict(list)
+                for group, run in (each for _, of_one in waiting for each in of_one):
+                    groups[group].append(run)
+                self._copies.start([number for number, _ in waiting], groups.values(), _WAYS[letter])
         if self._unchecked:
             batch, self._unchecked = self._unchecked, []
             if self._checksums is not None:
@@ -299,6 +231,9 @@ class Worker:
             self._say(wire.pack_sums(number, sums))
         else:
             self._ended(number, failure)
+
+    def _say_unmapped(self, number: int, chunks: Sequence[int]) -> None:
+        self._say_ended(number, self._device.why_missing(chunks) or "its memory is not mapped")
 
     def _say_ended(self, number: int, failure: str) -> None:
         self._say(wire.pack(wire.ENDED, number, text=failure))

@@ -16,7 +16,8 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import WorkerLink
-from kvstore_tiers.segments import checksum_of
+from kvstore_tiers.image import judge_header
+from kvstore_tiers.segments import buffer_at, checksum_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,8 +35,21 @@ class Written(NamedTuple):
         return cls(header.key, header.payload_bytes, header.checksum, xxhash.xxh3_64_intdigest(page))
 
 
-def check(link: WorkerLink, slot: Slot, written: Written, checked: Completion, *, waits: bool = True) -> None:
-    """Ask the device; `checked` is called on a thread of the link's, which is soon done with it. `waits`: as there."""
+def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeader, bytes] | Outcome:
+    """The header of the block that was written to a slot whole, and its page; CORRUPT where no such block was."""
+    page = buffer_at(shadow.address, HEADER_BYTES).raw
+    header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+    if isinstance(header, str):
+        return Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {header}")
+    return header, page
+
+
+def check(
+    link: WorkerLink, slot: Slot, written: Written, checked: Completion,
+    *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
+) -> None:  # fmt: skip
+    """Ask the device; `checked` is called on a thread of the link's, which is soon done with it. `pages`: other slots
+    whose header pages must have these digests, too. `waits`: as there."""
 
     def summed(end: wire.End) -> None:
         if end.failure:
@@ -44,12 +58,15 @@ def check(link: WorkerLink, slot: Slot, written: Written, checked: Completion, *
             outcome = Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
         elif end.sums[1] != written.checksum:
             outcome = Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        elif any(found != digest for found, (_, digest) in zip(end.sums[2:], pages, strict=True)):
+            outcome = Outcome(OutcomeKind.CORRUPT, message="another header is not the one that was written")
         else:
             outcome = Outcome(OutcomeKind.DONE)
         checked(outcome)
 
     payload = slot.offset + HEADER_BYTES
     places = [(slot.container, slot.offset, HEADER_BYTES), (slot.container, payload, written.payload_bytes)]
+    places += [(other.container, other.offset, HEADER_BYTES) for other, _ in pages]
     link.checksums(places, summed, waits=waits)
 
 

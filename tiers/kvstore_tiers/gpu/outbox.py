@@ -1,0 +1,109 @@
+"""What is to be said to the worker, whichever there is when its turn comes.
+
+Owns the socket, the queue and the thread that sends, so that no caller waits for a worker. Never starts one.
+Invariants: packets go in their order, but for what `opening` sends first; one that a worker did not get goes to the
+next; descriptors that were handed over with a packet are closed once, after it was sent or dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.passing import send_packet
+
+
+class Outgoing(NamedTuple):
+    """`transfer`: its number, if it begins one."""
+
+    packet: bytes
+    descriptor: int = -1
+    transfer: int = -1
+
+
+class Outbox:
+    """`is_wanted` is asked before a packet is sent: it may be void by now. `unsent` hears of one that was not after
+    all. What a worker knows already, it ignores."""
+
+    def __init__(self, is_wanted: Callable[[Outgoing], bool], unsent: Callable[[Outgoing], None]) -> None:
+        self._is_wanted = is_wanted
+        self._unsent = unsent
+        self._wire = threading.Lock()  # of the socket, while something is sent
+        self._socket: socket.socket | None = None
+        self._has_socket = threading.Event()  # or is closing
+        self._is_closing = False
+        self._queue: SimpleQueue[Outgoing | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="gpu-send", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a worker to send to."""
+        return self._has_socket.is_set()
+
+    def put(self, packet: bytes, descriptor: int = -1, transfer: int = -1) -> None:
+        self._queue.put(Outgoing(packet, descriptor, transfer))
+
+    @contextmanager
+    def opening(self, sock: socket.socket) -> Iterator[None]:
+        """Meanwhile the caller alone sends on the socket of a new worker; after it, the queue goes there."""
+        with self._wire:
+            yield
+            self._socket = sock
+            self._has_socket.set()
+
+    def shut(self, sock: socket.socket) -> None:
+        """Close the socket of a worker that gets nothing any more."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # a send that waits for the worker ends
+        with self._wire:
+            self._socket = None
+            self._has_socket.clear()
+            if self._is_closing:
+                self._has_socket.set()
+            sock.close()
+
+    def close(self) -> None:
+        """What waits is not sent. Returns at once; the socket is shut, for both sides: see `join`."""
+        self._is_closing = True
+        self._has_socket.set()
+        self._queue.put(None)
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._send(item)
+            if item.packet[:1] in (wire.IMPORT, wire.LOAD):  # descriptors that were handed over
+                os.close(item.descriptor)
+
+    def _send(self, item: Outgoing) -> None:
+        while not self._is_closing:
+            self._has_socket.wait()
+            with self._wire:
+                sock = self._socket
+                if sock is None:
+                    continue
+                if not self._is_wanted(item):
+                    return
+                try:
+                    send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
+                except OSError:
+                    self._unsent(item)
+                    self._has_socket.clear()  # until the next worker was started
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    return

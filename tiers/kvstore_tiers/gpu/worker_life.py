@@ -1,0 +1,244 @@
+"""The life of a GPU's worker: started, watched, killed, started anew.
+
+Owns the process, the thread that starts and hears it, and whether direct storage is to be loaded. Knows no packet: what
+is said to the worker and by it is the correspondent's.
+Invariants: there is one worker at a time, and the next is started when the one before is gone; the longer workers do
+nothing of use, the longer the next one waits; after `close` there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Protocol
+
+from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.settings import DIRECT, WorkerSettings
+from kvstore_tiers.passing import receive_packet
+
+LOOK_S = 0.5
+KILL_S = 2.0  # how long a process that was killed may take to end
+MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
+_LOG = logging.getLogger(__name__)
+
+
+class Correspondent(Protocol):
+    """Who speaks with the worker; called on the thread of its life."""
+
+    def connect(self, sock: socket.socket, process: int) -> None:
+        """A worker was started at the other end: what it must know goes there first."""
+        ...
+
+    def hear(self, packet: bytes, descriptors: list[int]) -> None:
+        """What the worker says. Raises OSError where this worker is of no use any more."""
+        ...
+
+    def is_overdue(self, now_s: float, ready_s: float) -> bool:
+        """Whether the worker, which is ready since `ready_s`, has owed an answer for too long."""
+        ...
+
+    def disconnect(self, sock: socket.socket) -> None:
+        """Nothing is said to this worker any more: close the socket. It may still do what it was told."""
+        ...
+
+    def lose(self, process: int) -> int:
+        """The worker is gone; how many transfers failed."""
+        ...
+
+    def fail_unsent(self) -> None:
+        """What no worker has seen yet ends: there may be none for a while."""
+        ...
+
+    def fail_all(self) -> None: ...
+
+    def lack_direct_storage(self, why: str) -> None:
+        """From now on workers are started without it."""
+        ...
+
+
+class WorkerLife:
+    """A worker for `device`. `message`: why the first one did not start."""
+
+    def __init__(self, device: int, settings: WorkerSettings, correspondent: Correspondent) -> None:
+        self._device = device
+        self._settings = settings
+        self._correspondent = correspondent
+        self._wants_direct = settings.wants_direct
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._keeps_dying = False
+        self._was_ready = threading.Event()  # or will never be
+        self._was_useful = False
+        self._started_s = self._ready_s = 0.0  # of this worker
+        self.starts, self.message = 0, ""
+        self._thread = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
+
+    def start(self) -> str:
+        """Wait for the first worker; why there is none, empty where there is."""
+        self._thread.start()
+        patience_s = 2 * self._settings.start_timeout_s  # the first worker may hang where direct storage is loaded
+        if self._was_ready.wait(patience_s):
+            return self.message
+        return self.message or f"its worker did not start within {patience_s:.0f} s"
+
+    @property
+    def process_id(self) -> int:
+        """Of the worker; 0 while there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a worker, or will be in a moment."""
+        return not self._keeps_dying and not self._closing.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last worker that was started has said that it is."""
+        return self._ready_s > 0
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    def close(self) -> None:
+        """Start no more; the one that is there ends with its socket, or is killed. Returns at once: see `join`."""
+        self._closing.set()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    # What the worker said
+
+    def say_ready(self) -> None:
+        self._keeps_dying = False
+        self._ready_s = time.monotonic()
+        self._was_ready.set()
+
+    def say_unable(self, why: str) -> None:
+        """It cannot start; of the first one that is final."""
+        if not self._was_ready.is_set():
+            self.message = why
+
+    def say_useful(self) -> None:
+        """It has done something: when it dies, the next one is started at once."""
+        self._was_useful = True
+
+    # From one worker to the next
+
+    def _live(self) -> None:
+        backoff_s = 0.0
+        while not self._closing.wait(backoff_s):
+            self._was_useful = False
+            try:
+                sock, process = self._start()
+            except OSError as error:  # no descriptor, memory or process is left: as a worker that died at once
+                self.message = f"its worker cannot be started: {error}"
+            else:
+                self._listen(sock, process)
+                self._end(sock, process)
+                if self._blames_direct_storage(process.returncode):
+                    continue
+            if not self._was_ready.is_set():
+                self.message = self.message or f"its worker ended with status {process.returncode}"
+                self._was_ready.set()
+                return
+            backoff_s = 0.0 if self._was_useful else min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+            if backoff_s >= DOWN_BACKOFF_S:
+                self._keeps_dying = True
+                self._correspondent.fail_all()
+        self._correspondent.fail_all()
+
+    def _blames_direct_storage(self, status: int) -> bool:
+        """Whether the worker that has ended was not ready, for no reason that it gave, and the next one does without
+        direct storage: that was being loaded, and is not demanded."""
+        if self._ready_s or self.message or self._closing.is_set():
+            return False
+        if not self._wants_direct or self._settings.from_files == DIRECT:
+            return False
+        self._wants_direct = False
+        self._correspondent.lack_direct_storage(f"the worker that was to load it ended with status {status}")
+        return True
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (own, others):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
+        command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
+        options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._wants_direct
+        with others:
+            process = subprocess.Popen(
+                [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],
+                pass_fds=[others.fileno()], stdin=subprocess.DEVNULL,
+                env=variables_of_children() | dict(self._settings.variables),
+            )  # fmt: skip
+        self.starts += 1
+        self._started_s, self._ready_s = time.monotonic(), 0.0
+        self._process = process
+        self._correspondent.connect(own, process.pid)
+        return own, process
+
+    def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        """Until the worker is gone."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        look_at_s = 0.0
+        while not self._closing.is_set():
+            has_packet = poll.poll(LOOK_S * 1000)
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + LOOK_S
+                if self._is_overdue():
+                    _LOG.error("the worker of GPU %d does not answer: it is killed", self._device)
+                    process.kill()
+                    return  # its end of the socket may stay open: see `_end`
+            if not has_packet:
+                continue
+            try:
+                packet, descriptors = receive_packet(sock, wire.MAX_PACKET_BYTES)
+                if not packet:
+                    return
+                self._correspondent.hear(packet, descriptors)
+            except OSError:
+                return
+
+    def _is_overdue(self) -> bool:
+        """Whether the worker has owed an answer for too long: that it is ready, or any other."""
+        now_s = time.monotonic()
+        if not self._ready_s:
+            return now_s - self._started_s > self._settings.start_timeout_s
+        return self._correspondent.is_overdue(now_s, self._ready_s)
+
+    def _end(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._correspondent.disconnect(sock)
+        try:
+            process.wait(1.0 if self._closing.is_set() else 0.1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            self._outwait(process)
+        failed = self._correspondent.lose(process.pid)
+        if not self._closing.is_set() and self._was_ready.is_set():
+            _LOG.warning(
+                "the worker of GPU %d ended with status %s; %d transfers failed",
+                self._device, process.returncode, failed,
+            )  # fmt: skip
+
+    def _outwait(self, process: subprocess.Popen[bytes]) -> None:
+        """Until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when that
+        ends. Until then there is no worker, and what was sent to this one is under way: it may still write there."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
+                return
+            if self._closing.is_set():
+                return
+            if not self._keeps_dying:
+                _LOG.error("the worker of GPU %d was killed and does not end: it hangs in the kernel", self._device)
+            self._keeps_dying = True
+            self._correspondent.fail_unsent()
