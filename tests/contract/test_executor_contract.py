@@ -280,6 +280,21 @@ def test_outputs_are_those_that_were_asked_for(opened: Opened) -> None:
     assert np.isnan(place[32:]).all()
 
 
+def test_the_likeliest_tokens_are_those_of_the_logits(opened: Opened) -> None:
+    executor, tables = opened.executor, _tables(40, 20, 30)
+    prompts = [SequenceSlice(_tokens(count - 2, count), 0, table, outputs) for count, table, outputs in
+               zip((40, 20, 30), tables, ("last", "none", "all"), strict=True)]  # fmt: skip
+    decodes = [
+        SequenceSlice(_tokens(1, count), count - 2, table) for count, table in zip((40, 20), tables, strict=False)
+    ]
+    for slices, outputs in ((prompts, 29), (decodes, 2), (prompts[1:2], 0)):
+        logits = executor.forward(slices)
+        found = executor.likeliest(slices)
+        assert found.tokens.shape == found.logits.shape == (outputs,)
+        np.testing.assert_array_equal(found.tokens, logits.argmax(1))
+        np.testing.assert_array_equal(found.logits, logits.max(1, initial=-np.inf))
+
+
 @pytest.mark.parametrize(
     ("tokens", "start", "table", "reason"),
     [

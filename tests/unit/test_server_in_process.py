@@ -14,6 +14,7 @@ import pytest
 
 from kvstore_engine.batching import BatchEngine
 from kvstore_engine.errors import OperationError
+from kvstore_engine.executors.likeliest import Likeliest
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.server.hang_watch import HangWatch
 from kvstore_engine.server.in_process import InProcess
@@ -35,13 +36,20 @@ with HangWatch(Impatient()).watching([]):
 _Steps = Callable[[Sequence[SequenceSlice]], None]
 
 
+class _TwinExecutor(TwinCompute):
+    """With what is used here of an executor beside a `Compute`."""
+
+    def likeliest(self, slices: Sequence[SequenceSlice]) -> Likeliest:
+        return Likeliest.of(self.forward(slices))
+
+
 @pytest.fixture
 def computing() -> Iterator[Callable[..., tuple[TwinCompute, InProcess]]]:
     """Makes a computing process, whose steps call `on_step` first."""
     with closing(HangWatch(StepPatience())) as watch:
 
         def made(on_step: _Steps, **limits: Any) -> tuple[TwinCompute, InProcess]:
-            twin = TwinCompute(twin_pool(64), on_step=on_step, **limits)
+            twin = _TwinExecutor(twin_pool(64), on_step=on_step, **limits)
             return twin, InProcess(twin, watch)  # type: ignore[arg-type]  # of an executor, what is used here
 
         yield made

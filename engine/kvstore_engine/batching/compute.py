@@ -4,11 +4,9 @@ Between two calls only the engine touches the pool's planes.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
 
@@ -22,9 +20,18 @@ class Compute(Protocol):
     @property
     def limits(self) -> StepLimits: ...
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
+    def forward(self, slices: Sequence[SequenceSlice], /) -> Floats:
         """Logits [outputs, vocabulary] of the wanted tokens, in the order of `slices`, for use before the next call.
 
         StepFailed names slices that cannot be computed; the others can be tried again.
         """
+        ...
+
+
+@runtime_checkable
+class FindsLikeliest(Protocol):
+    """A `Compute` that can choose where the logits are: rows of a vocabulary's size need not be brought to the host."""
+
+    def likeliest(self, slices: Sequence[SequenceSlice], /) -> Likeliest:
+        """Compute the step as `forward` does; of its logits the greatest."""
         ...

@@ -12,7 +12,7 @@ from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.batch import Batch
-from kvstore_engine.batching.compute import Compute
+from kvstore_engine.batching.compute import Compute, FindsLikeliest
 from kvstore_engine.batching.events import Event
 from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
 from kvstore_engine.batching.output_processor import OutputProcessor, SessionOf
@@ -24,6 +24,7 @@ from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog
@@ -90,6 +91,7 @@ class BatchEngine:
             clock=clock,
         )
         self._run_queue = self.scheduler.run_queue
+        self._finds_likeliest = compute if isinstance(compute, FindsLikeliest) else None
         self._steps = 0
         self._pending: list[Event] = []
         self._new: list[Sequence] = []  # since the last step
@@ -152,7 +154,7 @@ class BatchEngine:
         failure: StepFailed | None = None
         try:
             computing, beside_loading = self._clock(), self.restorer.is_loading
-            logits = self.compute.forward([part.slice(self.pool.block_tokens) for part in batch.parts])
+            logits = self._computed(batch)
             compute_s = self._clock() - computing
         except StepFailed as error:
             failure = error
@@ -196,6 +198,12 @@ class BatchEngine:
                 self._outputs.end_request(sequence, "cancelled")
             self.storer.close()
             self.restorer.close()
+
+    def _computed(self, batch: Batch) -> Floats | Likeliest:
+        slices = [part.slice(self.pool.block_tokens) for part in batch.parts]
+        if self._finds_likeliest is not None and not self._outputs.needs_logits(batch):
+            return self._finds_likeliest.likeliest(slices)
+        return self.compute.forward(slices)
 
     def _hint_waiting(self) -> None:
         """Hint new requests that were not admitted to the daemon, which might evict their blocks."""

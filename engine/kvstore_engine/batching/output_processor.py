@@ -7,7 +7,6 @@ hands sequences that begin or end to the run queue.
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer, TextSource
 from kvstore_engine.batching.batch import Batch
@@ -18,10 +17,10 @@ from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.batching.token_choice import Choice, choose, log_probabilities
+from kvstore_engine.batching.token_choice import Choice, choices_of, choose, log_probabilities
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 from kvstore_engine.restore import KvSession
 
-Floats = npt.NDArray[np.float32]
 SessionOf = Callable[[str], KvSession | None]
 
 
@@ -66,16 +65,29 @@ class OutputProcessor:
             search=search_of(request, room, self._tokenizer.end_ids),
         )
 
-    def apply(self, batch: Batch, logits: Floats) -> list[Event]:
-        """Account for what was computed and choose the next tokens. `logits`: [outputs, vocabulary]."""
+    def needs_logits(self, batch: Batch) -> bool:
+        """Some answer that goes on after this step needs more than the likeliest token."""
+        sequences = (part.sequence for part in batch.parts if part.has_output)
+        return any(sequence.answer.needs_logits or sequence.search is not None for sequence in sequences)
+
+    def apply(self, batch: Batch, logits: Floats | Likeliest) -> list[Event]:
+        """Account for what was computed and choose the next tokens. `logits`: [outputs, vocabulary], or what is enough
+        unless `needs_logits`.
+        """
         events: list[Event] = []
         tenants = self._scheduler.statistics.tenants
         for part in batch.parts:
             sequence = part.sequence
             new = sequence.advance_to(part.end, "computed")
-            tenants.charge(sequence.request.tenant, prompt_tokens=new)
+            if new:
+                tenants.charge(sequence.request.tenant, prompt_tokens=new)
             self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
         outputs = [part.sequence for part in batch.parts if part.has_output]
+        if isinstance(logits, Likeliest):
+            now = self._clock()
+            for sequence, choice in zip(outputs, choices_of(logits), strict=True):
+                events += self._take(sequence, choice, None, now)
+            return events
         beams = {sequence: row for row, sequence in enumerate(outputs) if sequence.search is not None}
         drawn = logits
         if beams:
@@ -126,8 +138,8 @@ class OutputProcessor:
                 self._scheduler.run_queue.wait(sibling)
         return siblings, failed
 
-    def _take(self, sequence: Sequence, choice: Choice, row: Floats, now: float) -> list[Event]:
-        """Append the chosen token to `sequence`, and end the answer where it ends."""
+    def _take(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
+        """Append the chosen token to `sequence`, and end the answer where it ends. `row`: its logits, if needed."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:
             return [self.finish(sequence, "failed", choice.failure, is_sound=not choice.is_unsound)]
@@ -145,7 +157,7 @@ class OutputProcessor:
         self._observer.token(request.id, sequence.index, now)
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if request.settings.logprobs is not None:
+        if request.settings.logprobs is not None and row is not None:
             logprob, top = log_probabilities(row, token, request.settings.logprobs)
         events: list[Event] = [Token(request.id, sequence.index, token, text, logprob, top)]
         if is_stopped:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 
-Floats = npt.NDArray[np.float32]
 UNSOUND = "the model produced logits that cannot be sampled: {}"
 
 
@@ -31,14 +31,18 @@ class Choice:
 def choose(logits: Floats, answers: Sequence[Answer]) -> list[Choice]:
     """The choice for each row of `logits`, float32 [len(answers), vocabulary]."""
     choices: list[Choice | None] = [None] * len(answers)
-    plain = [row for row, answer in enumerate(answers) if _is_plain(answer)]
+    plain = [row for row, answer in enumerate(answers) if answer.is_plain]
     if plain:
         rows = logits if len(plain) == len(answers) else logits[plain]
-        best = rows.argmax(axis=1)
-        values = rows[np.arange(len(plain)), best]
-        for row, token, value in zip(plain, best.tolist(), values.tolist(), strict=True):
-            choices[row] = Choice(token) if math.isfinite(value) else _unsound(value)
+        for row, choice in zip(plain, choices_of(Likeliest.of(rows)), strict=True):
+            choices[row] = choice
     return [choice or _choose_one(logits[row], answers[row]) for row, choice in enumerate(choices)]
+
+
+def choices_of(likeliest: Likeliest) -> list[Choice]:
+    """The choice of each plain greedy row."""
+    pairs = zip(likeliest.tokens.tolist(), likeliest.logits.tolist(), strict=True)
+    return [Choice(token) if math.isfinite(value) else _unsound(value) for token, value in pairs]
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
@@ -62,12 +66,6 @@ def log_of_sum(logits: Floats) -> float:
 
 def _unsound(value: float) -> Choice:
     return Choice(0, UNSOUND.format(value), is_unsound=True)
-
-
-def _is_plain(answer: Answer) -> bool:
-    sampling = answer.sampler.settings
-    greedy = sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0
-    return greedy and answer.constraint is None
 
 
 def _choose_one(row: Floats, answer: Answer) -> Choice:

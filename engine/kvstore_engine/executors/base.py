@@ -13,13 +13,14 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 from kvstore_engine.graph import SequenceSlice, chunk_plan
 from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
 
-FloatArray = npt.NDArray[np.float32]
+FloatArray = Floats
 
 
 class HasConfig(Protocol):
@@ -57,6 +58,11 @@ class StepExecutor(ABC):
         a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
         RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
         """
+
+    def likeliest(self, slices: Sequence[SequenceSlice]) -> Likeliest:
+        """Compute one step, as `forward` does; of its logits the greatest. An executor whose logits are far from the
+        host MAY choose where they are."""
+        return Likeliest.of(self.forward(slices))
 
     def prefill(
         self,

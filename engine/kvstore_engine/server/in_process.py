@@ -7,18 +7,20 @@ which is started again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_engine.errors import OperationError
 from kvstore_engine.executors import StepExecutor
+from kvstore_engine.executors.likeliest import Floats, Likeliest
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.server.hang_watch import HangWatch
 from kvstore_engine.worker import StepFailed
 
 _WARM_UP_TOKENS = 64
+_T = TypeVar("_T")
 
 
 class InProcess:
@@ -27,11 +29,18 @@ class InProcess:
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
         self._executor, self._watch, self.limits = executor, watch, executor.limits
 
-    def forward(self, slices: Sequence[SequenceSlice], /) -> npt.NDArray[np.float32]:
+    def forward(self, slices: Sequence[SequenceSlice], /) -> Floats:
         """As `StepExecutor.forward`; a step that fails is StepFailed. OperationError: no other will do better."""
+        return self._watched(self._executor.forward, slices)
+
+    def likeliest(self, slices: Sequence[SequenceSlice], /) -> Likeliest:
+        """As `StepExecutor.likeliest`, and as `forward`."""
+        return self._watched(self._executor.likeliest, slices)
+
+    def _watched(self, compute: Callable[[Sequence[SequenceSlice]], _T], slices: Sequence[SequenceSlice]) -> _T:
         try:
             with self._watch.watching(slices):
-                return self._executor.forward(slices)
+                return compute(slices)
         except OperationError:
             raise
         except RuntimeError as error:
