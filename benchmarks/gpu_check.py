@@ -25,6 +25,7 @@ from support.gpu_checksums import CHECKSUMS
 from support.gpu_client_copies import CLIENT_GATHER
 from support.gpu_client_pool import CLIENT_POOL
 from support.gpu_copies import COPIES
+from support.gpu_engine import ENGINE_DECODE
 from support.gpu_kernel_questions import KERNEL_QUESTIONS
 from support.gpu_promises import PROMISES
 from support.gpu_suites import suites
@@ -35,7 +36,7 @@ from kvstore_tiers.gpu.driver import Driver, NoDriver
 
 YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
 LEAST_S = 5.0  # a question that has less time is not begun
-_ALL = (*PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *suites())
+_ALL = (*PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *ENGINE_DECODE, *suites())
 QUESTIONS = {each.name: each for each in _ALL}
 
 

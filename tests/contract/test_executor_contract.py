@@ -252,17 +252,22 @@ def test_logits_do_not_depend_on_chunk_size_or_company(opened: Opened) -> None:
 
 
 def test_logits_that_stay_where_they_are_are_the_same(opened: Opened) -> None:
-    executor, tables = opened.executor, _tables(40, 17, 16)
-    prompts = [SequenceSlice(_tokens(count, count), 0, table) for count, table in zip((40, 17, 1), tables, strict=True)]
-    decodes = [SequenceSlice(_tokens(1, 5), len(piece.tokens), piece.block_table) for piece in prompts[:2]]
+    executor, tables = opened.executor, _tables(40, 20, 30)
+    wanted = zip((40, 20, 30), tables, ("last", "none", "all"), strict=True)
+    prompts = [SequenceSlice(_tokens(count - 2, count), 0, table, outputs) for count, table, outputs in wanted]
+    decodes = [
+        SequenceSlice(_tokens(1, count), count - 2, table) for count, table in zip((40, 20), tables, strict=False)
+    ]
     for _ in range(3):  # a GPU records the second step of a kind, and replays the third
-        for slices in (prompts, decodes):
-            wanted, logits = executor.forward(slices).copy(), executor.step(slices)
-            tokens, values = logits.likeliest([1, 0])
-            assert tokens == wanted.argmax(1)[[1, 0]].tolist()
-            np.testing.assert_array_equal(np.array(values, np.float32), wanted.max(1)[[1, 0]])
-            np.testing.assert_array_equal(logits.rows([1]), wanted[[1]])
-            np.testing.assert_array_equal(logits.rows(range(len(slices))), wanted)
+        for slices, outputs in ((prompts, 29), (decodes, 2), (prompts[1:2], 0)):
+            whole, logits = executor.forward(slices).copy(), executor.step(slices)
+            assert whole.shape == (outputs, _SHAPE.vocabulary)
+            some = [*range(outputs)][::-2]
+            tokens, values = logits.likeliest(some)
+            assert tokens == whole.argmax(1)[some].tolist()
+            np.testing.assert_array_equal(np.array(values, np.float32), whole.max(1, initial=-np.inf)[some])
+            for rows in [some, range(outputs)] if outputs else []:
+                np.testing.assert_array_equal(logits.rows(rows), whole[rows])
 
 
 def test_sequences_may_share_leading_blocks(opened: Opened) -> None:

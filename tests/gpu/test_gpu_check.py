@@ -94,6 +94,14 @@ def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device
     assert all(record["figures"] for record in records)
 
 
+def test_whole_engines_are_not_compared_where_torch_has_no_device() -> None:
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    names = ["engine-decode", "engine-decode-1b"]
+    records = json.loads(check(*only(*names), "--json").stdout)
+    assert [(record["question"], record["answer"]) for record in records] == [(name, "unknown") for name in names]
+    assert all("finds no CUDA device" in record["says"] for record in records), records
+
+
 def test_the_clients_kernel_moves_the_right_bytes_out_of_a_read_only_arena() -> None:
     compiled(gather.PROGRAM)
     variables = {"EMULATED_CUDA_KERNELS": str(shim_library(gather.PROGRAM)), crossover.VARIABLE: ""}

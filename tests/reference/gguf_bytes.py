@@ -6,7 +6,7 @@ float32. None leaves the key out.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +17,28 @@ Tensor = tuple[int, tuple[int, ...], bytes]  # ggml type, shape with the contigu
 
 def write_gguf(path: Path, metadata: Mapping[str, object], tensors: Mapping[str, Tensor] | None = None) -> Path:
     """Write `path` and return it."""
-    path.write_bytes(gguf_bytes(metadata, tensors or {}))
+    with path.open("wb") as file:
+        file.writelines(_pieces(metadata, tensors or {}))
     return path
 
 
 def gguf_bytes(metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
     """The bytes of a GGUF file."""
+    return b"".join(_pieces(metadata, tensors))
+
+
+def _pieces(metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
     metadata = {key: value for key, value in metadata.items() if value is not None}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    data = b""
+    offset = 0
     for name, (kind, shape, raw) in tensors.items():
-        head += _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(data))
-        data += raw + bytes(-len(raw) % ALIGNMENT_BYTES)
-    return head + bytes(-len(head) % ALIGNMENT_BYTES) + data
+        head += _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+        offset += len(raw) + -len(raw) % ALIGNMENT_BYTES
+    yield head + bytes(-len(head) % ALIGNMENT_BYTES)
+    for _, _, raw in tensors.values():
+        yield raw
+        yield bytes(-len(raw) % ALIGNMENT_BYTES)
 
 
 def _string(text: str) -> bytes:

@@ -165,7 +165,9 @@ class _Tape(Recorder):
 
         def replay() -> None:
             self.replayed += 1
-            result.copy_(compute())
+            again = compute()
+            result.logits.copy_(again.logits)
+            result.likeliest.copy_(again.likeliest)
 
         return replay, result
 
@@ -183,12 +185,15 @@ def test_decode_steps_are_recorded_by_bucket_and_replayed_with_new_inputs(tmp_pa
                 count = 3 if position < 4 else 1
                 step = [SequenceSlice(_tokens(1, position + n), position, tables[n]) for n in range(count)]
                 logits.append(executor.forward(step))
+                tokens, values = executor.step(step).likeliest(range(count))
+                assert tokens == logits[-1].argmax(1).tolist()
+                np.testing.assert_array_equal(np.array(values, np.float32), logits[-1].max(1))
             found.append(np.concatenate(logits))
             used = np.concatenate(tables)
             others = [block for block in range(_BLOCKS) if block not in used]
             assert not pool.planes[:, others].any(), "rows of padding are not stored"
     np.testing.assert_array_equal(found[1], found[0])
-    assert (tape.recorded, tape.replayed) == (2, 4)  # of 4 rows from the second step on, of 1 row likewise
+    assert (tape.recorded, tape.replayed) == (2, 10)  # of 4 rows from the second step on, of 1 row likewise
 
 
 def test_a_step_is_a_decode_step_if_each_sequence_has_one_token() -> None:

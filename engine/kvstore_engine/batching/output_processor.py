@@ -18,7 +18,7 @@ from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.batching.token_choice import Choice, choose, choose_one, log_probabilities, needs_row
+from kvstore_engine.batching.token_choice import Choice, choose, choose_one, log_probabilities
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.restore import KvSession
 
@@ -74,7 +74,8 @@ class OutputProcessor:
         for part in batch.parts:
             sequence = part.sequence
             new = sequence.advance_to(part.end, "computed")
-            tenants.charge(sequence.request.tenant, prompt_tokens=new)
+            if new:
+                tenants.charge(sequence.request.tenant, prompt_tokens=new)
             self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
         outputs = dict(enumerate(part.sequence for part in batch.parts if part.has_output))
         beams = {sequence: row for row, sequence in outputs.items() if sequence.search is not None}
@@ -204,4 +205,4 @@ def _forks(sequence: Sequence) -> bool:
 def _needs_row(sequence: Sequence) -> bool:
     """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
     do."""
-    return needs_row(sequence.answer) or sequence.request.settings.logprobs is not None or _forks(sequence)
+    return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)

@@ -30,9 +30,9 @@ class Choice:
 
 
 def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, Choice]:
-    """The choice for each row of `answers`. `whole`: rows of `logits`, among them those of answers that need one."""
+    """The choice for each row of `answers`. `whole`: rows of `logits`, all of those that are not plain among them."""
     choices: dict[int, Choice] = {}
-    plain = [row for row, answer in answers.items() if not needs_row(answer)]
+    plain = [row for row, answer in answers.items() if answer.is_plain]
     if plain:
         for row, token, value in zip(plain, *logits.likeliest(plain), strict=True):
             choices[row] = Choice(token) if math.isfinite(value) else _unsound(value)
@@ -60,13 +60,6 @@ def log_of_sum(logits: Floats) -> float:
 
 def _unsound(value: float) -> Choice:
     return Choice(0, UNSOUND.format(value), is_unsound=True)
-
-
-def needs_row(answer: Answer) -> bool:
-    """Whether its next token needs more of its row than the likeliest token."""
-    sampling = answer.sampler.settings
-    greedy = sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0
-    return not greedy or answer.constraint is not None
 
 
 def choose_one(row: Floats, answer: Answer) -> Choice:

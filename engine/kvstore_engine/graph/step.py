@@ -57,28 +57,56 @@ def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs
     """Check `slices` and lay them out one after another. Raises ValueError with what is wrong."""
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")
-    total = sum(len(piece.tokens) for piece in slices)
+    counts = np.array([len(piece.tokens) for piece in slices], np.int64)
+    total = int(counts.sum())
     if total > limits.max_tokens:
         raise ValueError(f"a step takes at most {limits.max_tokens} tokens, not {total}")
-    tokens = np.empty(total, np.int32)
-    positions = np.empty(total, np.int32)
-    slots = np.empty(total, np.int64)
-    sequences = np.zeros((len(slices), 4), np.int32)
-    outputs: list[int] = []
-    first = 0
-    for index, piece in enumerate(slices):
-        _check(piece, limits)
-        count = len(piece.tokens)
-        last, rows = first + count, np.arange(piece.start, piece.start + count)
-        tokens[first:last], positions[first:last] = piece.tokens, rows
-        blocks = np.asarray(piece.block_table, np.int64)[rows // limits.block_tokens]
-        slots[first:last] = blocks * limits.block_tokens + rows % limits.block_tokens
-        sequences[index, :3] = first, count, piece.start + count
-        outputs += {"last": [last - 1], "all": range(first, last), "none": ()}[piece.outputs]
-        first = last
-    if len(slices) > 1 and len(np.unique(slots)) != total:
+    starts = np.array([piece.start for piece in slices], np.int64)
+    ends, size = starts + counts, limits.block_tokens
+    used = -(-ends // size)
+    tables = [piece.block_table[:blocks] for piece, blocks in zip(slices, used.tolist(), strict=True)]
+    if not _is_sound(slices, counts, starts, ends, used, tables, limits):
+        for piece in slices:
+            _check(piece, limits)  # says what is wrong
+    # Of all sequences at once: a decode step has many, of one token each.
+    firsts = np.cumsum(counts) - counts
+    positions = np.arange(total) + np.repeat(starts - firsts, counts)
+    places = np.repeat(np.cumsum(used) - used, counts) + positions // size
+    slots = np.concatenate(tables).astype(np.int64)[places] * size + positions % size
+    if len(slices) > 1 and len(set(slots.tolist())) != total:
         raise ValueError("two tokens of one step would be written to the same place in the pool")
-    return StepInputs(tokens, positions, slots, np.array(outputs, np.int32), sequences)
+    sequences = np.zeros((len(slices), 4), np.int32)
+    sequences[:, 0], sequences[:, 1], sequences[:, 2] = firsts, counts, ends
+    tokens = np.concatenate([piece.tokens for piece in slices]).astype(np.int32, copy=False)
+    return StepInputs(tokens, positions.astype(np.int32), slots, _outputs(slices, firsts, counts), sequences)
+
+
+def _outputs(slices: Sequence[SequenceSlice], firsts: Int64Array, counts: Int64Array) -> Int32Array:
+    if all(piece.outputs == "last" for piece in slices):
+        return (firsts + counts - 1).astype(np.int32)
+    rows: list[int] = []
+    for piece, first, last in zip(slices, firsts.tolist(), (firsts + counts).tolist(), strict=True):
+        rows += {"last": [last - 1], "all": range(first, last), "none": ()}[piece.outputs]
+    return np.array(rows, np.int32)
+
+
+def _is_sound(
+    slices: Sequence[SequenceSlice],
+    counts: Int64Array,
+    starts: Int64Array,
+    ends: Int64Array,
+    used: Int64Array,
+    tables: Sequence[Int32Array],
+    limits: StepLimits,
+) -> bool:
+    """Whether `_check` finds nothing in any slice; asked of all at once."""
+    if not counts.all() or starts.min() < 0 or ends.max() > limits.max_context:
+        return False
+    if any(piece.tokens.ndim != 1 for piece in slices) or [len(table) for table in tables] != used.tolist():
+        return False
+    tokens, blocks = (np.concatenate(arrays) for arrays in ([piece.tokens for piece in slices], tables))
+    in_vocabulary = tokens.min() >= 0 and tokens.max() < limits.vocabulary
+    return bool(in_vocabulary and blocks.min() >= 0 and blocks.max() < limits.pool_blocks)
 
 
 def _check(piece: SequenceSlice, limits: StepLimits) -> None:

@@ -120,7 +120,12 @@ class Tokenizer:
 
     def _visible_piece(self, token_id: int) -> bytes:
         piece = self.piece(token_id)
-        return b"" if self.vocabulary.kinds[token_id] in (CONTROL, UNKNOWN) else piece
+        return b"" if token_id in self._hidden else piece
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        """Ids that are never shown as text."""
+        return frozenset(np.flatnonzero(np.isin(self.vocabulary.kinds, (CONTROL, UNKNOWN))).tolist())
 
     @cached_property
     def digest(self) -> str:

@@ -8,7 +8,7 @@ slot is negative. Work is queued on torch's current stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +40,9 @@ class StepRows:
 class AttentionBackend(ABC):
     """Of one model and pool. `layer` is a layer's number."""
 
-    def begin(self, tables: Sequence[npt.NDArray[np.int32]]) -> Hashable:
-        """Before the work of a step is queued. `tables`: of each sequence the whole blocks before the step's tokens.
+    def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
+        """Before the work of a step is queued. `tables`: of each sequence the whole blocks before the step's tokens,
+        once.
 
         Returns what a recording of the step depends on beside its rows and its longest context: a recorded step may
         stand for this one where that was equal.

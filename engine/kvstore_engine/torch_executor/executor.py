@@ -97,8 +97,9 @@ class TorchExecutor(StepExecutor):
         longest = int(inputs.sequences[:, 2].max())
         with self._torch.inference_mode():
             self._inputs.fill(inputs, slices, max(bucket, count))
-            whole = [piece.block_table[: piece.start // self.limits.block_tokens] for piece in slices]
-            variant = self._attention.begin(whole)
+            variant = self._attention.begin(
+                piece.block_table[: piece.start // self.limits.block_tokens] for piece in slices
+            )
             if bucket:
                 self.arrivals.wait_all()
                 found: Computed | None = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)

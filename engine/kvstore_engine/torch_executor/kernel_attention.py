@@ -6,7 +6,7 @@ tensors' addresses will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class KernelAttention(AttentionBackend):
             for rope in set(cache.ropes)
         }
 
-    def begin(self, tables: Sequence[npt.NDArray[np.int32]]) -> Hashable:
+    def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
         return self._window.choose(tables) if self._window else None
 
     def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError
 from kvstore_engine.executors.logits import FloatArray, StepLogits
@@ -16,21 +18,21 @@ from kvstore_engine.torch_executor.library import torch_library
 
 
 class Computed(NamedTuple):
-    """Tensors of a step on the device: `logits` float32 [rows, vocabulary], `best` int64 [rows], `most` float32
-    [rows]."""
+    """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
+    the bits of its logit."""
 
     logits: Any
-    best: Any
-    most: Any
+    likeliest: Any
 
     @classmethod
     def of(cls, logits: Any) -> Computed:
-        """With the largest of each row. Queues work, and waits for none."""
+        """With the likeliest of each row. Queues work, and waits for none."""
+        torch = torch_library()
         most, best = logits.max(dim=-1)
-        return cls(logits, best, most)
+        return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))
 
     def first(self, count: int) -> Computed:
-        return Computed(*(each[:count] for each in self))
+        return Computed(self.logits[:count], self.likeliest[:count])
 
 
 class LogitsMemory:
@@ -38,20 +40,21 @@ class LogitsMemory:
 
     def __init__(self, device: DeviceName) -> None:
         self._torch, self._device = torch_library(), device
-        self._best = self._new(0, self._torch.int64)
-        self._most = self._new(0, self._torch.float32)
+        self._likeliest = self._new(0, self._torch.int32)
         self._rows = self._new(0, self._torch.float32)
 
     def received(self, computed: Computed | None) -> DeviceLogits:
         """Wait for the step that has these results, None: none are wanted."""
-        count = len(computed.best) if computed is not None else 0
-        if count > len(self._best):
-            self._best, self._most = self._new(count, self._torch.int64), self._new(count, self._torch.float32)
-        if computed is not None:
-            self._best[:count].copy_(computed.best, non_blocking=True)
-            self._most[:count].copy_(computed.most, non_blocking=True)
+        if computed is None:
+            self._synchronize()
+            return DeviceLogits(self, None, [], [])
+        if computed.likeliest.numel() > len(self._likeliest):
+            self._likeliest = self._new(computed.likeliest.numel(), self._torch.int32)
+        here = self._likeliest[: computed.likeliest.numel()].view(computed.likeliest.shape)
+        here.copy_(computed.likeliest, non_blocking=True)
         self._synchronize()
-        return DeviceLogits(self, computed, self._best[:count].tolist(), self._most[:count].tolist())
+        pairs = here.numpy()
+        return DeviceLogits(self, computed, pairs[:, 0].tolist(), pairs[:, 1].copy().view(np.float32).tolist())
 
     def fetch(self, logits: Any, rows: Sequence[int]) -> FloatArray:
         """Rows of `logits` in host memory, until the next call."""

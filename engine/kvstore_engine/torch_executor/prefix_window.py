@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvstore_console.units import parse_size
@@ -56,7 +56,7 @@ class PrefixWindow:
             return None
         return cls(device, block_bytes)
 
-    def choose(self, tables: Sequence[Int32Array]) -> CacheWindow | None:
+    def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
         """Before a step whose sequences only read the blocks of `tables`. Steps with equal results have equal windows,
         in planes that begin at address 0."""
         shared = most_shared(tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ Int32Array = npt.NDArray[np.int32]
 _NONE = np.zeros(0, np.int32)
 
 
-def most_shared(tables: Sequence[Int32Array]) -> Int32Array:
+def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
     """The leading blocks of some of `tables`, each sequence's block ids, of which most reads are repetitions: of n
     sequences that share m blocks, (n - 1) * m. Empty where nothing is shared.
     """
