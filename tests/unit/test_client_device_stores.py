@@ -59,6 +59,9 @@ class Device:
     def quietly(self, name: str, *arguments: Any) -> None:
         self.call(name, *arguments)
 
+    def unregister(self, address: int, _: object) -> None:
+        self.call("cuMemHostUnregister", address)
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_: (0, 0)
 
