@@ -43,7 +43,7 @@ class Device:
         self.queued: list[tuple[int, int, int]] = []
         self.waits = 0
         self.fails = self.refuses = self.knows_nothing = False
-        self.streams = 0
+        self.streams = self.failures_to_be_current = 0
         self.is_waited_for, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
         self.registered: set[int] = set()
@@ -51,6 +51,9 @@ class Device:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
+        if self.failures_to_be_current:
+            self.failures_to_be_current -= 1
+            raise cuda_driver.DriverError("cuCtxGetCurrent", 801, "CUDA_ERROR_NOT_SUPPORTED")
         yield
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -137,6 +140,19 @@ def engine() -> Iterator[Engine]:
     made = Engine(64 << 10)
     yield made
     made.transfers.close()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_no_copy_is_left_for_a_slot_that_was_given_back(engine: Engine, failures: int) -> None:
+    """What was begun for a put that failed must not write into the slots of the next one."""
+    finish = engine.transfers.payload_of(0)(engine.staging[HEADER_BYTES : engine.slot_bytes])
+    assert finish is not None
+    engine.device.failures_to_be_current = failures
+    with pytest.raises(cuda_driver.DriverError, match="cuCtxGetCurrent"):
+        finish()
+    assert not engine.device.queued and not engine.transfers.means.stores._under_way
+    assert engine.put() == 1
+    assert np.array_equal(engine.stored, engine.pages)
 
 
 def test_many_blocks_are_waited_for_once_by_way_of_the_buffer_and_without(engine: Engine) -> None:

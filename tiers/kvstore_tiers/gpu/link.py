@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ from kvstore_tiers.passing import receive_packet, send_packet
 LOOK_S = 0.5
 KILL_S = 2.0  # how long a process that was killed may take to end
 MIN_BACKOFF_S, DOWN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4, 10.0  # between workers that copied nothing
+_NOTHING = b""  # wakes the thread that sends
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
 Done = Callable[[wire.End], None]
@@ -100,6 +102,7 @@ class WorkerLink:
         self._leaving: dict[int, _Leaving] = {}  # regions that a worker may have mapped still
         self._has_worker = False  # or one that has not gone yet
         self._chunks: dict[int, _Chunk] = {}
+        self._untold: deque[int] = deque()  # chunks that this worker has not heard of; under `_wire`
         self._pending: dict[int, _Transfer] = {}
         self._lock = threading.Lock()  # of the tables
         self._wire = threading.Lock()  # of the socket, while something is sent
@@ -273,7 +276,7 @@ class WorkerLink:
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, others):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.socket_bytes)
         command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
         options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._wants_direct
         with others:
@@ -295,11 +298,8 @@ class WorkerLink:
                         send_packet(own, wire.pack_region(number, region), [region.descriptor])
                     else:
                         self._queue.put((wire.pack_region(number, region), region.descriptor, -1))
-                for number, chunk in self._chunks.items():
-                    if chunk.descriptor >= 0:
-                        send_packet(own, wire.pack(wire.IMPORT, number, chunk.nbytes), [chunk.descriptor])
-                    else:
-                        send_packet(own, wire.pack(wire.CREATE, number, chunk.nbytes))
+            self._untold = deque(self._chunks)  # may be more than the socket holds before the worker reads
+            self._queue.put((_NOTHING, -1, -1))
             self._socket = own
             self._has_socket.set()
         return own, process
@@ -443,6 +443,21 @@ class WorkerLink:
             if packet[:1] in (wire.IMPORT, wire.LOAD):  # descriptors that were handed over
                 os.close(descriptor)
 
+    def _tell_chunks(self, sock: socket.socket) -> None:
+        """What there is already: transfers come after it. Raises OSError."""
+        while self._untold:
+            number = self._untold[0]
+            descriptor = self.descriptor_of(number)
+            with contextlib.ExitStack() as undo:
+                if descriptor >= 0:
+                    undo.callback(os.close, descriptor)
+                chunk = self._chunks.get(number)
+                if chunk is not None and descriptor >= 0:
+                    send_packet(sock, wire.pack(wire.IMPORT, number, chunk.nbytes), [descriptor])
+                elif chunk is not None:
+                    send_packet(sock, wire.pack(wire.CREATE, number, chunk.nbytes))
+            self._untold.popleft()
+
     def _send(self, packet: bytes, descriptor: int, number: int) -> None:
         """To the next worker where this one is gone: what it knows already, it ignores."""
         while not self._closing.is_set():
@@ -451,6 +466,13 @@ class WorkerLink:
                 sock = self._socket
                 if sock is None:
                     continue
+                try:
+                    self._tell_chunks(sock)
+                except OSError:
+                    self._give_up(sock)
+                    continue
+                if packet == _NOTHING:
+                    return
                 transfer = self._pending.get(number)
                 if number >= 0 and transfer is None:
                     return  # failed meanwhile
@@ -463,8 +485,12 @@ class WorkerLink:
                 except OSError:
                     if transfer is not None:
                         transfer.is_sent = False
-                    self._has_socket.clear()  # until the other thread has started a worker
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
+                    self._give_up(sock)
                 else:
                     return
+
+    def _give_up(self, sock: socket.socket) -> None:
+        """This worker; until the other thread has started the next there is none."""
+        self._has_socket.clear()
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
