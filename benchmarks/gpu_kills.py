@@ -1,12 +1,15 @@
 """kill -9 of daemons, of GPU workers and of engines: which blocks are still on the device, and what memory is lost.
 
     python -m benchmarks.gpu_kills --daemon 100 --worker 100 --engines 1000 [--seconds 400]
+    python -m benchmarks.gpu_kills --mixed 300 --seed 7
 
 Over the CUDA driver that the loader finds: that of this machine, or the emulated one by LD_LIBRARY_PATH
 (tests/emulated_cuda/README.md). Every block counted as kept is found on the device after the last kill and has its
 bytes. Memory is lost if the device has less of it free after the holder's end than before the first start; other
 processes that use the device meanwhile spoil that figure. With --seconds no kill is begun after so long, and `killed`
 says how many were. Exit status 1 for a block or a byte lost.
+With --mixed so many deaths of any of the three follow in one run, in an order that the seed says, each while blocks are
+copied (`support/mixed_kills.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 
+from benchmarks.support.mixed_kills import Kill, MixedKills
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_daemon_gpu_tier import workers_of
 from tests.gpu.test_device_leases import device_client, held_on_device
@@ -35,6 +40,7 @@ SETTINGS = (
     "tier.vram.kind=gpu", "tier.vram.before_host=true", "tier.vram.capacity=8MiB", "tier.vram.chunk=2MiB",
     "tier.vram.bounce=4MiB", "tier.vram.policy=lru",
 )  # fmt: skip
+_FOR_COPIES = 99  # a conversation that comes and goes
 _FREE = "from kvstore_tiers.gpu.driver import Driver; print(Driver(0).memory_bytes()[0])"
 
 
@@ -70,18 +76,28 @@ def _on_device_alone(daemon: RunningDaemon, first_other: int) -> int:
 
 def kill_all(daemons: int, workers: int, engines: int, longest_s: float = float("inf")) -> Losses:
     """Kill so many of each, one after another, while blocks are on the device; none after `longest_s`."""
+    return _losses([*[_kill_daemon] * daemons, *[_kill_worker] * workers, *[_kill_engine] * engines], longest_s)
+
+
+def kill_mixed(kills: int, seed: int, longest_s: float = float("inf")) -> Losses:
+    """Kill so many of any, while blocks are copied."""
+    mixed = MixedKills(seed, CONVERSATIONS, _kill_daemon, _kill_worker)
+    return _losses([mixed.kill] * kills, longest_s, mixed)
+
+
+def _losses(kills: Sequence[Kill], longest_s: float, killing: AbstractContextManager[object] | None = None) -> Losses:
+    """What is lost by `kills`, in the context `killing`."""
     before_bytes, ends_s, killed = free_bytes(), time.monotonic() + longest_s, 0
     with running_daemon(*SETTINGS) as daemon:
         with daemon.connect(MODEL) as session:
             for number in CONVERSATIONS:
                 use(daemon, session, number)
         blocks = _on_device_alone(daemon, first_other=100)
-        kills: list[Callable[[RunningDaemon], None]]
-        kills = [*[_kill_daemon] * daemons, *[_kill_worker] * workers, *[_kill_engine] * engines]
-        for kill in kills:
-            if time.monotonic() < ends_s:
-                kill(daemon)
-                killed += 1
+        with killing or nullcontext():
+            for kill in kills:
+                if time.monotonic() < ends_s:
+                    kill(daemon)
+                    killed += 1
         found = _on_device_alone(daemon, first_other=200)  # a get before the device's check has brought some to DRAM
         with daemon.connect(MODEL) as session:
             assert all(eventually(lambda each=each: whole(session, each)) for each in CONVERSATIONS)
@@ -107,20 +123,31 @@ def _kill_engine(daemon: RunningDaemon) -> None:
 
 
 def _kill_worker(daemon: RunningDaemon) -> None:
+    """The next one has copied when this returns: workers that copy nothing are started ever more rarely."""
+    assert eventually(lambda: len(workers_of(daemon.pid)) == 1)
     (worker,) = workers_of(daemon.pid)
     os.kill(worker, signal.SIGKILL)
     assert eventually(lambda: workers_of(daemon.pid) not in ([], [worker]))
+    with daemon.connect(MODEL) as session:
+        session.delete(tokens_of(_FOR_COPIES, BLOCKS))
+        use(daemon, session, _FOR_COPIES)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kills", description=__doc__.splitlines()[0])
     for name in ("daemon", "worker", "engines"):
         parser.add_argument(f"--{name}", type=int, default=3, metavar="N", help="how many to kill (3)")
+    parser.add_argument("--mixed", type=int, default=0, metavar="N", help="kill so many of any instead, beside copies")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of their order (1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin no kill after so long")
     chosen = parser.parse_args(arguments)
-    losses = kill_all(chosen.daemon, chosen.worker, chosen.engines, chosen.seconds)
+    if chosen.mixed:
+        wanted = {"mixed": chosen.mixed, "seed": chosen.seed}
+        losses = kill_mixed(chosen.mixed, chosen.seed, chosen.seconds)
+    else:
+        wanted = {name: getattr(chosen, name) for name in ("daemon", "worker", "engines")}
+        losses = kill_all(chosen.daemon, chosen.worker, chosen.engines, chosen.seconds)
     share = losses.found_blocks / losses.blocks if losses.blocks else 0.0
-    wanted = {name: getattr(chosen, name) for name in ("daemon", "worker", "engines")}
     print(json.dumps(wanted | asdict(losses) | {"kept": share}))
     return int(share < 1.0 or losses.lost_bytes > 0)
 

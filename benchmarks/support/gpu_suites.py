@@ -33,6 +33,7 @@ NOT_OF_A_DEVICE = (
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
 KILLED = ("daemon", "worker", "engines")
+MIXED = "any of them, in turns, while blocks are copied"
 _END_S = 60.0  # of kills: what is looked at after the last one
 _FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with
 _SUMMARY = re.compile(r"^=+ \w+ SUMMARY: .*$", re.MULTILINE)
@@ -65,6 +66,7 @@ def kills(whose: str, device: int, sizes: Sizes) -> Answer:
         return Answer(None, "not asked: pytest or hypothesis is not installed")
     wanted = sizes.engine_kills if whose == "engines" else sizes.kills
     counts = [text for each in KILLED for text in (f"--{each}", str(wanted if each == whose else 0))]
+    counts = ["--mixed", str(wanted)] if whose == MIXED else counts
     kills_s = max(sizes.tools_s - _END_S, sizes.tools_s / 2)
     command = [sys.executable, "-m", "benchmarks.gpu_kills", *counts, "--seconds", str(kills_s)]
     status, text = bounded(command, sizes.tools_s, {"CUDA_VISIBLE_DEVICES": str(device)} if device else {})
@@ -137,4 +139,6 @@ def suites() -> tuple[Question, ...]:
         Question(f"kills-of-{each}", f"kill -9 of {each}: blocks and device memory", 500, partial(kills, each))
         for each in KILLED
     ]
+    about = "kill -9 of a daemon, its worker or an engine in turns, while blocks are copied"
+    deaths.append(Question("kills-mixed", about, 500, partial(kills, MIXED)))
     return (*tools, *tests, *deaths)

@@ -9,6 +9,7 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["store-at-once", conversation, blocks] (one event behind all layers), ["store-decoding", conversation, blocks] (while
 the engine decodes), ["store-beside-a-load", conversation, blocks, another] (which is loaded while the store waits for
 its rate), ["crossover"] (what the kernel copies, by way),
+["close"] (the transfers; the next load has new ones),
 ["load-captured", conversation, blocks] (while a stream is captured),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
 ["vllm", layout] (a worker of vLLM with a pool on the device), ["vllm.NAME", numbers] (a method of it).
@@ -55,6 +56,7 @@ class Client:
         self.session = session
         self.held: tuple[Lease, int] | None = None
         self.engine: EmulatedEngine | None = None
+        self.still_registered: list[object] = []  # memory of engines that were closed
         self.worker: VllmWorker | None = None
 
     def obey(self, command: str, *numbers: Any) -> dict[str, Any]:
@@ -77,6 +79,12 @@ class Client:
             if self.engine is None:
                 self.engine = EmulatedEngine(self.session)
             return self.engine.obey(command, *numbers)
+        if command == "close":
+            if self.engine is not None:
+                engine, self.engine = self.engine, None
+                self.still_registered.append(engine.host)
+                engine.transfers.close()
+            return {}
         if command == "lookup":
             number, blocks = numbers
             return {"tiers": list(self.session.lookup(tokens_of(number, blocks)).tiers)}

@@ -67,10 +67,14 @@ class EmulatedEngine:
     def _load(self, number: int, pages: list[int]) -> dict[str, Any]:
         """Use the pages for something else before, and read each layer as soon as it has come."""
         self.host[:] = 0x5A
-        used = [self._write(layer) for _ in range(8) for layer in range(LAYERS)]  # takes longer than the load
+        with self.device.current():
+            for _ in range(8):  # takes longer than the load
+                for layer in range(LAYERS):
+                    self._write(layer)
+            used = self._mark()
         with self.session.get(tokens_of(number, len(pages))) as lease:
             pages = pages[: lease.blocks]
-            with self.transfers.load(lease, pages, after=used[-1]) as load:
+            with self.transfers.load(lease, pages, after=used) as load:
                 for layer in range(LAYERS):
                     load.wait(layer, int(self.stream))
                     self._read(layer)
@@ -110,7 +114,11 @@ class EmulatedEngine:
         self.transfers.means.decoding(command == "store-decoding")
         for page, payload in zip(pages, payloads_of(number, len(pages), self.model), strict=True):
             self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
-        events = [self._write(layer) for layer in range(LAYERS)]
+        events: list[int] = []
+        with self.device.current():
+            for layer in range(LAYERS):
+                self._write(layer)
+                events.append(self._mark())
         payloads = [
             self.transfers.payload_of(page, events[-1:] if command == "store-at-once" else events) for page in pages
         ]
@@ -163,17 +171,17 @@ class EmulatedEngine:
                 "cuMemcpyDtoHAsync", self.host_address + offset, place, PAGES * self.layer_bytes, self.stream
             )  # fmt: skip
 
-    def _write(self, layer: int) -> int:
-        """The other way, with an event behind it."""
+    def _write(self, layer: int) -> None:
+        """The other way. The context is current."""
         offset = layer * PAGES * self.layer_bytes
-        with self.device.current():
-            place = self.device.driver.CUdeviceptr(self.address + offset)
-            self.device.call(
-                "cuMemcpyHtoDAsync", place, self.host_address + offset, PAGES * self.layer_bytes, self.stream
-            )  # fmt: skip
-            event = self.device.call("cuEventCreate", 2)
-            self.device.call("cuEventRecord", event, self.stream)
+        place = self.device.driver.CUdeviceptr(self.address + offset)
+        self.device.call("cuMemcpyHtoDAsync", place, self.host_address + offset, PAGES * self.layer_bytes, self.stream)
+
+    def _mark(self) -> int:
+        """An event behind what is queued on the engine's stream. The context is current."""
+        event = self.device.call("cuEventCreate", 2)
         self._events.append(event)
+        self.device.call("cuEventRecord", event, self.stream)
         return int(event)
 
 

@@ -1,73 +1,84 @@
-"""Calls of the driver that a client makes fail, break its context, hang or kill it: what it reads and stores is right
-or is not there, the daemon goes on, and no device memory is lost.
+"""Every call of the driver that a client makes fails, breaks its context, hangs and kills it: what it reads and stores
+is right or is not there, the daemon goes on, and no device memory is lost.
 
-Which calls there are in a situation is what the driver traced of it when nothing failed.
+Which calls there are in a situation is what the driver traced of it when nothing failed. A run tries a few of them that
+chance chooses; all of them, for some hours:
+
+    KVSTORED_TEST_EVERY_CASE=1 python -m pytest tests/gpu/test_device_every_call.py
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore_client import Session
+from tests.gpu.driver_faults import BREAKS, FAILS, HANGS, KILLS, Cell, DriverFaults, cells, tried
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, put_many, use, whole
-from tests.gpu.test_device_leases import DeviceClient, device_client
+from tests.gpu.test_device_leases import DeviceClient, device_client, started_client
 from tests.gpu.test_emulated_driver import Driver, path
-from tests.gpu.test_gpu_worker import order
+from tests.reference.examples import EVERY_CASE, chosen
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 __all__ = ["path"]  # the fixture
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if EVERY_CASE else 600)]
 ON_DEVICE, MEMORY_BYTES, LONGEST_S = 1, 64 << 20, 60.0  # the number of a conversation
-FAILS, BREAKS, HANGS, KILLS = "801", "700", "hang", "kill"
-SITUATIONS = ("import", "load from the device", "load from host memory", "store", "store while the engine decodes")
+SITUATIONS = (
+    "import", "load from the device", "load from host memory", "store", "store while the engine decodes", "close",
+)  # fmt: skip
+FIRST_USE, LATER = True, False
+TRIED = 10  # of the cells of a situation, in one run
 
 
 class Bench:
-    """A daemon with one conversation on the device, and a client of it with a pool there."""
+    """A daemon with one conversation on the device, and clients of it with a pool there."""
 
     def __init__(self, daemon: RunningDaemon, session: Session, tmp_path: Path, library: Path) -> None:
         self.daemon, self.session = daemon, session
-        self._control, self._trace = tmp_path / "control", tmp_path / "trace"
-        self._control.touch()
+        self.faults = DriverFaults(tmp_path)
         self.memory = Driver(library)
-        self.variables = {"EMULATED_CUDA_CONTROL": str(self._control), "EMULATED_CUDA_TRACE": str(self._trace)}
         use(daemon, session, ON_DEVICE)
         self._number = 1000
 
-    def begin(self, rule: str) -> None:
-        self._trace.write_text("")
-        order(self._control, rule)
+    def client(self) -> AbstractContextManager[DeviceClient]:
+        return device_client(self.daemon, **self.faults.variables)
 
-    def end(self) -> Counter[str]:
-        """What the client called since `begin`; calls that a rule met are NAME=WHAT."""
-        order(self._control, "")
-        return Counter(line for line in self._trace.read_text().splitlines() if not re.match(r"run\d", line))
+    def starting(self) -> AbstractContextManager[DeviceClient]:
+        return started_client(self.daemon, **self.faults.variables)
 
-    def has_failed(self, rule: str) -> bool:
-        return rule in self._trace.read_text().splitlines()
-
-    def act(self, client: DeviceClient, situation: str) -> dict[str, Any]:
+    def send(self, client: DeviceClient, situation: str) -> None:
         self._number += 1
         match situation:
             case "import":
-                return client("get", ON_DEVICE, BLOCKS)
+                client.send("get", ON_DEVICE, BLOCKS)
             case "load from the device":
-                return client("load", ON_DEVICE, BLOCKS)
+                client.send("load", ON_DEVICE, BLOCKS)
             case "load from host memory":
                 put_many(self.session, range(self._number, self._number + 1))
-                return client("load", self._number, BLOCKS)
+                client.send("load", self._number, BLOCKS)
+            case "close":
+                client.send("close")
             case _:
-                answer = client("store" if situation == "store" else "store-decoding", self._number, BLOCKS)
-                whole(self.session, self._number)  # asserts that what is there is right
-                return answer
+                client.send("store" if situation == "store" else "store-decoding", self._number, BLOCKS)
+
+    def act(self, client: DeviceClient, situation: str) -> dict[str, Any]:
+        self.send(client, situation)
+        return self.answer(client, situation)
+
+    def answer(self, client: DeviceClient, situation: str) -> dict[str, Any]:
+        """It failed, or what it says to be there is right."""
+        answer = client.answer()
+        if situation.startswith("store"):
+            whole(self.session, self._number)  # asserts that what is there is right
+        assert "failed" in answer or answer.get("right", True) or not answer["valid"], answer
+        return answer
 
     def must_be_sound(self) -> None:
         """The daemon serves others; all that is used of the device is its own."""
@@ -86,58 +97,99 @@ def bench(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def is_right(answer: dict[str, Any]) -> bool:
-    return "failed" not in answer and answer.get("stored", answer.get("blocks")) == BLOCKS
+    return "failed" not in answer and answer.get("stored", answer.get("blocks", BLOCKS)) == BLOCKS
 
 
-def must_not_lie(answer: dict[str, Any]) -> None:
-    """It failed, or what it says to be there is right."""
-    assert "failed" in answer or answer.get("right", True) or not answer["valid"], answer
+def prepare(bench: Bench, client: DeviceClient, situation: str, is_first_use: bool) -> None:
+    before = "load from the device" if situation == "close" else situation
+    if not is_first_use:
+        assert is_right(bench.act(client, before))
 
 
-def calls_of(bench: Bench, client: DeviceClient, situation: str) -> list[tuple[str, int]]:
-    """Each call and its number, the first and the last of each name."""
-    for _ in range(2):
-        bench.begin("")
-        answer = bench.act(client, situation)
-        calls = bench.end()
-        assert is_right(answer), answer
-    return [(name, number) for name, count in calls.items() for number in sorted({1, count})]
+def calls_of(bench: Bench, situation: str, is_first_use: bool) -> Counter[str]:
+    with bench.client() as client:
+        prepare(bench, client, situation, is_first_use)
+        bench.faults.begin()
+        assert is_right(bench.act(client, situation))
+        return bench.faults.end()
 
 
-@pytest.mark.parametrize("situation", SITUATIONS[1:])
-def test_a_call_that_fails_once_fails_one_transfer(bench: Bench, situation: str) -> None:
-    with device_client(bench.daemon, **bench.variables) as client:
-        for call, number in calls_of(bench, client, situation):
-            bench.begin(f"{call}:{number}={FAILS}")
-            answer = bench.act(client, situation)
-            assert f"{call}={FAILS}" in bench.end(), (call, number)
-            must_not_lie(answer)
-            if call == "run":
-                break  # what fails on the device breaks the context; it comes last
-            again = bench.act(client, situation)
-            assert is_right(again), (call, number, answer, again)
+def must_survive(bench: Bench, client: DeviceClient, situation: str, cell: Cell) -> None:
+    """`situation` with a client that is ended after it. A new one goes on in its place."""
+    bench.faults.begin(cell.rule)
+    bench.send(client, situation)
+    assert eventually(lambda: bench.faults.has_met, LONGEST_S), "it was not called"
+    if cell.what == KILLS:
+        assert client.process.wait(LONGEST_S) == -signal.SIGKILL
+    assert whole(bench.session, ON_DEVICE), "another client is served meanwhile"
+    if cell.what in (FAILS, BREAKS):
+        answer = bench.answer(client, situation)
+        bench.faults.end()
+        assert is_right(client("get", ON_DEVICE, BLOCKS)), "in host memory"
+        if cell.what == FAILS and cell.call != "run":  # what fails on the device breaks the context
+            again = "load from the device" if situation == "close" else situation
+            assert is_right(bench.act(client, again)), answer
+
+
+@pytest.mark.parametrize("is_first_use", [FIRST_USE, LATER], ids=["first", "later"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_call_that_goes_wrong_harms_no_other_client(bench: Bench, situation: str, is_first_use: bool) -> None:
+    if situation == "close" and is_first_use:
+        return  # nothing is open
+    for cell in chosen(cells(calls_of(bench, situation, is_first_use)), TRIED):
+        with tried(cell):
+            with bench.client() as client:
+                prepare(bench, client, situation, is_first_use)
+                must_survive(bench, client, situation, cell)
+            bench.faults.end()
+            bench.must_be_sound()
+
+
+@pytest.mark.parametrize("situation", SITUATIONS[2:4])
+def test_calls_that_fail_one_after_another_fail_one_transfer_each(bench: Bench, situation: str) -> None:
+    """Of one client."""
+    found = [each for each in cells(calls_of(bench, situation, LATER)) if each.what == FAILS and each.call != "run"]
+    with bench.client() as client:
+        prepare(bench, client, situation, LATER)
+        for cell in chosen(found, 5 * TRIED):
+            with tried(cell):
+                bench.faults.begin(cell.rule)
+                answer = bench.act(client, situation)
+                assert f"{cell.call}={FAILS}" in bench.faults.end(), "it was not called"
+                again = bench.act(client, situation)
+                assert is_right(again), (answer, again)
     bench.must_be_sound()
 
 
-@pytest.mark.parametrize("situation", SITUATIONS[:2])
-def test_what_ends_a_client_ends_no_other(bench: Bench, situation: str) -> None:
-    """Calls of its first use: of each kind of failure some others."""
-    with device_client(bench.daemon, **bench.variables) as client:
-        bench.begin("")
-        assert is_right(bench.act(client, situation))
-        calls = sorted(bench.end())
-    for at, call in enumerate(calls[::2]):
-        what = (BREAKS, KILLS, HANGS)[at % 3]
-        with device_client(bench.daemon, **bench.variables) as client:
-            bench.begin(f"{call}:1={what}")
-            client.send("get" if situation == "import" else "load", ON_DEVICE, BLOCKS)
-            assert eventually(lambda: bench.has_failed(f"{call}={what}"), LONGEST_S), call  # noqa: B023
-            if what == BREAKS:
-                must_not_lie(client.answer())
-                bench.end()
-                assert is_right(client("get", ON_DEVICE, BLOCKS)), "in host memory"
-            elif what == KILLS:
-                assert client.process.wait(LONGEST_S) == -signal.SIGKILL
-            assert whole(bench.session, ON_DEVICE), "another client is served meanwhile"
-        bench.end()
-        bench.must_be_sound()
+@pytest.mark.parametrize("rule", ["cuCtxGetCurrent:4=801", "cuMemHostUnregister:0=801", "cuCtxSetCurrent:0=801"])
+def test_memory_that_the_driver_does_not_let_go_is_not_mapped_for_others(bench: Bench, rule: str) -> None:
+    """At the address of the buffer that was closed nothing could be registered."""
+    with bench.client() as client:
+        for _ in range(3):
+            assert is_right(bench.act(client, "load from the device"))
+            bench.faults.begin(rule)
+            client("close")
+            assert bench.faults.end(), "it was not called"
+        assert is_right(bench.act(client, "load from the device"))
+    bench.must_be_sound()
+
+
+def test_a_call_that_goes_wrong_when_a_client_starts_harms_no_other(bench: Bench) -> None:
+    bench.faults.begin()
+    with bench.client():
+        calls = bench.faults.end()
+    for cell in chosen(cells(calls), TRIED):
+        with tried(cell):
+            bench.faults.begin(cell.rule)
+            with bench.starting() as client:
+                assert eventually(lambda: bench.faults.has_met, LONGEST_S), "it was not called"
+                assert whole(bench.session, ON_DEVICE), "another client is served meanwhile"
+                if cell.what == KILLS:
+                    assert client.process.wait(LONGEST_S) == -signal.SIGKILL
+                elif cell.what != HANGS and client.is_ready():
+                    bench.faults.end()
+                    assert is_right(client("get", ON_DEVICE, BLOCKS))
+                elif cell.what != HANGS:
+                    assert client.process.wait(LONGEST_S) == 1
+            bench.faults.end()
+            bench.must_be_sound()

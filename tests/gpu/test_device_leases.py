@@ -21,6 +21,7 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, SETTINGS, put_many, use, whole
 from tests.gpu.test_daemon_gpu_tier import workers_of
 from tests.reference.conversations import put_conversation
+from tests.reference.forked import ForkedProcess, popen
 from tests.reference.running_daemon import RunningDaemon, connected_as, eventually, running_daemon
 
 pytestmark = pytest.mark.slow
@@ -28,26 +29,29 @@ ROOT = Path(__file__).parents[2]
 
 
 class DeviceClient:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ForkedProcess | subprocess.Popen[bytes], requests: IO[str], answers: IO[str]) -> None:
         self.process = process
+        self._requests, self._answers = requests, answers
 
     def __call__(self, *command: Any) -> dict[str, Any]:
         self.send(*command)
         return self.answer()
 
     def send(self, *command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        self._requests.write(json.dumps(command) + "\n")
+        self._requests.flush()
+
+    def is_ready(self) -> bool:
+        """Whether it has connected; waits for that or for its end."""
+        return self._answers.readline() == "ready\n"
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        answer: dict[str, Any] = json.loads(self._answers.readline())
         return answer
 
 
 @contextmanager
-def device_client(
+def started_client(
     daemon: RunningDaemon,
     uid: int = 0,
     *,
@@ -56,17 +60,26 @@ def device_client(
     stderr: IO[str] | None = None,
     **environment: str,
 ) -> Iterator[DeviceClient]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, str(daemon.socket_dir), str(uid), str(device)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield DeviceClient(process)
-    finally:
-        process.kill()
-        process.communicate()
+    (to_read, to_ask), (to_hear, to_answer) = os.pipe(), os.pipe()
+    with open(to_ask, "w") as requests, open(to_hear) as answers:
+        with open(to_read) as stdin, open(to_answer, "w") as stdout:
+            process = popen(
+                [sys.executable, "-m", module, str(daemon.socket_dir), str(uid), str(device)],
+                stdin=stdin, stdout=stdout, stderr=stderr, cwd=ROOT, env={**os.environ, **environment},
+            )  # fmt: skip
+        try:
+            yield DeviceClient(process, requests, answers)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def device_client(daemon: RunningDaemon, uid: int = 0, **options: Any) -> Iterator[DeviceClient]:
+    """One that is connected."""
+    with started_client(daemon, uid, **options) as client:
+        assert client.is_ready()
+        yield client
 
 
 def held_on_device(client: DeviceClient, number: int) -> bool:

@@ -73,7 +73,7 @@ def test_each_question_to_the_driver_and_the_tier_is_answered(tmp_path: Path) ->
 
 
 def test_kills_are_questions() -> None:
-    names = [f"kills-of-{each}" for each in ("daemon", "worker", "engines")]
+    names = [*(f"kills-of-{each}" for each in ("daemon", "worker", "engines")), "kills-mixed"]
     ended = check(*only(*names), "--json")
     records = json.loads(ended.stdout)
     assert [(record["question"], record["answer"]) for record in records] == [(name, "yes") for name in names], records

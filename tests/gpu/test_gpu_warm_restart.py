@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.gpu_kills import SETTINGS, free_bytes, kill_all, on_device
+from benchmarks.gpu_kills import SETTINGS, free_bytes, kill_all, kill_mixed, on_device
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
@@ -37,6 +37,13 @@ def test_every_block_outlives_kills_of_daemon_worker_and_engines_and_no_memory_i
     losses = kill_all(KILLS, KILLS, KILLS)
     assert (losses.blocks, losses.found_blocks, losses.lost_bytes) == (3 * BLOCKS, 3 * BLOCKS, 0)
     assert losses.killed == 3 * KILLS
+
+
+def test_so_it_is_over_deaths_of_any_in_turns_while_blocks_are_copied() -> None:
+    losses = kill_mixed(4 * KILLS, seed=2)
+    assert (losses.killed, losses.blocks, losses.found_blocks, losses.lost_bytes) == (
+        4 * KILLS, 3 * BLOCKS, 3 * BLOCKS, 0,
+    )  # fmt: skip
 
 
 def test_no_kill_is_begun_when_the_time_for_them_is_over() -> None:

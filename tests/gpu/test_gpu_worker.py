@@ -27,6 +27,7 @@ from kvstore_tiers.segments import AlignedBuffer, segment_of
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
 from tests.gpu.emulated import emulated_node
 from tests.reference.held_process import held
+from tests.reference.running_daemon import eventually
 
 pytestmark = pytest.mark.slow
 CHUNK_BYTES = 2 << 20
@@ -116,6 +117,27 @@ def test_a_worker_that_hangs_is_replaced(control: Path) -> None:
         order(control, "")
         wait_for_worker(tier, 2)
         must_hold(tier, {1: slot})
+
+
+def test_more_chunks_than_the_socket_holds_keep_nobody_waiting(control: Path) -> None:
+    """A worker hears of them while it starts, and one that hangs reads nothing."""
+    settings: dict[str, Any] = {"socket_bytes": 1, "start_timeout_s": 4.0, "capacity_bytes": 16 * CHUNK_BYTES}
+    with closing(open_tier(control, **settings)) as tier:
+        slots = {at: tier.allocate(slot_bytes(PAYLOAD_BYTES), f"owner{at}") for at in range(14)}
+        blocks = {at: slot for at, slot in slots.items() if slot is not None}
+        for at, slot in blocks.items():
+            header, payload = block(at, PAYLOAD_BYTES)
+            assert finish(partial(tier.write, slot, header, [segment_of(payload)])).ok
+        order(control, "cuInit:0=hang")
+        kill_worker(tier)
+        asked = threading.Thread(target=tier.allocate, args=(slot_bytes(PAYLOAD_BYTES), "another"), daemon=True)
+        is_killed = eventually(lambda: tier.worker_starts >= 3, PATIENCE_S)
+        asked.start()
+        asked.join(PATIENCE_S)
+        order(control, "")
+        assert is_killed and not asked.is_alive(), "who asks for memory waits for the worker"
+        wait_for_worker(tier, 3)
+        must_hold(tier, blocks)
 
 
 def test_a_killed_worker_that_does_not_go_is_down_and_may_still_write(control: Path) -> None:

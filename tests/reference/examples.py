@@ -1,23 +1,35 @@
 """How much of what is tried many times `make test` tries: a share of a property's examples and of a long list of cases.
-`make test-all` tries all.
+`make test-all` tries all, but of cases that would take hours a few that chance chooses: all of them with
+KVSTORED_TEST_EVERY_CASE=1.
 
 Set once by `tests/conftest.py`, before any test's module is imported.
 """
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 QUICK_SHARE = 0.25
+EVERY_CASE = os.environ.get("KVSTORED_TEST_EVERY_CASE", "") == "1"
 is_thorough = True
+Case = TypeVar("Case")
 
 
 def examples(number: int) -> int:
     """`number`, or that share of it where a run leaves out what is slow."""
     return number if is_thorough else max(1, round(QUICK_SHARE * number))
+
+
+def chosen(cases: Sequence[Case], most: int) -> list[Case]:
+    """Cases inside a test: `most` of them, others in each run, in their order. A failure has to name its case."""
+    if EVERY_CASE or len(cases) <= most:
+        return list(cases)
+    return [cases[at] for at in sorted(random.SystemRandom().sample(range(len(cases)), most))]
 
 
 def each_nth(cases: Sequence[Any], every: int) -> list[Any]:

@@ -22,11 +22,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PROGRAMS = {
     "kvstored": ("kvstored.daemon", "kvstored.cli", "kvstored.store.policies.chain_hazard", "kvstore_tiers.nvme.tier"),
     "kvstore_client.testing.child": ("kvstore_client.entry",),
+    "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
 }
 """What can be forked, and what of it is imported before: also what each start would import later."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -76,19 +77,23 @@ def popen(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
-    stdout: IO[bytes] | None = None,
-    stderr: IO[bytes] | None = None,
+    stdin: IO[Any] | None = None,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
     pass_fds: Sequence[int] = (),
+    cwd: Path | None = None,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """As `subprocess.Popen`: forked where it is one of `PROGRAMS`, else started."""
+    """As `subprocess.Popen`: forked where it is one of `PROGRAMS`, else started. Without `stdin` it reads nothing."""
     if list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
-        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, pass_fds=pass_fds)
-    connection, _ = _server(command[2], os.getpid())
-    order = [list(command[3:]), dict(env), os.getcwd(), list(pass_fds)]
+        read = subprocess.DEVNULL if stdin is None else stdin
+        return subprocess.Popen(command, env=env, stdin=read, stdout=stdout, stderr=stderr, pass_fds=pass_fds, cwd=cwd)
+    connection, _ = _server(command[2], os.getpid(), env.get("LD_LIBRARY_PATH", ""))
+    order = [list(command[3:]), dict(env), str(cwd or os.getcwd()), list(pass_fds), stdin is not None]
     outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+    streams = [*([] if stdin is None else [stdin.fileno()]), *outputs]
     _adopt_orphans(True)  # only until the one between it and the server has ended
     try:
-        socket.send_fds(connection, [json.dumps(order).encode()], [*outputs, *pass_fds])
+        socket.send_fds(connection, [json.dumps(order).encode()], [*streams, *pass_fds])
         pid = int(connection.recv(64))
     finally:
         _adopt_orphans(False)
@@ -96,13 +101,15 @@ def popen(
 
 
 @functools.cache
-def _server(program: str, pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """This process's server of a program and the connection to it, with which it ends."""
+def _server(program: str, pid: int, libraries: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """This process's server of a program and the connection to it, with which it ends. `libraries`: where the loader,
+    which asks once a process, looks for some."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, program, str(theirs.fileno())],
             cwd=Path(__file__).parents[2],
+            env={**os.environ, "LD_LIBRARY_PATH": libraries},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -121,14 +128,14 @@ def _serve(connection: socket.socket) -> list[str] | None:
         order, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_ORDER, _MOST_DESCRIPTORS)
         if not order:
             return None
-        arguments, environment, directory, passed = json.loads(order)
+        arguments, environment, directory, passed, reads = json.loads(order)
         pid_reader, pid_writer = os.pipe()
         between = os.fork()
         if between == 0:
             child = os.fork()
             if child == 0:
                 connection.detach()
-                _take_over(environment, directory, descriptors, passed)
+                _take_over(environment, directory, descriptors, [*([0] if reads else []), 1, 2, *passed])
                 return list(arguments)
             os.write(pid_writer, str(child).encode())
             os._exit(0)
@@ -139,9 +146,8 @@ def _serve(connection: socket.socket) -> list[str] | None:
         connection.send(pid)
 
 
-def _take_over(environment: Mapping[str, str], directory: str, descriptors: list[int], passed: list[int]) -> None:
-    """Become what a process is that was started so: its outputs, the descriptors it was passed, and no others."""
-    wanted = [1, 2, *passed]
+def _take_over(environment: Mapping[str, str], directory: str, descriptors: list[int], wanted: list[int]) -> None:
+    """Become what a process is that was started so: its streams, the descriptors it was passed, and no others."""
     above = max(wanted) + 1
     kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
     os.closerange(3, above)

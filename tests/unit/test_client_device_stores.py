@@ -46,7 +46,7 @@ class Device:
         self.priorities: list[int] = []  # of streams, in order
         self.waits = 0
         self.fails = self.refuses = self.knows_nothing = False
-        self.streams = 0
+        self.streams = self.failures_to_be_current = 0
         self.is_waited_for, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
         self.registered: set[int] = set()
@@ -54,6 +54,9 @@ class Device:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
+        if self.failures_to_be_current:
+            self.failures_to_be_current -= 1
+            raise cuda_driver.DriverError("cuCtxGetCurrent", 801, "CUDA_ERROR_NOT_SUPPORTED")
         yield
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -61,6 +64,9 @@ class Device:
 
     def quietly(self, name: str, *arguments: Any) -> None:
         self.call(name, *arguments)
+
+    def unregister(self, address: int, _: object) -> None:
+        self.call("cuMemHostUnregister", address)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: (0, 0)
@@ -143,6 +149,19 @@ def engine() -> Iterator[Engine]:
     made = Engine(64 << 10)
     yield made
     made.means.close()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_no_copy_is_left_for_a_slot_that_was_given_back(engine: Engine, failures: int) -> None:
+    """What was begun for a put that failed must not write into the slots of the next one."""
+    finish = engine.transfers.payload_of(0)(engine.staging[HEADER_BYTES : engine.slot_bytes])
+    assert finish is not None
+    engine.device.failures_to_be_current = failures
+    with pytest.raises(cuda_driver.DriverError, match="cuCtxGetCurrent"):
+        finish()
+    assert not engine.device.queued and not engine.transfers.means.stores._under_way
+    assert engine.put() == 1
+    assert np.array_equal(engine.stored, engine.pages)
 
 
 def test_many_blocks_are_waited_for_once_by_way_of_the_buffer_and_without(engine: Engine) -> None:

@@ -110,7 +110,7 @@ class _Scratch:
             undo.callback(device.quietly, "cuMemFree", self._packed)
             self._host = np.frombuffer(mmap.mmap(-1, MOVED_BYTES), np.uint8)
             device.call("cuMemHostRegister", self._host.ctypes.data, MOVED_BYTES, FOR_KERNELS)
-            undo.callback(device.quietly, "cuMemHostUnregister", self._host.ctypes.data)
+            undo.callback(device.unregister, self._host.ctypes.data, self._host)
             undo.callback(device.quietly, "cuStreamSynchronize", self._stream)  # comes first
             self._ending = undo.pop_all()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of
+from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
 from kvstore_proto.cuda_compiler import Program, compile_program
 from kvstore_proto.cuda_copies import Runs
 from kvstore_proto.cuda_driver import launch
@@ -62,7 +62,7 @@ class GatherKernel:
             self._rows.flags.writeable = True
             address = self._rows.ctypes.data
             device.call("cuMemHostRegister", address, len(memory), FOR_KERNELS)
-            undo.callback(device.quietly, "cuMemHostUnregister", address)
+            undo.callback(device.unregister, address, self._rows)
             self._events: list[Any] = []
             for _ in range(SHEETS):
                 self._events.append(device.call("cuEventCreate", _NO_TIMING_BLOCKING_SYNC))
@@ -100,8 +100,12 @@ class GatherKernel:
         return True
 
 
-def _end(device: DeviceMemory, ending: contextlib.ExitStack, _rows: object, events: Sequence[Any]) -> None:
-    """`_rows` live until the device does not know them any more."""
-    with contextlib.suppress(DeviceError), device.current(), ending:
-        for event in events:
-            device.quietly("cuEventSynchronize", event)
+def _end(device: DeviceMemory, ending: contextlib.ExitStack, rows: object, events: Sequence[Any]) -> None:
+    """`rows` live until the device does not know them any more."""
+    try:
+        with device.current():
+            for event in events:
+                device.quietly("cuEventSynchronize", event)
+            ending.close()
+    except DeviceError:
+        never_unmap(rows)

@@ -54,7 +54,7 @@ class CopyMeans:
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
             device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, FOR_KERNELS)
-            undo.callback(device.quietly, "cuMemHostUnregister", self.buffer_address)
+            undo.callback(device.unregister, self.buffer_address, self.buffer)
             self.registered = registered or RegisteredMemory(device)
             undo.pop_all()
         self._owned = self.registered if registered is None else None
@@ -97,7 +97,7 @@ def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemo
     """`buffer` lives until the device does not know it any more."""
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
-        device.quietly("cuMemHostUnregister", buffer.__array_interface__["data"][0])
         device.quietly("cuStreamDestroy", stream)
+    device.unregister(buffer.__array_interface__["data"][0], buffer)
     if owned is not None:
         owned.begin_close()

@@ -4,7 +4,8 @@ Owns the mappings: each has the right to read alone, and ends when nothing refer
 copies a payload unless it is asked for one in host memory.
 Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
 engine's context; the caller's context is current again after each call; no call spoils a CUDA graph that the engine
-captures on another stream meanwhile.
+captures on another stream meanwhile; host memory is not unmapped as long as the driver may know it: other memory at its
+address could not be registered.
 
 The library is `cuda-bindings`: pip install 'kvstored[gpu]'.
 """
@@ -32,8 +33,9 @@ from kvstore_proto.cuda_driver import call, cuda_driver, device_identity
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1
+_never_unmapped: list[object] = []  # host memory that could not be unregistered
 
-__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory"]
+__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory", "never_unmap"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +137,10 @@ class DeviceMemory:
         """As `call`, where nothing can be done about a failure."""
         _quietly(self._cuda, name, *arguments)
 
+    def unregister(self, address: int, memory: object) -> None:
+        """Unregister host memory that `memory` owns. Where that fails it is kept for good."""
+        _unregister(self._cuda, self._context, address, memory)
+
     def _end(self, ending: contextlib.ExitStack) -> None:
         with contextlib.suppress(DeviceError), self.current(), ending:
             pass
@@ -177,8 +183,14 @@ def _current(cuda: ModuleType, context: Any) -> Iterator[None]:
         _quietly(cuda, "cuCtxSetCurrent", before)
 
 
-def _unregister(cuda: ModuleType, context: Any, address: int, buffer: mmap.mmap) -> None:
-    """`buffer` lives until the device does not know it any more."""
-    with contextlib.suppress(DeviceError), _current(cuda, context):
-        _quietly(cuda, "cuMemHostUnregister", address)
-    del buffer
+def _unregister(cuda: ModuleType, context: Any, address: int, memory: object) -> None:
+    try:
+        with _current(cuda, context):
+            call(cuda, "cuMemHostUnregister", address)
+    except DeviceError:
+        never_unmap(memory)
+
+
+def never_unmap(memory: object) -> None:
+    """The driver may know it for good."""
+    _never_unmapped.append(memory)

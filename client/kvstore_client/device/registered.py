@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore_client.device.gather import FOR_KERNELS
-from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of
+from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
 from kvstore_client.memory import Bytes
 
 REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
@@ -122,6 +122,8 @@ class RegisteredMemory:
                 self._register(part)
             elif is_closed:
                 self._end_unused()  # what failed a moment ago
+                for each in self._ending:
+                    never_unmap(each.memory)
                 self._device.mappings.leave(self)
                 return
 

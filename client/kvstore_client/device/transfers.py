@@ -134,11 +134,24 @@ class DeviceTransfers:
 
     def _finish_store(self, storing: Storing) -> None:
         if not storing.is_over:
-            with self.means.using, self.device.current():
+            with self.means.using:
                 if not storing.is_over:
-                    self.means.stores.settle()
+                    self._settle_stores()
         if storing.error is not None:
             raise storing.error
+
+    def _settle_stores(self) -> None:
+        """However the driver answers: the slots may be somebody else's afterwards. A call that fails once is made
+        again; then nothing of it counts."""
+        failed: DeviceError | None = None
+        with contextlib.ExitStack() as undo:
+            for _ in range(2):
+                try:
+                    undo.enter_context(self.device.current())
+                    break
+                except DeviceError as error:
+                    failed = error
+            self.means.stores.settle(failed)
 
 
 class LayerLoad:

@@ -10,22 +10,21 @@ again, only mapped again; a region is dropped when no process of ours has it map
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.outbox import Outbox, Outgoing
+from kvstore_tiers.gpu.outbox import Greeting, Outbox, Outgoing
 from kvstore_tiers.gpu.pending import Done, Pending, Transfer
 from kvstore_tiers.gpu.regions import Regions
 from kvstore_tiers.gpu.settings import WorkerSettings
 from kvstore_tiers.gpu.worker_life import WorkerLife
-from kvstore_tiers.passing import send_packet
 
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
@@ -194,19 +193,24 @@ class WorkerLink:
     def connect(self, sock: socket.socket, process: int) -> None:
         if self._follower is not None:  # before it has anything to write to
             self._follower.worker_started(process)
-        with self._outbox.opening(sock), self._lock:
+        with self._lock:
             self._has_worker = True
-            with contextlib.suppress(OSError):  # it died already: the end of the socket says so
-                for number, region in self._regions.items():
-                    if number == wire.BOUNCE_REGION:  # others may be many, and nothing waits for them
-                        send_packet(sock, wire.pack_region(number, region), [region.descriptor])
-                    else:
-                        self._outbox.put(wire.pack_region(number, region), region.descriptor)
-                for number, chunk in self._chunks.items():
-                    if chunk.descriptor >= 0:
-                        send_packet(sock, wire.pack(wire.IMPORT, number, chunk.nbytes), [chunk.descriptor])
-                    else:
-                        send_packet(sock, wire.pack(wire.CREATE, number, chunk.nbytes))
+            greetings: list[Greeting] = [partial(self._chunk_packet, number) for number in self._chunks]
+            for number, region in self._regions.items():
+                if number == wire.BOUNCE_REGION:  # others may be many, and nothing waits for them
+                    greetings.append(partial(_region_packet, number, region))
+                else:
+                    self._outbox.put(wire.pack_region(number, region), region.descriptor)
+        self._outbox.open(sock, greetings)
+
+    def _chunk_packet(self, number: int) -> Outgoing | None:
+        with self._lock:
+            chunk = self._chunks.get(number)
+            if chunk is None:
+                return None
+            if chunk.descriptor < 0:
+                return Outgoing(wire.pack(wire.CREATE, number, chunk.nbytes))
+            return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
         """That it has let go of a region, or the end of a transfer."""
@@ -290,3 +294,7 @@ class WorkerLink:
         if item.packet[:1] == wire.MAP:  # dropped meanwhile, its descriptor may be another file's
             return wire.unpack_region(item.packet, item.descriptor)[0] in self._regions
         return item.transfer < 0 or self._pending.send(item.transfer)
+
+
+def _region_packet(number: int, region: wire.Region) -> Outgoing:
+    return Outgoing(wire.pack_region(number, region), os.dup(region.descriptor))

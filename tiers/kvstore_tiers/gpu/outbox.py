@@ -1,8 +1,9 @@
 """What is to be said to the worker, whichever there is when its turn comes.
 
 Owns the socket, the queue and the thread that sends, so that no caller waits for a worker. Never starts one.
-Invariants: packets go in their order, but for what `opening` sends first; one that a worker did not get goes to the
-next; descriptors that were handed over with a packet are closed once, after it was sent or dropped.
+Invariants: packets go in their order, behind what each new worker is told first; one that a worker did not get goes to
+the next; descriptors that were handed over with a packet are closed once, after it was sent or dropped; no caller waits
+for a worker that does not read.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ class Outgoing(NamedTuple):
     transfer: int = -1
 
 
+Greeting = Callable[[], Outgoing | None]
+"""Makes what a new worker is told first, when its turn comes; None: it is void by now. Its descriptor is given away."""
+_NOTHING = Outgoing(b"")  # wakes the thread
+
+
 class Outbox:
     """`is_wanted` is asked before a packet is sent: it may be void by now. `unsent` hears of one that was not after
     all. What a worker knows already, it ignores."""
@@ -37,6 +43,7 @@ class Outbox:
         self._unsent = unsent
         self._wire = threading.Lock()  # of the socket, while something is sent
         self._socket: socket.socket | None = None
+        self._greetings: deque[Greeting] = deque()  # of its worker, not sent yet
         self._has_socket = threading.Event()  # or is closing
         self._is_closing = False
         self._queue: SimpleQueue[Outgoing | None] = SimpleQueue()
@@ -51,13 +58,13 @@ class Outbox:
     def put(self, packet: bytes, descriptor: int = -1, transfer: int = -1) -> None:
         self._queue.put(Outgoing(packet, descriptor, transfer))
 
-    @contextmanager
-    def opening(self, sock: socket.socket) -> Iterator[None]:
-        """Meanwhile the caller alone sends on the socket of a new worker; after it, the queue goes there."""
+    def open(self, sock: socket.socket, greetings: Iterable[Greeting]) -> None:
+        """To a new worker: the greetings, which may be more than its socket holds before it reads, then the queue."""
         with self._wire:
-            yield
+            self._greetings = deque(greetings)
             self._socket = sock
             self._has_socket.set()
+        self._queue.put(_NOTHING)
 
     def shut(self, sock: socket.socket) -> None:
         """Close the socket of a worker that gets nothing any more."""
@@ -96,9 +103,10 @@ class Outbox:
                 sock = self._socket
                 if sock is None:
                     continue
-                if not self._is_wanted(item):
-                    return
                 try:
+                    self._greet(sock)
+                    if item is _NOTHING or not self._is_wanted(item):
+                        return
                     send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
                 except OSError:
                     self._unsent(item)
@@ -107,3 +115,15 @@ class Outbox:
                         sock.shutdown(socket.SHUT_RDWR)
                 else:
                     return
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Raises OSError."""
+        while self._greetings:
+            item = self._greetings[0]()
+            if item is not None:
+                try:
+                    send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
+                finally:
+                    if item.descriptor >= 0:
+                        os.close(item.descriptor)
+            self._greetings.popleft()

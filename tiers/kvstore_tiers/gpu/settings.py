@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvstore_tiers.gpu.wire import SOCKET_BYTES
+
 AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks from files, or none
 
 
@@ -16,7 +18,7 @@ class WorkerSettings:
 
     `patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load from
     a file; `start_timeout_s`: one that is not ready by then is, too. `regrow_s`: for how long no memory is asked for
-    after the device had none.
+    after the device had none. `socket_bytes`: of the buffer of its socket, as far as the system grants that.
     """
 
     checks: bool = True
@@ -28,6 +30,7 @@ class WorkerSettings:
     file_patience_s: float = 120.0  # a disk that hangs is not its fault: its own breaker and the kernel act before that
     start_timeout_s: float = 60.0
     regrow_s: float = 10.0
+    socket_bytes: int = SOCKET_BYTES
 
     @property
     def wants_direct(self) -> bool:

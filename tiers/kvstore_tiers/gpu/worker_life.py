@@ -170,7 +170,7 @@ class WorkerLife:
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, others):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.SOCKET_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.socket_bytes)
         command = [sys.executable, "-m", "kvstore_tiers.gpu.worker"]
         options = ["--checksums"] * self._settings.checks + ["--direct-storage"] * self._wants_direct
         with others:
