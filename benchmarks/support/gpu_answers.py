@@ -36,6 +36,7 @@ class Sizes:
     context: int = 4096
     long_context: int = 32768
     steps: int = 300
+    prompts_tokens: tuple[int, ...] = (8192, 32768)  # of whole engines
     tools_s: float = 480.0
 
 
@@ -43,7 +44,8 @@ FULL = Sizes()
 # What an emulated device, or one that others use, has room for: shows that a question can be asked, measures nothing.
 SMALL = Sizes(
     copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, layers=2, blocks=4, gets=3, kills=2,
-    engine_kills=2, rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, tools_s=60.0,
+    engine_kills=2, rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2,
+    prompts_tokens=(1024, 1536), tools_s=60.0,
 )  # fmt: skip
 
 
