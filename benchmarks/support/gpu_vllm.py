@@ -38,6 +38,9 @@ try:
     import vllm.v1.kv_offload.tiering as tiered
 except ImportError:
     tiered = None
+if current_platform.device_type == "cuda":
+    from kvstore_proto.cuda_driver import cuda_driver
+    cuda_driver()  # the connector copies by it
 print(json.dumps({"version": vllm.__version__, "device": current_platform.device_type, "tiered": bool(tiered)}))
 """
 
@@ -53,7 +56,7 @@ class Installed:
 
 def installed() -> Installed | str:
     """Or why there is none."""
-    get = "pip install vllm and kvstored[gpu] into one environment, and set KVSTORED_VLLM_PYTHON to its Python"
+    get = "pip install vllm 'kvstored[gpu]' into one environment, and set KVSTORED_VLLM_PYTHON to its Python"
     try:
         done = subprocess.run([PYTHON, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except FileNotFoundError:
@@ -61,7 +64,8 @@ def installed() -> Installed | str:
     except subprocess.TimeoutExpired:
         return f"vLLM was not imported within {_PROBE_S:.0f} s"
     if done.returncode:
-        return f"no vLLM for {PYTHON}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}; {get}"
+        why = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        return f"no vLLM for {PYTHON}, or not all that it takes: {why}; {get}"
     return Installed(**json.loads(done.stdout.splitlines()[-1]))
 
 
