@@ -30,13 +30,16 @@ from support.gpu_kernel_questions import KERNEL_QUESTIONS
 from support.gpu_promises import PROMISES
 from support.gpu_suites import suites
 from support.gpu_tier import TIER
+from support.gpu_vllm import VLLM
 
 from kvstore_console.units import human_bytes
 from kvstore_tiers.gpu.driver import Driver, NoDriver
 
 YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
 LEAST_S = 5.0  # a question that has less time is not begun
-_ALL = (*PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *ENGINE_DECODE, *suites())
+_ALL = (
+    *PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *ENGINE_DECODE, *VLLM, *suites(),
+)  # fmt: skip
 QUESTIONS = {each.name: each for each in _ALL}
 
 

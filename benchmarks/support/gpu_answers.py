@@ -40,6 +40,7 @@ class Sizes:
     prompt: int = 256
     decoded: int = 128  # steps of an engine
     whole_models: bool = True  # of an engine; else a small one
+    prompts_tokens: tuple[int, ...] = (8192, 32768)  # of whole engines
     tools_s: float = 480.0
 
 
@@ -48,7 +49,7 @@ FULL = Sizes()
 SMALL = Sizes(
     copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, layers=2, blocks=4, gets=3, kills=2,
     engine_kills=2, rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, decodes=(1, 3),
-    prompt=24, decoded=6, whole_models=False, tools_s=60.0,
+    prompt=24, decoded=6, whole_models=False, prompts_tokens=(1024, 1536), tools_s=60.0,
 )  # fmt: skip
 
 

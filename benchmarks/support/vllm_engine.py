@@ -1,11 +1,12 @@
 """vLLM engines in processes of their own, with SmolLM2-135M and, if asked for, kvstored's connector.
 
-They run in the environment that `make test-vllm` makes (.venv-vllm, or KVSTORED_VLLM_PYTHON); the benchmark that starts
-them runs in the main one.
+They run by KVSTORED_VLLM_PYTHON, else in the environment that `make test-vllm` makes (.venv-vllm), else by the Python
+that the benchmark itself runs by, if vLLM is installed there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,7 +20,14 @@ from tests.vllm.engine_process import Answer, EngineDied, EngineProcess  # noqa:
 
 __all__ = ["PYTHON", "Answer", "EngineDied", "EngineProcess", "model", "started"]
 
-PYTHON = Path(os.environ.get("KVSTORED_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
+
+def _python() -> Path:
+    made = REPOSITORY / ".venv-vllm" / "bin" / "python"
+    is_here = not made.exists() and importlib.util.find_spec("vllm") is not None
+    return Path(os.environ.get("KVSTORED_VLLM_PYTHON", sys.executable if is_here else made))
+
+
+PYTHON = _python()
 
 
 def model(dtype: str = "bfloat16") -> str:

@@ -110,6 +110,14 @@ def test_the_clients_kernel_moves_the_right_bytes_out_of_a_read_only_arena() -> 
     assert set(record["figures"]) == {f"{way}, KiB at most" for way in crossover.WAYS}
 
 
+def test_whole_engines_are_unknown_without_vllm(tmp_path: Path) -> None:
+    ended = check(*only("vllm", "vllm-connector"), KVSTORED_VLLM_PYTHON=str(tmp_path / "python"))
+    assert ended.returncode == 0
+    lines = ended.stdout.splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == ["unknown vllm", "unknown vllm-connector"]
+    assert all(f"no {tmp_path}/python: pip install vllm" in line for line in lines)
+
+
 def test_a_promise_that_does_not_hold_is_seen() -> None:
     ended = check(*only("read-only-register"), EMULATED_CUDA_READ_ONLY_REGISTER="0")
     assert (

@@ -92,5 +92,14 @@ def test_the_stream_waits_for_a_layer_and_the_thread_of_the_engine_goes_on(daemo
         assert client("vllm.queue", 1, BLOCKS) == {"waits": True}
 
 
+def test_where_the_stream_cannot_wait_for_a_layer_the_engines_thread_waits_for_all(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session:
+        put_conversation(session, 1, BLOCKS, wait="settled")
+    faults = "cuStreamWaitEvent:2=999"  # the first is the copies' own, which are behind the engine's work
+    with device_client(daemon, EMULATED_CUDA_FAULTS=faults) as client:
+        client("vllm", "LBNHC")
+        assert client("vllm.reach", 1, BLOCKS) == {"ended": True, "failed": []}
+
+
 def test_steps_are_measured_by_the_device_and_reported_once_they_have_surely_ended(worker: DeviceClient) -> None:
     assert worker("vllm.steps", 4)["reports"] == [None, None, [1, True], [2, True]]

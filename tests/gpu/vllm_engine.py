@@ -158,6 +158,19 @@ class VllmWorker:
             (code,) = self.device.driver.cuStreamQuery(self.stream)
         return {"waits": int(code) == _NOT_READY}
 
+    def reach(self, number: int, blocks: int) -> dict[str, Any]:
+        """A load's first layer, behind work of the engine: whether all copies have ended then, and what failed."""
+        for _ in range(8):
+            self._write(self.others)
+        orders = self._orders([(number, blocks)])
+        self.side.before_step(StepOrders(tokens=1, attended=1.0, loads=orders))
+        self.side.load(orders)
+        self.side.wait_layer(0)
+        with self.device.current():
+            (code,) = self.device.driver.cuStreamQuery(self.pages.loads.means.stream.handle)
+        self.side.save(())
+        return {"ended": int(code) == 0, "failed": sorted(map(self._block_ids.index, self.side.take_failed()))}
+
     def steps(self, count: int) -> dict[str, Any]:
         """What so many steps without loads report, each of another number of tokens."""
         reports = []

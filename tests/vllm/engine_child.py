@@ -2,7 +2,8 @@
 
 Started by `engine_process` and by benchmarks/vllm_ttft.py, with the Python of the vLLM environment. The first line
 describes the engine; each later one is a request `{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has
-the token ids, what was cached, how it ended, and the wall time of the call. What vLLM prints goes to standard error.
+the token ids, what was cached, how it ended, and the wall time of the call. Or it is `{"reset_connector": b}`: forget
+vLLM's own cached blocks. What vLLM prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ def main() -> None:
                 **transfer,
             }
         )
-    llm = LLM(enforce_eager=True, disable_log_stats=False, **spec)
+    llm = LLM(**{"enforce_eager": True, "disable_log_stats": False, **spec})
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
+        if "reset_connector" in request:
+            print(json.dumps({"reset": bool(llm.reset_prefix_cache(**request))}), file=answers)
+            continue
         sampling = SamplingParams(
             temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, **request.get("sampling", {})
         )

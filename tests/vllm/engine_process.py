@@ -59,6 +59,10 @@ class EngineProcess:
         asked = {"prompts": [list(map(int, prompt)) for prompt in prompts], "max_tokens": max_tokens, **request}
         return Answer(**self._exchange(asked))
 
+    def reset(self, *, connector: bool = False) -> bool:
+        """Forget vLLM's own cached blocks, and with `connector` those of its CPU tier. False while some are in use."""
+        return bool(self._exchange({"reset_connector": connector})["reset"])
+
     def close(self) -> None:
         if self._process.poll() is None:
             assert self._process.stdin is not None

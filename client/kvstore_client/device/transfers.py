@@ -196,6 +196,15 @@ class LayerLoad:
             with device.current():
                 device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
+    def wait_quietly(self, layer: int, stream: int) -> None:
+        """The same for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
+        thread waits for all copies. Whether they came is `finish`'s to say."""
+        try:
+            self.wait(layer, stream)
+        except Exception:  # of the load, or of this wait alone
+            with contextlib.suppress(Exception):
+                self.finish()
+
     def finish(self) -> bool:
         """Wait until all copies have ended. Whether all leases were valid then: otherwise the pages hold nothing of
         use. Raises what went wrong, such as DeviceError."""

@@ -84,7 +84,6 @@ class _Load:
 
     def __init__(self, load: LayerLoad, lease: Lease, arrivals: Arrivals, stream: Stream) -> None:
         self._load, self._lease, self._arrivals, self._stream = load, lease, arrivals, stream
-        self._is_sound = True
         self._is_whole: bool | None = None
 
     @property
@@ -92,16 +91,13 @@ class _Load:
         return self._load.seconds
 
     def wait(self, layer: int) -> None:
-        try:
-            self._load.wait(layer, self._stream())
-        except Exception:  # of the load, or of this wait: what was computed behind it does not count
-            self._is_sound = False
+        self._load.wait_quietly(layer, self._stream())
 
     def finish(self) -> bool:
         if self._is_whole is None:
             self._arrivals.remove(self)
             try:
-                self._is_whole = self._load.finish() and self._lease.valid and self._is_sound
+                self._is_whole = self._load.finish() and self._lease.valid
             except Exception as error:  # the blocks are computed
                 _log.warning("blocks could not be copied to the device: %s: %s", type(error).__name__, error)
                 self._is_whole = False

@@ -11,7 +11,6 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvstore_client.device import DeviceTransfers, LayerLoad
@@ -58,7 +57,7 @@ class LayerBatch:
         for layers, load in self._loads:
             at = bisect_right(layers, layer) - 1
             if at >= 0:
-                self._guarded(partial(load.wait, at, stream))
+                load.wait_quietly(at, stream)
         self._waited[stream] = layer
 
     def finish(self) -> bool:

@@ -61,20 +61,16 @@ class DeviceCopying:
 
     def __init__(self, load: LayerLoad, stream: ModelStream, held: ExitStack) -> None:
         self._load, self._stream, self._held = load, stream, held
-        self._is_whole = True
         self._is_valid: bool | None = None
 
     def wait(self, layer: int) -> None:
-        try:
-            self._load.wait(layer, self._stream.address())
-        except Exception:  # the model computes all again: `finish` says so
-            self._is_whole = False
+        self._load.wait_quietly(layer, self._stream.address())
 
     def finish(self) -> bool:
         if self._is_valid is None:
             try:
-                self._is_valid = self._load.finish() and self._is_whole
-            except Exception:  # what `wait` raised, or the device failed: the model computes all again
+                self._is_valid = self._load.finish()
+            except Exception:  # the device failed: the model computes all again
                 self._is_valid = False
             self._held.close()
         return self._is_valid

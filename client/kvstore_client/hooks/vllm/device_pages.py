@@ -65,11 +65,7 @@ class DeviceLoad:
         self._load, self._stream = load, stream
 
     def wait(self, layer: int) -> None:
-        try:
-            self._load.wait(layer, self._stream())
-        except Exception:  # of the load, which `finish` raises in its thread; or of this wait: then the thread waits
-            with contextlib.suppress(Exception):
-                self._load.finish()
+        self._load.wait_quietly(layer, self._stream())
 
     def finish(self) -> None:
         self._load.finish()
