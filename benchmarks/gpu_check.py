@@ -38,7 +38,8 @@ from kvstore_tiers.gpu.driver import Driver, NoDriver
 YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
 LEAST_S = 5.0  # a question that has less time is not begun
 _ALL = (
-    *PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *ENGINE_DECODE, *VLLM, *suites(),
+    *PROMISES, *KERNEL_QUESTIONS, *COPIES, CLIENT_POOL, CLIENT_GATHER, *CHECKSUMS, *TIER, *ENGINE_DECODE,
+    *VLLM, *suites(),
 )  # fmt: skip
 QUESTIONS = {each.name: each for each in _ALL}
 

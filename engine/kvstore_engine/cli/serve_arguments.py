@@ -111,17 +111,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="memory for K/V, such as 2GiB (default: the context for every sequence, at most half of what is free)",
     )
     engine.add_argument("--swap", type=size, metavar="SIZE", help="memory for K/V of preempted answers; 0 recomputes")
-    engine.add_argument(
-        "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
-    )
-    engine.add_argument(
-        "--store-rate",
-        type=_rate,
-        default="auto",
-        metavar="RATE",
-        help="bytes a second, such as 2GiB, that a GPU copies for the daemon while it decodes; auto, the default, is a "
-        "quarter of what its link is seen to move, off is no limit",
-    )
+    _add_store(engine)
     engine.add_argument(
         "--hung-after-s",
         type=_patience_seconds,
@@ -135,6 +125,20 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write a trace of every step for chrome://tracing or ui.perfetto.dev; it grows as long as the server runs",
+    )
+
+
+def _add_store(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
+    )
+    engine.add_argument(
+        "--store-rate",
+        type=_rate,
+        default="auto",
+        metavar="RATE",
+        help="bytes a second, such as 2GiB, that a GPU copies for the daemon while it decodes; auto, the default, is a "
+        "quarter of what its link is seen to move, off is no limit",
     )
 
 
