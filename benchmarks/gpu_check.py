@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=QUESTIONS, metavar="NAME", help="ask this question; may be repeated"
     )
     parser.add_argument(
-        "--seconds", type=float, default=7200.0, metavar="S", help="end within this time (default: %(default).0f)"
+        "--seconds", type=float, default=10800.0, metavar="S", help="end within this time (default: %(default).0f)"
     )
     parser.add_argument(
         "--limit", type=float, default=600.0, metavar="S", help="for one question at most (default: %(default).0f)"
