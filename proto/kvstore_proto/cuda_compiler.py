@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_proto.kernel_cache import cache_folder, keep
-from kvstore_proto.nvrtc import CompileError, CompilerCrash, call, library
+from kvstore_proto.nvrtc import CompileError, CompilerCrash, call, check_loadable, library
 
 LONGEST_S = 300.0  # a compilation takes seconds
 
@@ -29,10 +29,18 @@ class Program:
 
 
 def compile_program(
-    program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
+    program: Program,
+    architecture: str,
+    folder: Path | None = None,
+    *,
+    driver_version: int | None = None,
+    longest_s: float = LONGEST_S,
 ) -> bytes:
-    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
-    `longest_s` is given up, one that crashes is tried once more."""
+    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError, also where a driver of
+    `driver_version`, if given, could not load it. A compiler that takes `longest_s` is given up, one that crashes is
+    tried once more."""
+    if driver_version is not None:
+        check_loadable(driver_version)
     target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()

@@ -19,12 +19,14 @@ import numpy.typing as npt
 
 from kvstore_proto.cuda_driver import call, check
 
-BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in the form that is called here
+BATCH_VERSION = 13000  # of the driver: cuMemcpyBatchAsync in its present form
+FIRST_BATCH_VERSION = 12080  # in its first one, which also says where it failed
 Way = Literal["to device", "to host", "on device"]
 Numbers = npt.NDArray[np.uint64]
 _BATCH = "cuMemcpyBatchAsync"
 _ANY, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _BatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY, _SIZE, _ANY)
+_FirstBatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY, _SIZE, _ANY, _ANY)
 
 
 class Run(NamedTuple):
@@ -107,13 +109,18 @@ class CopyQueue:
     def __init__(self, cuda: ModuleType) -> None:
         self._cuda = cuda
         self._batch: Any = None
-        if call(cuda, "cuDriverGetVersion") >= BATCH_VERSION:
-            address, _ = call(cuda, "cuGetProcAddress", _BATCH.encode(), BATCH_VERSION, 0)
-            self._batch = _BatchCall(int(address))
+        version = call(cuda, "cuDriverGetVersion")
+        if version >= FIRST_BATCH_VERSION:
+            is_first = version < BATCH_VERSION
+            form = FIRST_BATCH_VERSION if is_first else BATCH_VERSION
+            address, _ = call(cuda, "cuGetProcAddress", _BATCH.encode(), form, 0)
+            self._batch = (_FirstBatchCall if is_first else _BatchCall)(int(address))
             self._attributes = cuda.CUmemcpyAttributes()
             self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
             self._first = ctypes.c_size_t(0)  # these attributes are of all copies from the first on
-            self._which = self._attributes.getPtr(), ctypes.addressof(self._first), 1
+            self._failed = ctypes.c_size_t(0)
+            failed = (ctypes.addressof(self._failed),) if is_first else ()
+            self._which = self._attributes.getPtr(), ctypes.addressof(self._first), 1, *failed
 
     def add(self, runs: Runs, way: Way, stream: Any) -> None:
         """Queue copies on `stream`, in no order among them. Raises DriverError."""

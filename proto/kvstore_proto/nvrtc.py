@@ -35,6 +35,15 @@ def library() -> ModuleType:
     return found
 
 
+def check_loadable(driver_version: int) -> None:
+    """Raises CompileError where a driver of this version (12080: of CUDA 12.8) is too old to load what NVRTC makes."""
+    major, minor = call("nvrtcVersion")
+    if driver_version // 1000 < major:
+        driver = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
+        advice = "pip install 'kvstored[cuda12]'" if major == 13 else "a newer driver"
+        raise CompileError(f"the driver, of CUDA {driver}, cannot load kernels of NVRTC {major}.{minor}: {advice}")
+
+
 def call(name: str, *arguments: Any) -> Any:
     """What a function of the library answers beside its code: nothing, one thing or a tuple. Raises CompileError."""
     code, *answers = getattr(library(), name)(*arguments)

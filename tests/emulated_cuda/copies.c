@@ -97,6 +97,16 @@ EXPORTED CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *to, const CUdeviceptr
     return result;
 }
 
+/* Until CUDA 13. */
+EXPORTED CUresult cuMemcpyBatchAsync(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *nbytes, size_t count,
+                                     const CUmemcpyAttributes *attributes, const size_t *first, size_t attribute_count,
+                                     size_t *failed, CUstream stream) {
+    if (!failed)
+        return INVALID_VALUE;
+    *failed = SIZE_MAX; /* no single copy is to blame */
+    return cuMemcpyBatchAsync_v2(to, from, nbytes, count, attributes, first, attribute_count, stream);
+}
+
 static CUresult side(int device, uint64_t address, size_t nbytes, int right, char **at, size_t *upto) {
     if (device_range(address, 1))
         return resolve(device, address, nbytes, right, at, upto);

@@ -144,14 +144,20 @@ EXPORTED CUresult cuGetErrorString(CUresult code, const char **text) {
     return name_of(code, text);
 }
 
-/* The newest form of a function is the one that is exported. */
+/* The newest form of a function is the one that is exported, but for cuMemcpyBatchAsync. */
 EXPORTED CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
     char form[96];
     const char *const suffixes[] = {"_v2", ""};
     *function = NULL;
     ORDERED("cuGetProcAddress");
-    bool is_newer = !strcmp(symbol, "cuMemcpyBatchAsync") && setting("EMULATED_CUDA_VERSION", 13000) < 13000;
-    for (int i = 0; i < 2 && !*function && !is_newer; i++) {
+    int driver = (int)setting("EMULATED_CUDA_VERSION", 13000), first = 0;
+    if (!strcmp(symbol, "cuMemcpyBatchAsync")) { /* has had two forms, in the order of the suffixes */
+        if (driver < 12080 || version < 12080 || (version >= 13000 && driver < 13000))
+            first = 2;
+        else if (version < 13000)
+            first = 1;
+    }
+    for (int i = first; i < 2 && !*function; i++) {
         snprintf(form, sizeof form, "%s%s", symbol, suffixes[i]);
         Dl_info us;
         void *found = dlsym(RTLD_DEFAULT, form);
@@ -161,7 +167,7 @@ EXPORTED CUresult cuGetProcAddress_v2(const char *symbol, void **function, int v
         }
         *function = found;
     }
-    (void)version, (void)flags;
+    (void)flags;
     if (status)
         *status = *function ? 0 : 1;
     return *function ? SUCCESS : NOT_FOUND;

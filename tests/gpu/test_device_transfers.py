@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +25,13 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
         yield running
 
 
-@pytest.mark.parametrize("version", ["13000", "12080"], ids=["batches", "single copies"])
-def test_leases_on_host_and_device_memory_are_loaded_into_pages(daemon: RunningDaemon, version: str) -> None:
-    with daemon.connect(MODEL) as session, device_client(daemon, EMULATED_CUDA_VERSION=version) as client:
+@pytest.mark.parametrize("version", ["13000", "12080", "12040"], ids=["batches", "first form", "single copies"])
+def test_leases_on_host_and_device_memory_are_loaded_into_pages(
+    daemon: RunningDaemon, version: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    variables = {"EMULATED_CUDA_VERSION": version, "EMULATED_CUDA_TRACE": str(trace)}
+    with daemon.connect(MODEL) as session, device_client(daemon, **variables) as client:
         whole_load = {"blocks": BLOCKS, "right": True, "valid": True}
         use(daemon, session, 1)
         assert eventually(lambda: client("registered")["pieces"] > 0), "arenas of which nothing was loaded"
@@ -46,6 +51,8 @@ def test_leases_on_host_and_device_memory_are_loaded_into_pages(daemon: RunningD
             assert client("load", number, BLOCKS) | {"on_device": 0} == whole_load | {
                 "on_device": 0, "registered": max(found["registered"], 1)
             }  # fmt: skip
+    if trace.exists():  # the driver is emulated
+        assert ("cuMemcpyBatchAsync" in trace.read_text().splitlines()) == (version != "12040")
 
 
 def test_without_read_only_registration_host_memory_goes_by_a_buffer(daemon: RunningDaemon) -> None:

@@ -105,7 +105,7 @@ def test_no_byte_of_the_payload_is_in_host_memory(tmp_path: Path, owner: str) ->
 def test_neighbours_that_come_together_are_one_run(tmp_path: Path) -> None:
     """What waits for the worker when it starts, it takes together. A driver without batches gets each run in a call."""
     trace, page = tmp_path / "trace", 4096
-    variables = emulated_node(trace=trace, must_emulate=True) | {"EMULATED_CUDA_VERSION": "12080"}
+    variables = emulated_node(trace=trace, must_emulate=True) | {"EMULATED_CUDA_VERSION": "12040"}
     packets = [wire.pack(wire.CREATE, number, CHUNK_BYTES) for number in (1, 2)]
     for number in range(8):  # the last one comes from elsewhere
         source = number * page if number < 7 else 100 * page

@@ -90,6 +90,15 @@ def test_a_cache_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
     assert compile_program(BLOCKS, "sm_90", tmp_path / "file" / "folder").startswith(b"\x7fELF")
 
 
+def test_a_driver_that_is_too_old_for_the_kernels_is_said(tmp_path: Path) -> None:
+    need_nvrtc()
+    major, _ = nvrtc.call("nvrtcVersion")
+    assert compile_program(BLOCKS, "sm_90", tmp_path, driver_version=1000 * major).startswith(b"\x7fELF")
+    too_old = rf"the driver, of CUDA {major - 1}\.8, cannot load kernels of NVRTC {major}\.\d+: "
+    with pytest.raises(CompileError, match=too_old):
+        compile_program(BLOCKS, "sm_90", tmp_path, driver_version=1000 * (major - 1) + 80)
+
+
 def test_an_error_of_the_compiler_is_one_line() -> None:
     need_nvrtc()
     program = PagedAttention(ShimLauncher(), SHAPES[0]).program

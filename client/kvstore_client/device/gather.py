@@ -52,7 +52,8 @@ class GatherKernel:
         major, minor, same_pointers = (attribute_of(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
         if not same_pointers:
             raise DeviceError("cuDeviceGetAttribute", 801, "this device has host memory at other addresses")
-        cubin = compile_program(PROGRAM, f"sm_{major}{minor}", longest_s=LONGEST_COMPILATION_S)
+        version = device.call("cuDriverGetVersion")
+        cubin = compile_program(PROGRAM, f"sm_{major}{minor}", driver_version=version, longest_s=LONGEST_COMPILATION_S)
         with contextlib.ExitStack() as undo:
             module = device.call("cuModuleLoadData", cubin)
             undo.callback(device.quietly, "cuModuleUnload", module)

@@ -63,7 +63,9 @@ class Checksums:
         self._driver = driver
         self._events = events
         self._summed = summed
-        cubin = compile_program(PROGRAM, driver.architecture, longest_s=LONGEST_COMPILATION_S)
+        cubin = compile_program(
+            PROGRAM, driver.architecture, driver_version=driver.version, longest_s=LONGEST_COMPILATION_S
+        )
         self._kernel = driver.function(driver.load(cubin), KERNEL)
         self._stream = events.stream()
         self._spare: SimpleQueue[Sheet] = SimpleQueue()

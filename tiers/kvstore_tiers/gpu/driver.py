@@ -153,6 +153,11 @@ class Driver:
     # Kernels
 
     @property
+    def version(self) -> int:
+        """Of CUDA that the driver has: 13000 for 13.0."""
+        return int(self._call("cuDriverGetVersion"))
+
+    @property
     def architecture(self) -> str:
         """What kernels are compiled for, such as "sm_90"."""
         return f"sm_{self._attribute(_MAJOR)}{self._attribute(_MINOR)}"

@@ -149,7 +149,8 @@ class Device(Launcher):
         self._call("cuCtxSetCurrent", self._context)
         if program not in self._modules:
             try:
-                cubin = compile_program(program, self.architecture)
+                version = self._call("cuDriverGetVersion")
+                cubin = compile_program(program, self.architecture, driver_version=version)
             except CompileError as error:
                 raise CudaError(str(error)) from None
             self._modules[program] = self._call("cuModuleLoadData", cubin)
