@@ -50,7 +50,7 @@ def test_a_chunk_is_emptied_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_p
     trace.touch()
     node = emulated_node(trace=trace, control=control if kill else None)
     if node:
-        node["EMULATED_CUDA_VERSION"] = "12080"  # a call for each copy
+        node["EMULATED_CUDA_VERSION"] = "12040"  # a call for each copy
     for name, value in node.items():
         monkeypatch.setenv(name, value)
     with running_daemon(*SETTINGS, "nvme.capacity=64MiB", "scrub.enabled=false") as daemon:
