@@ -16,7 +16,7 @@ from tests.tidy.tree import BASE_PACKAGES
 
 _IMPORT_ALL = """
 import importlib, json, pkgutil, sys
-names = []
+names, before = [], set(sys.modules)  # a .pth file may have loaded some
 def load(name):
     names.append(name)
     for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", ()), name + "."):
@@ -29,7 +29,7 @@ def load(name):
             load(module.name)
 for package in sys.argv[1:]:
     load(package)
-print(json.dumps({"imported": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
+print(json.dumps({"imported": names, "loaded": sorted({name.partition(".")[0] for name in set(sys.modules) - before})}))
 """
 _NOT_OURS_TO_LOAD = {
     "torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "mooncake", "cryptography", "obstore", "zmq", "msgspec",
