@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import BatchEngine, EngineSettings, Request, RequestSettings, Token
+from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Request, RequestSettings, Token
 from kvstore_engine.bench.opened_engine import BenchEngine, opened
 
 Tokens = npt.NDArray[np.int64]
@@ -55,10 +55,11 @@ def our_engine(path: Path, device: str, most: int, prompt_tokens: int, steps: in
         block_tokens=_BLOCK_TOKENS,
     )  # fmt: skip
     with opened(wanted) as engine:
-        yield lambda asked: _decoded_by(engine, asked, room - prompt_tokens, steps)
+        yield lambda asked: decoded_by(engine, asked, room - prompt_tokens, steps)
 
 
-def _decoded_by(engine: BatchEngine, asked: Tokens, most: int, steps: int) -> Decoded:
+def decoded_by(engine: BatchEngine, asked: Tokens, most: int, steps: int) -> Decoded:
+    """`most`: tokens that an answer may have. RuntimeError where one ends before it has been measured."""
     names = [f"{len(asked)} {row}" for row in range(len(asked))]
     found: dict[str, list[int]] = {name: [] for name in names}
     for name, prompt in zip(names, asked, strict=True):
@@ -66,7 +67,11 @@ def _decoded_by(engine: BatchEngine, asked: Tokens, most: int, steps: int) -> De
         engine.add(Request(name, prompt.astype(np.int32), request))
 
     def step() -> int:
-        tokens = [event for event in engine.step() if isinstance(event, Token)]
+        events = engine.step()
+        tokens = [event for event in events if isinstance(event, Token)]
+        for event in events:
+            if isinstance(event, Finished) and event.request_id in found:
+                raise RuntimeError(f"an answer has ended: {event.reason}, {event.message}")
         for event in tokens:
             found[event.request_id].append(event.token)
         return len(tokens)

@@ -30,6 +30,7 @@ _BESIDE_BYTES = 6 << 30  # of an engine on the device: activations, graphs, cont
 _PROCESS_BYTES = 5 << 30  # of an engine in host memory
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM has its CPU tier
 _ERROR = re.compile(r"\w(Error|Exception): ")  # in a log: the first is the cause of the others
+_SHOWN = "CUDA_VISIBLE_DEVICES"
 _PROBE_S = 120.0
 _PROBE = """
 import json, kvstore_client.hooks.vllm, vllm
@@ -83,7 +84,9 @@ def asked(device: int, sizes: Sizes, *, of_plugin: bool) -> Answer:
     if missing:
         return Answer(None, f"not enough memory: {missing}")
     if device:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)  # of what this process starts: there it is device 0
+        os.environ[_SHOWN] = shown_alone(
+            device, os.environ.get(_SHOWN, "")
+        )  # to what this process starts: there it is device 0
     way = plugin(room.pool_bytes) if of_plugin else connector()
     spec = {"enforce_eager": False, "gpu_memory_utilization": _engine_bytes(room) / total_bytes}
     try:
@@ -91,6 +94,12 @@ def asked(device: int, sizes: Sizes, *, of_plugin: bool) -> Answer:
     except EngineDied as error:
         lines = str(error).splitlines()
         raise RuntimeError(next((line for line in lines if _ERROR.search(line)), lines[-1])) from None
+
+
+def shown_alone(device: int, shown: str) -> str:
+    """What shows device number `device`, of those that `shown` does, and no other; all are without it."""
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    return names[device] if names else str(device)
 
 
 def judged(way: Way, version: str, found: Found) -> Answer:

@@ -140,6 +140,31 @@ def test_more_chunks_than_the_socket_holds_keep_nobody_waiting(control: Path) ->
         must_hold(tier, blocks)
 
 
+def test_a_worker_that_hangs_at_what_it_is_told_first_is_replaced(control: Path) -> None:
+    """It takes 64 packets at a time, and its socket a few more. A transfer waits behind the rest: it owes none."""
+    chunks = 100
+    capacity_bytes, variables = chunks * CHUNK_BYTES, emulated_node(2 * chunks * CHUNK_BYTES, control)
+    settings = WorkerSettings(variables=variables, socket_bytes=1, patience_s=1.0)
+    with closing(GpuTier(capacity_bytes, chunk_bytes=CHUNK_BYTES, settings=settings)) as tier:
+        for at in range(chunks - 1):
+            assert tier.allocate(CHUNK_BYTES, f"owner{at}") is not None
+        header, payload = block(1, PAYLOAD_BYTES)
+        slot = put(tier, header, payload)
+        assert slot is not None
+        order(control, "cuMemImportFromShareableHandle:1=hang")
+        kill_worker(tier)
+        assert eventually(lambda: tier.worker_starts == 2)
+        reading = threading.Thread(target=get, args=(tier, slot, header.key, payload.nbytes), daemon=True)
+        reading.start()
+        is_replaced = eventually(lambda: tier.worker_starts == 3, PATIENCE_S)
+        order(control, "")
+        if not is_replaced:
+            kill_worker(tier)  # else this test would not end
+        reading.join(PATIENCE_S)
+        assert is_replaced and not reading.is_alive()
+        must_hold(tier, {1: slot})
+
+
 def test_a_killed_worker_that_does_not_go_is_down_and_may_still_write(control: Path) -> None:
     """What was sent to it ends when it has gone: its memory is used anew then."""
     with tier_of_blocks(control, 1) as (tier, slots):

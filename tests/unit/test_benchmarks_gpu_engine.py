@@ -4,7 +4,7 @@ judges figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore_engine.batching import BatchEngine
+from kvstore_engine.executors.logits import StepLogits
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.worker import StepFailed
 from tests.reference.benchmark_scripts import importable
 from tests.reference.skips import skip_without_ggml
+from tests.reference.twin_compute import TwinCompute, TwinTokenizer, twin_pool
 
 pytest.importorskip("torch", reason="needs the extra torch")
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -82,6 +87,20 @@ def test_a_side_that_computes_another_model_is_noticed(side: str) -> None:
             "a single token of a batch"
         )
     assert far > comparison().MOST_BEHIND
+
+
+def test_an_answer_that_ends_before_its_time_is_no_figure() -> None:
+    from support.decode_sides import decoded_by
+
+    class Broken(TwinCompute):
+        def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+            raise StepFailed("nothing can be computed", (0,))
+
+    pool = twin_pool(64)
+    engine = BatchEngine(Broken(pool), pool, TwinTokenizer(frozenset()))
+    with pytest.raises(RuntimeError, match="an answer has ended: failed, nothing can be computed"):
+        decoded_by(engine, np.array([[5, 6], [7, 8]]), 4, 2)
+    engine.close()
 
 
 def test_ours_has_to_be_above_both_at_every_batch_and_generate_counts_at_its_better_setting() -> None:

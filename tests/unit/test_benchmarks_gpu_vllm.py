@@ -169,6 +169,11 @@ def test_memory_that_is_missing_is_named() -> None:
     assert lacking[0].endswith("on the device, 40.0 GiB are free")
 
 
+@pytest.mark.parametrize(("shown", "wanted"), [("", "1"), ("2,3", "3"), ("GPU-a, GPU-b", "GPU-b")])
+def test_an_engine_has_the_device_that_is_asked_of_those_that_are_shown(shown: str, wanted: str) -> None:
+    assert support("gpu_vllm").shown_alone(1, shown) == wanted
+
+
 def test_without_vllm_the_question_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVSTORED_VLLM_PYTHON", str(tmp_path / "python"))
     small = support("gpu_answers").SMALL

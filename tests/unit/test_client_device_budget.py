@@ -190,6 +190,22 @@ def test_a_layer_that_the_engine_waits_for_comes_at_once() -> None:
     engine.means.close()
 
 
+def test_a_thread_that_waits_for_all_copies_in_place_of_its_stream_has_them_at_once() -> None:
+    waits = Waits(None, RATE)
+    engine = Engine(BLOCK, waits.budget)
+    lease: Any = Host(engine.transfers, engine)
+    load = engine.transfers.load(lease, range(4))
+    assert waits.begun.wait(20), "in the second layer"
+    engine.device.failures_to_be_current = 1
+    waiting = Thread(lambda: load.wait_quietly(0, 0))
+    waiting.join(20)
+    is_over = not waiting.is_alive()
+    waits.budget.close()
+    assert is_over and load.finish()
+    assert np.array_equal(engine.pages[:, :4], lease.payloads[:, :4])
+    engine.means.close()
+
+
 def test_means_tell_their_budget_what_stores_move() -> None:
     budget = LinkBudget()
     engine = Engine(BLOCK, budget)

@@ -326,3 +326,20 @@ def test_stores_that_wait_for_their_rate_hold_no_step_up(end: str) -> None:
         assert engine.stored(2) == [engine.block(3), engine.block(4)], "in time: the step waited, and so not the copies"
     assert engine.saver.drain(PATIENCE_S)
     assert engine.stored(2) == [engine.block(3), engine.block(4)]
+
+
+def test_an_engine_that_ends_stores_without_a_rate() -> None:
+    store = KeyedStore()
+    engine = Engine(store, pages=BudgetedPages)
+    pages = engine.pages
+    assert isinstance(pages, BudgetedPages)
+    engine.side.before_step(StepOrders(tokens=1, decodes=1))
+    engine.side.save([save_of(0, 3, 4)])
+    assert pages.waits.wait(PATIENCE_S)
+    ending = threading.Thread(target=engine.side.close, args=(1.0,), daemon=True)
+    ending.start()
+    ending.join(PATIENCE_S)
+    is_over = not ending.is_alive()
+    pages.budget.close()
+    assert is_over and engine.stored(2) == [engine.block(3), engine.block(4)]
+    assert engine.saver.dropped_blocks == 0

@@ -3,8 +3,8 @@
 Stores keep to a rate, since nobody waits for them; loads, whose requests wait for a first token, only if they are
 given one. Without a decode step nothing is limited, nor is what somebody waits for (`lifted`).
 Owns the rates, what is seen to move, and what was spent. Never copies, and knows neither blocks nor streams.
-Invariants: whoever waits here holds no lock of copies; while the engine decodes, copies of a flow take no more in any
-time than its rate allows, SLICE_BYTES and the last of them.
+Invariants: a store that waits here holds no lock of copies, a load that of its own stream and buffer; while the engine
+decodes, copies of a flow take no more in any time than its rate allows, SLICE_BYTES and the last of them.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class LayerLoad:
         try:
             self.wait(layer, stream)
         except Exception:  # of the load, or of this wait alone
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), self._transfers.means.budget.lifted("loads"):
                 self.finish()
 
     def finish(self) -> bool:

@@ -28,7 +28,7 @@ class StepLogits(ABC):
 
     @abstractmethod
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        """These rows, float32 [len(rows), vocabulary], in host memory."""
+        """These rows, float32 [len(rows), vocabulary], in host memory that the next call may use anew."""
 
 
 class HostLogits(StepLogits):

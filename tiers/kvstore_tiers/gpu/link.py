@@ -213,10 +213,13 @@ class WorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """That it has let go of a region, or the end of a transfer."""
+        """That it has let go of a region, or the end of a transfer; or that it reads: all else waits behind that."""
+        patience_s = self._settings.patience_s
         with self._lock:
             leaving = [each.since_s for each in self._leaving.values()]
-        if any(now_s - max(since_s, ready_s) > self._settings.patience_s for since_s in leaving):
+        if any(now_s - max(since_s, ready_s) > patience_s for since_s in leaving):
+            return True
+        if self._outbox.is_overdue(now_s, ready_s, patience_s):
             return True
         return self._pending.is_overdue(now_s, ready_s)
 

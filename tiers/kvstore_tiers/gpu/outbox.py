@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
@@ -45,6 +46,7 @@ class Outbox:
         self._socket: socket.socket | None = None
         self._greetings: deque[Greeting] = deque()  # of its worker, not sent yet
         self._has_socket = threading.Event()  # or is closing
+        self._sends_since_s: float | None = None  # what the worker does not read
         self._is_closing = False
         self._queue: SimpleQueue[Outgoing | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="gpu-send", daemon=True)
@@ -54,6 +56,11 @@ class Outbox:
     def is_open(self) -> bool:
         """Whether there is a worker to send to."""
         return self._has_socket.is_set()
+
+    def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:
+        """Whether a worker that is ready since `ready_s` has had no room for a packet for too long."""
+        since_s = self._sends_since_s
+        return since_s is not None and now_s - max(since_s, ready_s) > patience_s
 
     def put(self, packet: bytes, descriptor: int = -1, transfer: int = -1) -> None:
         self._queue.put(Outgoing(packet, descriptor, transfer))
@@ -107,7 +114,7 @@ class Outbox:
                     self._greet(sock)
                     if item is _NOTHING or not self._is_wanted(item):
                         return
-                    send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
+                    self._say(sock, item)
                 except OSError:
                     self._unsent(item)
                     self._has_socket.clear()  # until the next worker was started
@@ -122,8 +129,16 @@ class Outbox:
             item = self._greetings[0]()
             if item is not None:
                 try:
-                    send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
+                    self._say(sock, item)
                 finally:
                     if item.descriptor >= 0:
                         os.close(item.descriptor)
             self._greetings.popleft()
+
+    def _say(self, sock: socket.socket, item: Outgoing) -> None:
+        """Raises OSError."""
+        self._sends_since_s = time.monotonic()
+        try:
+            send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])
+        finally:
+            self._sends_since_s = None

@@ -147,6 +147,7 @@ class WorkerSide:
     def close(self, patience_s: float) -> str:
         """Store what waits, as far as the time reaches. One line for the log: what was done since the start."""
         counts = self.counts
+        self._pages.decoding(False)
         done = f"{counts.loaded_blocks} blocks restored in {counts.load_s:.3f} s, {counts.failed_blocks} could not be"
         if self._saver is not None:
             self._saver.close(patience_s)
