@@ -44,7 +44,7 @@ class ClockedCompute:
         self.limits = limits
         self._clock = clock
 
-    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         decodes = sum(len(piece.tokens) == 1 for piece in slices)
         prefill = sum(len(piece.tokens) for piece in slices) - decodes
         self._clock.sleep(STEP_S + decodes * DECODE_S + prefill * PREFILL_S)

@@ -39,6 +39,11 @@ class SamplingSettings:
         if self.seed is not None and self.seed < 0:
             raise UsageError(f"the seed must be 0 or more, got {self.seed}")
 
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest token is always chosen."""
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
 
 class Sampler:
     """The sampler of one request: settings and a stream of random numbers."""
@@ -53,7 +58,7 @@ class Sampler:
         if not math.isfinite(logits[best]):
             raise RuntimeError(f"the model produced logits that cannot be sampled: the largest is {logits[best]}")
         settings = self.settings
-        if settings.temperature == 0 or settings.top_k == 1 or settings.top_p == 0:
+        if settings.is_greedy:
             return best
         return _drawn(logits, float(logits[best]), settings, self._random.random())
 

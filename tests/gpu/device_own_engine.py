@@ -109,7 +109,7 @@ class Engine:
         self.limits = self.executor.limits
         self.before_step: Callable[[], object] = lambda: None
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
         """The engine's `Compute`: as the executor has it, and kept."""
         self.before_step()
         logits = self.executor.forward(slices)

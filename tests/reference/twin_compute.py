@@ -97,7 +97,7 @@ class TwinCompute:
             self.max_context,
         )
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
         return HostLogits(self.forward(slices))
 
     def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:

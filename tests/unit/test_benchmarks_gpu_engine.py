@@ -93,7 +93,7 @@ def test_an_answer_that_ends_before_its_time_is_no_figure() -> None:
     from support.decode_sides import decoded_by
 
     class Broken(TwinCompute):
-        def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+        def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
             raise StepFailed("nothing can be computed", (0,))
 
     pool = twin_pool(64)

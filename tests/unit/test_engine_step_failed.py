@@ -34,11 +34,11 @@ class _Poisoned:
     def limits(self) -> StepLimits:
         return self._executor.limits
 
-    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         blamed = tuple(index for index, piece in enumerate(slices) if _POISON in piece.tokens)
         if blamed:
             raise StepFailed("ggml failed: this step ended 3 workers", blamed)
-        return self._executor.step(slices)
+        return self._executor.step(slices, whole)
 
 
 @pytest.fixture

@@ -34,8 +34,9 @@ def test_a_device_chooses_as_the_host_does(logits: FloatArray, data: st.DataObje
     from kvstore_engine.torch_executor.logits import Computed, LogitsMemory
 
     rows = data.draw(st.lists(st.integers(0, len(logits) - 1), unique=True))
+    whole = data.draw(st.sampled_from([None, rows, [*reversed(rows)], [*range(len(logits))]]))
     host = HostLogits(logits)
-    device = LogitsMemory(DeviceName.parse("torch:cpu")).received(Computed.of(torch.from_numpy(logits.copy())))
+    device = LogitsMemory(DeviceName.parse("torch:cpu")).received(Computed.of(torch.from_numpy(logits.copy())), whole)
     np.testing.assert_array_equal(device.rows(rows), host.rows(rows))
     tokens, values = host.likeliest(rows)
     device_tokens, device_values = device.likeliest(rows)
@@ -45,16 +46,18 @@ def test_a_device_chooses_as_the_host_does(logits: FloatArray, data: st.DataObje
 
 
 class _Watched(StepLogits):
-    """Counts the rows that are copied."""
+    """Counts the rows that are copied, as the step was asked for."""
 
-    def __init__(self, logits: StepLogits, copied: list[int]) -> None:
-        self._logits, self._copied = logits, copied
+    def __init__(self, logits: StepLogits, whole: Sequence[int] | None, copied: list[int]) -> None:
+        assert whole is not None
+        self._logits, self._whole = logits, whole
+        copied += [len(whole)] if whole else []
 
     def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
         return self._logits.likeliest(rows)
 
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        self._copied.append(len(rows))
+        assert set(rows) <= set(self._whole)
         return self._logits.rows(rows)
 
 
@@ -69,8 +72,8 @@ class _WatchedCompute:
     def limits(self) -> StepLimits:
         return self.twin.limits
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
-        return _Watched(self.twin.step(slices), self.copied)
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
+        return _Watched(self.twin.step(slices), whole, self.copied)
 
 
 def _engine() -> tuple[BatchEngine, _WatchedCompute]:

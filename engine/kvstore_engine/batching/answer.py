@@ -71,7 +71,7 @@ class Answer:
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
         self.sampler = Sampler(_own_seed(settings.sampling, index))
         self.constraint = _made(settings.constraint) if settings.constraint is not None else None
-        self.is_plain = _is_greedy(settings.sampling) and self.constraint is None
+        self.is_plain = settings.sampling.is_greedy and self.constraint is None
         self.end_ids = frozenset[int]() if settings.ignore_end else tokenizer.end_ids
         self._stream = tokenizer.stream(continues=True)
         self._stops = StopStrings(settings.stop)
@@ -102,10 +102,6 @@ class Answer:
             return ""
         shown, stopped = self._stops.push(self._stream.finish())
         return shown if stopped else shown + self._stops.finish()
-
-
-def _is_greedy(sampling: SamplingSettings) -> bool:
-    return sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0
 
 
 def _made(make: Callable[[], Constraint]) -> Constraint:

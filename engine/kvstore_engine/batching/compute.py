@@ -20,8 +20,9 @@ class Compute(Protocol):
     @property
     def limits(self) -> StepLimits: ...
 
-    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
-        """The logits of the wanted tokens, in the order of `slices`, for use before the next call.
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
+        """The logits of the wanted tokens, in the order of `slices`, for use before the next call. `whole`: the rows of
+        them that will be asked for whole; None: all.
 
         StepFailed names slices that cannot be computed; the others can be tried again.
         """

@@ -155,7 +155,8 @@ class BatchEngine:
         self._copies.decoding(bool(batch.decodes))
         try:
             computing, beside_loading = self._clock(), self.restorer.is_loading
-            logits = self.compute.step([part.slice(self.pool.block_tokens) for part in batch.parts])
+            slices = [part.slice(self.pool.block_tokens) for part in batch.parts]
+            logits = self.compute.step(slices, self._outputs.rows_needed(batch))
             compute_s = self._clock() - computing
         except StepFailed as error:
             failure = error

@@ -67,6 +67,11 @@ class OutputProcessor:
             search=search_of(request, room, self._tokenizer.end_ids),
         )
 
+    def rows_needed(self, batch: Batch) -> list[int]:
+        """The rows of a step's logits that `apply` will ask for whole."""
+        outputs = (part.sequence for part in batch.parts if part.has_output)
+        return [row for row, sequence in enumerate(outputs) if _needs_row(sequence)]
+
     def apply(self, batch: Batch, logits: StepLogits) -> list[Event]:
         """Account for what was computed and choose the next tokens."""
         events: list[Event] = []
@@ -205,4 +210,6 @@ def _forks(sequence: Sequence) -> bool:
 def _needs_row(sequence: Sequence) -> bool:
     """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
     do."""
-    return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)
+    if not sequence.answer.is_plain or sequence.search is not None:
+        return True
+    return sequence.request.settings.logprobs is not None or _forks(sequence)

@@ -57,8 +57,9 @@ class StepExecutor(ABC):
         RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
         """
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
-        """As `forward`; the logits stay where they were computed, until the next call."""
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
+        """As `forward`; the logits stay where they were computed. `whole`: the rows that are wanted whole in host
+        memory; None: all."""
         return HostLogits(self.forward(slices))
 
     def prefill(

@@ -16,10 +16,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class StepLogits(ABC):
-    """Of the wanted tokens of a step, in the order of its slices. For use before the next step.
-
-    Both methods raise OperationError if the device that has the logits answers no more.
-    """
+    """Of the wanted tokens of a step, in the order of its slices. For use before the next step."""
 
     @abstractmethod
     def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -28,7 +25,7 @@ class StepLogits(ABC):
 
     @abstractmethod
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        """These rows, float32 [len(rows), vocabulary], in host memory that the next call may use anew."""
+        """These rows, float32 [len(rows), vocabulary], which the step was asked for whole."""
 
 
 class HostLogits(StepLogits):

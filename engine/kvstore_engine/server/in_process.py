@@ -27,11 +27,11 @@ class InProcess:
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
         self._executor, self._watch, self.limits = executor, watch, executor.limits
 
-    def step(self, slices: Sequence[SequenceSlice], /) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """As `StepExecutor.step`; a step that fails is StepFailed. OperationError: no other will do better."""
         try:
             with self._watch.watching(slices):
-                return self._executor.step(slices)
+                return self._executor.step(slices, whole)
         except OperationError:
             raise
         except RuntimeError as error:

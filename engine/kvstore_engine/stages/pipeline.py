@@ -88,7 +88,7 @@ class Pipeline:
         np.copyto(rows, logits)
         return rows
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
         """As `StepExecutor.step`."""
         return HostLogits(self.forward(slices))
 

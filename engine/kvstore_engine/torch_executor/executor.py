@@ -82,17 +82,19 @@ class TorchExecutor(StepExecutor):
             np.copyto(result, logits.rows(range(len(logits))))
         return result
 
-    def step(self, slices: Sequence[SequenceSlice]) -> DeviceLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> DeviceLogits:
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
         try:
-            return self._computed(inputs, slices)
+            return self._computed(inputs, slices, whole)
         except RuntimeError:
             check_answers(self._model.device)
             raise
 
-    def _computed(self, inputs: StepInputs, slices: Sequence[SequenceSlice]) -> DeviceLogits:
+    def _computed(
+        self, inputs: StepInputs, slices: Sequence[SequenceSlice], whole: Sequence[int] | None
+    ) -> DeviceLogits:
         count, outputs, bucket = len(inputs.tokens), len(inputs.outputs), bucket_of(slices)
         longest = int(inputs.sequences[:, 2].max())
         with self._torch.inference_mode():
@@ -108,7 +110,7 @@ class TorchExecutor(StepExecutor):
                 chosen = self._inputs.outputs(outputs) if outputs < count else None
                 logits = self._decoder.step(self._inputs.tokens(count), rows, chosen, wants_logits=outputs > 0)
                 found = Computed.of(logits) if outputs else None
-            return self._logits.received(found.first(outputs) if found is not None else None)
+            return self._logits.received(found.first(outputs) if found is not None else None, whole)
 
     def close(self) -> None:
         self._decodes.drop()

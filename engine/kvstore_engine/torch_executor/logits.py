@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_engine.devices import DeviceName
-from kvstore_engine.errors import OperationError
 from kvstore_engine.executors.logits import FloatArray, StepLogits
 from kvstore_engine.torch_executor.library import torch_library
 
@@ -43,30 +42,30 @@ class LogitsMemory:
         self._likeliest = self._new(0, self._torch.int32)
         self._rows = self._new(0, self._torch.float32)
 
-    def received(self, computed: Computed | None) -> DeviceLogits:
-        """Wait for the step that has these results, None: none are wanted."""
+    def received(self, computed: Computed | None, whole: Sequence[int] | None) -> DeviceLogits:
+        """Wait for the step that has these results (None: none are wanted), and for its rows `whole` (None: all)."""
         if computed is None:
             self._synchronize()
-            return DeviceLogits(self, None, [], [])
+            return DeviceLogits([], [], [], self._rows[:0].view(0, 1).numpy())
+        rows = list(range(len(computed.likeliest)) if whole is None else whole)
         if computed.likeliest.numel() > len(self._likeliest):
             self._likeliest = self._new(computed.likeliest.numel(), self._torch.int32)
         here = self._likeliest[: computed.likeliest.numel()].view(computed.likeliest.shape)
         here.copy_(computed.likeliest, non_blocking=True)
+        whole_rows = self._fetched(computed.logits, rows)
         self._synchronize()
         pairs = here.numpy()
-        return DeviceLogits(self, computed, pairs[:, 0].tolist(), pairs[:, 1].copy().view(np.float32).tolist())
+        best, most = pairs[:, 0].tolist(), pairs[:, 1].copy().view(np.float32).tolist()
+        return DeviceLogits(best, most, rows, whole_rows)
 
-    def fetch(self, logits: Any, rows: Sequence[int]) -> FloatArray:
-        """Rows of `logits` in host memory, until the next call."""
-        every = list(rows) == list(range(len(logits)))
-        chosen = (
-            logits if every else logits[self._torch.tensor(list(rows), dtype=self._torch.int64, device=logits.device)]
-        )
+    def _fetched(self, logits: Any, rows: list[int]) -> FloatArray:
+        """Rows of `logits` in host memory, once the stream has come so far."""
+        every = rows == list(range(len(logits)))
+        chosen = logits if every else logits[self._torch.tensor(rows, dtype=self._torch.int64, device=logits.device)]
         if chosen.numel() > len(self._rows):
             self._rows = self._new(chosen.numel(), self._torch.float32)
         here = self._rows[: chosen.numel()].view(chosen.shape)
         here.copy_(chosen, non_blocking=True)
-        self._synchronize()
         array: FloatArray = here.numpy()
         return array
 
@@ -79,10 +78,11 @@ class LogitsMemory:
 
 
 class DeviceLogits(StepLogits):
-    """Of a step that has ended. `best`, `most`: of each row."""
+    """Of a step that has ended. `best`, `most`: of each row; `whole`: those of which `array` has all, until the next
+    step."""
 
-    def __init__(self, memory: LogitsMemory, computed: Computed | None, best: list[int], most: list[float]) -> None:
-        self._memory, self._computed, self._best, self._most = memory, computed, best, most
+    def __init__(self, best: list[int], most: list[float], whole: Sequence[int], array: FloatArray) -> None:
+        self._best, self._most, self._whole, self._array = best, most, list(whole), array
 
     def __len__(self) -> int:
         return len(self._best)
@@ -91,8 +91,5 @@ class DeviceLogits(StepLogits):
         return [self._best[row] for row in rows], [self._most[row] for row in rows]
 
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        assert self._computed is not None, "a step without wanted tokens has no rows"
-        try:
-            return self._memory.fetch(self._computed.logits, rows)
-        except RuntimeError as error:
-            raise OperationError(f"the device's logits cannot be read: {error}") from error
+        asked = list(rows)
+        return self._array if asked == self._whole else self._array[[self._whole.index(row) for row in asked]]

@@ -118,7 +118,7 @@ class RemoteExecutor:
         self._take_apart(slices)
         raise AssertionError("unreachable")
 
-    def step(self, slices: Sequence[SequenceSlice]) -> StepLogits:
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
         """As `StepExecutor.step`; raises as `forward`."""
         return HostLogits(self.forward(slices))
 
