@@ -38,6 +38,9 @@ class Device:
         with contextlib.suppress(DeviceError):
             self.call(name, *arguments)
 
+    def unregister(self, address: int, memory: object) -> None:
+        self.quietly("cuMemHostUnregister", address)
+
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "cuEventCreate":
             self.made += 1

@@ -24,7 +24,7 @@ class Device:
 
     def __init__(self, failing: tuple[str, int] = ("", 0)) -> None:
         self.mappings = HostMappings()
-        self.driver = SimpleNamespace(CUdevice_attribute=int, cuDriverGetVersion=lambda: (0, 12080))
+        self.driver = SimpleNamespace(CUdevice_attribute=int, cuDriverGetVersion=lambda: (0, 12040))
         self.held: Counter[str] = Counter()
         self._failing, self._calls = failing, Counter[str]()
 
@@ -43,6 +43,9 @@ class Device:
     def quietly(self, name: str, *arguments: Any) -> None:
         if name in _ENDS:
             self.held[_ENDS[name]] -= 1
+
+    def unregister(self, address: int, memory: object) -> None:
+        self.quietly("cuMemHostUnregister", address)
 
 
 def opened(device: Device) -> DevicePages:

@@ -108,6 +108,7 @@ def test_without_a_unit_or_systemd_nothing_is_said_of_them(around: Surroundings)
 
 
 def test_a_missing_library_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda", None)
+    for name in ("cuda", "cuda.bindings"):  # it may be loaded already
+        monkeypatch.setitem(sys.modules, name, None)
     (found,) = gpu.library()
     assert found.level is Level.FAIL and "kvstored[gpu]" in found.advice
