@@ -151,11 +151,14 @@ $(PROTO_TOOLS): | $(INSTALLED)
 
 # Where there is no package index: docs/gpu.md.
 gpu-check: $(INSTALLED) ## on a machine with a GPU: what only one answers, and tests and tools on it (ARGS="--out DIR")
-	@$(PYTHON) -c 'from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()' 2>/dev/null || \
-	  $(PYTHON) -m pip install --disable-pip-version-check -e '.[gpu,cuda]' >&2
+	@$(PYTHON) -c 'from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()' 2>/dev/null || { \
+	  extra=$$($(PYTHON) -c 'import ctypes; at = ctypes.c_int(13000); \
+	  ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(at)); \
+	  print("cuda" if at.value >= 13000 else "cuda12")' 2>/dev/null || echo cuda); \
+	  $(PYTHON) -m pip install --disable-pip-version-check -e ".[gpu,$$extra]" >&2; }
 	@$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
-gpu-bundle: $(INSTALLED) ## wheels to carry to a machine with a GPU and no package index (ARGS="--python 3.12")
+gpu-bundle: $(INSTALLED) ## wheels to carry to a machine with a GPU and no package index (ARGS="--python 3.12 --cuda 13")
 	@$(PYTHON) benchmarks/gpu_bundle.py $(ARGS)
 
 clean: ## remove caches and build results; .venv stays

@@ -18,15 +18,19 @@ TESTS = ("pytest", "pytest-timeout", "hypothesis")
 MIB = 1 << 20
 
 
-def parts() -> dict[str, list[str]]:
-    """What is downloaded, by part: the driver's questions and tests need the first, kernels the second, too."""
+EXTRAS = {"13": "cuda", "12": "cuda12"}  # by the driver's CUDA
+SANITIZERS = {"13": "nvidia-cuda-sanitizer-api>=13", "12": "nvidia-cuda-sanitizer-api-cu12"}
+
+
+def parts(cuda: str) -> dict[str, list[str]]:
+    """What is downloaded, by part, for a driver of this CUDA: the driver's questions and tests need the first, kernels
+    the second, too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    (nvrtc,) = set(extras["cuda"]) - set(extras["gpu"])
+    bindings, nvrtc = project["optional-dependencies"][EXTRAS[cuda]]
     return {
-        "base": [*project["dependencies"], *extras["gpu"], *TESTS],
+        "base": [*project["dependencies"], bindings, *TESTS],
         "nvrtc": [nvrtc],
-        "sanitizer": ["nvidia-cuda-sanitizer-api>=13"],
+        "sanitizer": [SANITIZERS[cuda]],
     }
 
 
@@ -46,12 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_bundle.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="of that machine (default: %(default)s)")
     parser.add_argument("--machine", default="x86_64", metavar="ARCH", help="of that machine (default: %(default)s)")
-    parser.add_argument("--only", choices=parts(), action="append", metavar="PART", help="base, nvrtc or sanitizer")
+    parser.add_argument(
+        "--cuda",
+        choices=EXTRAS,
+        default="13",
+        help="of that machine's driver, as nvidia-smi says (default: %(default)s)",
+    )
+    parser.add_argument("--only", choices=parts("13"), action="append", metavar="PART", help="base, nvrtc or sanitizer")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-bundle", metavar="DIR", help="(default: gpu-bundle)")
     parser.add_argument("--part-limit", type=float, default=64.0, metavar="MIB", help="(default: %(default).0f)")
     options = parser.parse_args(arguments)
     too_large = []
-    for name, requirements in parts().items():
+    for name, requirements in parts(options.cuda).items():
         if options.only and name not in options.only:
             continue
         try:

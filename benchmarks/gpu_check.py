@@ -140,7 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     free, total = driver.memory_bytes()
     if not options.json:
         today = datetime.date.today().isoformat()
-        print(f"{today}: {driver.name}, {human_bytes(free)} of {human_bytes(total)} free", flush=True)
+        made, minor = divmod(driver.version, 1000)
+        room = f"{human_bytes(free)} of {human_bytes(total)} free"
+        print(f"{today}: {driver.name}, driver of CUDA {made}.{minor // 10}, {room}", flush=True)
     records = run([QUESTIONS[name] for name in options.only or QUESTIONS], options, driver.name)
     if options.json:
         print(json.dumps([asdict(record) for record in records]))

@@ -35,11 +35,13 @@ class Pip:
         (folder / "one-1-py3-none-any.whl").write_bytes(bytes(self.nbytes))
 
 
-def test_the_parts_are_what_the_package_needs(bundle: ModuleType) -> None:
+@pytest.mark.parametrize(("cuda", "extra"), [("13", "cuda"), ("12", "cuda12")])
+def test_the_parts_are_what_the_package_needs(bundle: ModuleType, cuda: str, extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = bundle.parts()
+    parts = bundle.parts(cuda)
     assert set(project["dependencies"]) < set(parts["base"])
-    assert set(project["optional-dependencies"]["cuda"]) < {*parts["base"], *parts["nvrtc"]}
+    assert set(project["optional-dependencies"][extra]) < {*parts["base"], *parts["nvrtc"]}
+    assert ["nvrtc" in each for each in parts["base"]].count(True) == 0 and "nvrtc" in parts["nvrtc"][0]
 
 
 def test_a_part_is_downloaded_for_that_machine_and_judged_by_its_size(
