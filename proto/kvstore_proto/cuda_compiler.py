@@ -10,8 +10,10 @@ import hashlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvstore_proto.kernel_cache import cache_folder, keep
 from kvstore_proto.nvrtc import CompileError, CompilerCrash, call, check_loadable, library
@@ -29,18 +31,10 @@ class Program:
 
 
 def compile_program(
-    program: Program,
-    architecture: str,
-    folder: Path | None = None,
-    *,
-    driver_version: int | None = None,
-    longest_s: float = LONGEST_S,
+    program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
 ) -> bytes:
-    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError, also where a driver of
-    `driver_version`, if given, could not load it. A compiler that takes `longest_s` is given up, one that crashes is
-    tried once more."""
-    if driver_version is not None:
-        check_loadable(driver_version)
+    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
+    `longest_s` is given up, one that crashes is tried once more."""
     target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()
@@ -52,6 +46,19 @@ def compile_program(
         cubin, _ = compile_with_log(program, architecture, longest_s=longest_s)
     keep(target, cubin)
     return cubin
+
+
+def load_program(
+    driver_call: Callable[..., Any], program: Program, architecture: str, *, longest_s: float = LONGEST_S
+) -> Any:
+    """`program` as a module of the current context. `driver_call` gets the name of the driver's function and its
+    arguments. Raises CompileError, also where the driver is too old for what NVRTC makes, and what that raises."""
+    cubin = compile_program(program, architecture, longest_s=longest_s)
+    try:
+        return driver_call("cuModuleLoadData", cubin)
+    except Exception:
+        check_loadable(driver_call("cuDriverGetVersion"))  # says more
+        raise
 
 
 def compile_with_log(

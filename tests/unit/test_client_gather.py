@@ -13,6 +13,7 @@ import pytest
 
 from kvstore_client.device import DeviceError, gather
 from kvstore_client.device.gather import MOST_RUNS, SHEETS, GatherKernel
+from kvstore_proto import cuda_compiler
 from kvstore_proto.cuda_copies import Run, Runs
 
 LINE = gather.ALIGNED_BYTES
@@ -71,7 +72,7 @@ class Device:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, GatherKernel]:
-    monkeypatch.setattr(gather, "compile_program", lambda *_, **__: b"a cubin")
+    monkeypatch.setattr(cuda_compiler, "compile_program", lambda *_, **__: b"a cubin")
     device = Device()
     anything: Any = device
     return device, GatherKernel(anything)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from kvstore_engine.kernels.cuda import (
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
 from kvstore_proto import cuda_compiler, kernel_cache, nvrtc
-from kvstore_proto.cuda_compiler import compile_program, compile_with_log
+from kvstore_proto.cuda_compiler import compile_program, compile_with_log, load_program
+from kvstore_proto.cuda_driver import DriverError
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import checksums
 from tests.cuda_shim.launcher import ShimLauncher
@@ -91,13 +93,21 @@ def test_a_cache_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
     assert compile_program(BLOCKS, "sm_90", tmp_path / "file" / "folder").startswith(b"\x7fELF")
 
 
-def test_a_driver_that_is_too_old_for_the_kernels_is_said(tmp_path: Path) -> None:
+def test_a_driver_that_is_too_old_for_the_kernels_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_nvrtc()
     major, _ = nvrtc.call("nvrtcVersion")
-    assert compile_program(BLOCKS, "sm_90", tmp_path, driver_version=1000 * major).startswith(b"\x7fELF")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def refuses(version: int, name: str, *arguments: object) -> int:
+        if name == "cuModuleLoadData":
+            raise DriverError(name, 200, "CUDA_ERROR_INVALID_IMAGE")
+        return version
+
     too_old = rf"the driver, of CUDA {major - 1}\.8, cannot load kernels of NVRTC {major}\.\d+: "
     with pytest.raises(CompileError, match=too_old):
-        compile_program(BLOCKS, "sm_90", tmp_path, driver_version=1000 * (major - 1) + 80)
+        load_program(partial(refuses, 1000 * (major - 1) + 80), BLOCKS, "sm_90")
+    with pytest.raises(DriverError, match="INVALID_IMAGE"):
+        load_program(partial(refuses, 1000 * major), BLOCKS, "sm_90")
 
 
 def test_an_error_of_the_compiler_is_one_line() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
-from kvstore_proto.cuda_compiler import Program, compile_program
+from kvstore_proto.cuda_compiler import Program, load_program
 from kvstore_proto.cuda_copies import Runs
 from kvstore_proto.cuda_driver import launch
 
@@ -52,10 +52,8 @@ class GatherKernel:
         major, minor, same_pointers = (attribute_of(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
         if not same_pointers:
             raise DeviceError("cuDeviceGetAttribute", 801, "this device has host memory at other addresses")
-        version = device.call("cuDriverGetVersion")
-        cubin = compile_program(PROGRAM, f"sm_{major}{minor}", driver_version=version, longest_s=LONGEST_COMPILATION_S)
         with contextlib.ExitStack() as undo:
-            module = device.call("cuModuleLoadData", cubin)
+            module = load_program(device.call, PROGRAM, f"sm_{major}{minor}", longest_s=LONGEST_COMPILATION_S)
             undo.callback(device.quietly, "cuModuleUnload", module)
             self._function = device.call("cuModuleGetFunction", module, KERNEL.encode())
             memory = mmap.mmap(-1, SHEETS * MOST_RUNS * _RUN.itemsize)

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from kvstore_proto.cuda_compiler import Program, compile_program
+from kvstore_proto.cuda_compiler import Program
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
@@ -63,10 +63,7 @@ class Checksums:
         self._driver = driver
         self._events = events
         self._summed = summed
-        cubin = compile_program(
-            PROGRAM, driver.architecture, driver_version=driver.version, longest_s=LONGEST_COMPILATION_S
-        )
-        self._kernel = driver.function(driver.load(cubin), KERNEL)
+        self._kernel = driver.function(driver.load(PROGRAM, LONGEST_COMPILATION_S), KERNEL)
         self._stream = events.stream()
         self._spare: SimpleQueue[Sheet] = SimpleQueue()
 

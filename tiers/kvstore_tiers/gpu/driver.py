@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 from typing import Any
 
+from kvstore_proto.cuda_compiler import Program, load_program
 from kvstore_proto.cuda_copies import CopyQueue, Runs
 from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity, launch
 
@@ -162,8 +163,9 @@ class Driver:
         """What kernels are compiled for, such as "sm_90"."""
         return f"sm_{self._attribute(_MAJOR)}{self._attribute(_MINOR)}"
 
-    def load(self, cubin: bytes) -> Any:
-        return self._call("cuModuleLoadData", cubin)
+    def load(self, program: Program, longest_s: float) -> Any:
+        """See `load_program`."""
+        return load_program(self._call, program, self.architecture, longest_s=longest_s)
 
     def function(self, module: Any, kernel: str) -> Any:
         return self._call("cuModuleGetFunction", module, kernel.encode())

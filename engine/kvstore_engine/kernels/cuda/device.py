@@ -16,7 +16,7 @@ from typing import Any
 
 from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
-from kvstore_proto.cuda_compiler import compile_program
+from kvstore_proto.cuda_compiler import load_program
 from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, launch
 from kvstore_proto.nvrtc import EXTRA, CompileError
 
@@ -149,11 +149,9 @@ class Device(Launcher):
         self._call("cuCtxSetCurrent", self._context)
         if program not in self._modules:
             try:
-                version = self._call("cuDriverGetVersion")
-                cubin = compile_program(program, self.architecture, driver_version=version)
+                self._modules[program] = load_program(self._call, program, self.architecture)
             except CompileError as error:
                 raise CudaError(str(error)) from None
-            self._modules[program] = self._call("cuModuleLoadData", cubin)
         function = self._call("cuModuleGetFunction", self._modules[program], kernel.encode())
         if shared_bytes > _FREE_SHARED_BYTES:
             attribute = self._cuda.CUfunction_attribute(_DYNAMIC_SHARED_SIZE)
