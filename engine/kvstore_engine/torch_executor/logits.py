@@ -15,6 +15,8 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors.logits import FloatArray, StepLogits
 from kvstore_engine.torch_executor.library import torch_library
 
+_NO_ROWS = np.empty((0, 0), np.float32)
+
 
 class Computed(NamedTuple):
     """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
@@ -46,7 +48,7 @@ class LogitsMemory:
         """Wait for the step that has these results (None: none are wanted), and for its rows `whole` (None: all)."""
         if computed is None:
             self._synchronize()
-            return DeviceLogits([], [], [], self._rows[:0].view(0, 1).numpy())
+            return DeviceLogits([], [], [], _NO_ROWS)
         rows = list(range(len(computed.likeliest)) if whole is None else whole)
         if computed.likeliest.numel() > len(self._likeliest):
             self._likeliest = self._new(computed.likeliest.numel(), self._torch.int32)
@@ -60,6 +62,8 @@ class LogitsMemory:
 
     def _fetched(self, logits: Any, rows: list[int]) -> FloatArray:
         """Rows of `logits` in host memory, once the stream has come so far."""
+        if not rows:
+            return _NO_ROWS
         every = rows == list(range(len(logits)))
         chosen = logits if every else logits[self._torch.tensor(rows, dtype=self._torch.int64, device=logits.device)]
         if chosen.numel() > len(self._rows):
