@@ -15,8 +15,6 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors.logits import FloatArray, StepLogits
 from kvstore_engine.torch_executor.library import torch_library
 
-_NO_ROWS = np.empty((0, 0), np.float32)
-
 
 class Computed(NamedTuple):
     """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
@@ -48,7 +46,7 @@ class LogitsMemory:
         """Wait for the step that has these results (None: none are wanted), and for its rows `whole` (None: all)."""
         if computed is None:
             self._synchronize()
-            return DeviceLogits([], [], [], _NO_ROWS)
+            return DeviceLogits([], [], [], np.empty((0, 0), np.float32))
         rows = list(range(len(computed.likeliest)) if whole is None else whole)
         if computed.likeliest.numel() > len(self._likeliest):
             self._likeliest = self._new(computed.likeliest.numel(), self._torch.int32)
@@ -63,7 +61,7 @@ class LogitsMemory:
     def _fetched(self, logits: Any, rows: list[int]) -> FloatArray:
         """Rows of `logits` in host memory, once the stream has come so far."""
         if not rows:
-            return _NO_ROWS
+            return np.empty((0, logits.shape[1]), np.float32)
         every = rows == list(range(len(logits)))
         chosen = logits if every else logits[self._torch.tensor(rows, dtype=self._torch.int64, device=logits.device)]
         if chosen.numel() > len(self._rows):
