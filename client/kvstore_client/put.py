@@ -4,9 +4,10 @@ Owns the pipeline of one put; where the daemon accepts blocks in place, of what 
 What is written within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is
 sent in parts, so that the daemon copies while the client writes. Blocks that the lookup index shows are not written:
 only their keys are sent, and the daemon says whether it wants them after all.
-Never waits past the deadline. Invariants: what the daemon may be reading is not written again (see `staging`); what was
-not sent is free again at the end, even when a payload function raises; each block ends with one status; written blocks
-that a put keeps to send them again never block the put itself.
+Never waits past the deadline, but for a payload function that does.
+Invariants: what the daemon may be reading is not written again (see `staging`); what was not sent is free again at the
+end, even when a payload function raises; each block ends with one status; written blocks that a put keeps to send them
+again never block the put itself.
 """
 
 from __future__ import annotations

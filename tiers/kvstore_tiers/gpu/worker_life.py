@@ -64,7 +64,7 @@ class Correspondent(Protocol):
 
 
 class WorkerLife:
-    """A worker for `device`. `message`: why the first one did not start."""
+    """A worker for `device`. `message`: why there is none."""
 
     def __init__(self, device: int, settings: WorkerSettings, correspondent: Correspondent) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class WorkerLife:
     # What the worker said
 
     def say_ready(self) -> None:
-        self._keeps_dying = False
+        self._keeps_dying, self.message = False, ""
         self._ready_s = time.monotonic()
         self._was_ready.set()
 
