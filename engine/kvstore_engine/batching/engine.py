@@ -283,6 +283,6 @@ class BatchEngine:
             pool_blocks=statistics.blocks,
             used_blocks=statistics.used,
             cached_blocks=statistics.cached,
-            parts=batch.record(),
+            parts=batch.record,
         )
         self.observer.step(record)

@@ -7,7 +7,7 @@ full disk under a trace must not fail an answer.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
@@ -35,6 +35,8 @@ class StepRecord:
     used_blocks:   engine blocks that running sequences hold (shared ones once).
     cached_blocks: further blocks that only the prefix trie holds.
     budget_tokens: prompt tokens that the step had room for beside the decodes.
+    parts:         makes one entry an answer; the beams of a search are one entry. To be called while the record is
+                   passed on.
     """
 
     number: int
@@ -49,7 +51,7 @@ class StepRecord:
     pool_blocks: int
     used_blocks: int
     cached_blocks: int
-    parts: tuple[SequencePart, ...] = field(default=())
+    parts: Callable[[], tuple[SequencePart, ...]] = tuple
 
 
 class Observer:

@@ -18,6 +18,7 @@ from kvstore_engine.policies import Policy
 from kvstore_engine.pool import PoolExhausted
 
 _LOOK_AGAIN_S = 0.25
+_BLOCKS_A_STEP = 2  # that a decoding sequence takes at most: a new one, a copy of a shared one
 
 
 class RunQueue:
@@ -112,8 +113,10 @@ class RunQueue:
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences with one token to compute, in whole units; those that yield last come first."""
-        units = (leader.unit for leader in self._yielding_order())
+        """Running sequences with one token to compute, in whole units; where blocks may be short, those that yield last
+        come first."""
+        is_short = self._space.available_blocks < _BLOCKS_A_STEP * len(self.running)
+        units = (leader.unit for leader in (self._yielding_order() if is_short else self._leaders()))
         return [sequence for unit in units if all(beam.is_decoding for beam in unit) for sequence in unit]
 
     def prompts(self) -> list[Sequence]:
@@ -142,11 +145,13 @@ class RunQueue:
         """Sequences that may still be admitted."""
         return self.places - sum(sequence.places for sequence in self.running if sequence.leads)
 
+    def _leaders(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.leads]
+
     def _yielding_order(self) -> list[Sequence]:
         """The leaders of the running units; the last one yields first."""
         now = self._clock()
-        leaders = (sequence for sequence in self.running if sequence.leads)
-        return sorted(leaders, key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
+        return sorted(self._leaders(), key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
 
     def _admit(self, head: Sequence, now: float) -> bool:
         displaceable = self._displaceable(head, now)

@@ -90,7 +90,7 @@ class TracingObserver(Observer):
         # The forward pass ends before the sampling: drawn from where the scheduler had done, as nearly as is known.
         computed = min(record.compute_s, end - begin)
         self._file.span(self._compute, "forward", begin, begin + computed, decode_tokens=record.decode_tokens)
-        for part in record.parts:
+        for part in record.parts():
             key = (part.request_id, part.index)
             drawn = self._leaving.get(key) or self._drawing(*key, begin)
             name = f"prefill {part.tokens}" if part.kind == "prefill" else "decode"
