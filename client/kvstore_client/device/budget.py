@@ -1,7 +1,7 @@
 """What copies of an engine's process may take of the link to its device while the engine decodes: decode comes first.
 
-Stores keep to a rate, since nobody waits for them; loads, whose requests wait for a first token, only if they are
-given one. Without a decode step nothing is limited, nor is what somebody waits for (`lifted`).
+Stores keep to a rate, since no request waits for them; loads, whose requests wait for a first token, only if they are
+given one. Without a decode step nothing is limited, nor is what a step waits for (`lifted`).
 Owns the rates, what is seen to move, and what was spent. Never copies, and knows neither blocks nor streams.
 Invariants: a store that waits here holds no lock of copies, a load that of its own stream and buffer; while the engine
 decodes, copies of a flow take no more in any time than its rate allows, SLICE_BYTES and the last of them.
@@ -115,7 +115,7 @@ class LinkBudget:
             return self._link_bytes_s()
 
     def close(self) -> None:
-        """Nothing is limited from now on, and whoever waits goes on. Idempotent."""
+        """Nothing is limited from now on, and those that wait go on. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -26,7 +26,7 @@ BlockPages = Sequence[Pages] | Numbers
 @dataclass(frozen=True, slots=True)
 class PoolPart:
     """A run of bytes of each page: page p has `nbytes` bytes at `address` + p * `stride`. A layer whose K and V are two
-    arrays has two parts; one whose heads lie apart has one for each head."""
+    arrays has two parts; one whose heads are apart has one for each head."""
 
     address: int
     stride: int

@@ -141,7 +141,7 @@ class DeviceTransfers:
             raise storing.error
 
     def _settle_stores(self) -> None:
-        """However the driver answers: the slots may be somebody else's afterwards. A call that fails once is made
+        """However the driver answers: the slots may be given to others afterwards. A call that fails once is made
         again; then nothing of it counts."""
         failed: DeviceError | None = None
         with contextlib.ExitStack() as undo:

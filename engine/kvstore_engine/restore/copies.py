@@ -52,7 +52,7 @@ class BlockCopies(Protocol):
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Before each step: whether it continues answers. Copies that nobody waits for leave a device's link to it."""
+        """Before each step: whether it continues answers. Copies that no request waits for leave the link to it."""
         ...
 
 

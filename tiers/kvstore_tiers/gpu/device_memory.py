@@ -38,7 +38,7 @@ class DeviceMemory:
 
     def add(self, number: int, nbytes: int, descriptor: int = -1) -> None:
         """Memory of which there is a descriptor, which stays the caller's; else new memory. One that is known already
-        is left as it is; of one that cannot be had the tier is told."""
+        is left as it is; the tier is notified of one that cannot be had."""
         if number in self._chunks:
             return
         try:

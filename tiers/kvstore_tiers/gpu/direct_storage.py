@@ -4,7 +4,7 @@ machine can do that.
 All that knows the library; it is loaded when a `DirectStorage` is made, by the worker alone. Owns files that are open
 in the library. Never decides what is read, nor whether it is right: registration has failed without a word elsewhere,
 so what arrives is verified on the device before anybody may read it.
-Invariant: a file is the one of its descriptor, whatever its name is by now.
+Invariant: a file is the one of its descriptor, even if its name is another file's by now.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is to be said to the worker, whichever there is when its turn comes.
 
 Owns the socket, the queue and the thread that sends, so that no caller waits for a worker. Never starts one.
-Invariants: packets go in their order, behind what each new worker is told first; one that a worker did not get goes to
+Invariants: packets go in their order, behind what each new worker gets first; one that a worker did not get goes to
 the next; descriptors that were handed over with a packet are closed once, after it was sent or dropped; no caller waits
 for a worker that does not read.
 """
@@ -31,7 +31,7 @@ class Outgoing(NamedTuple):
 
 
 Greeting = Callable[[], Outgoing | None]
-"""Makes what a new worker is told first, when its turn comes; None: it is void by now. Its descriptor is given away."""
+"""Makes what a new worker gets first, when its turn comes; None: it is void by now. Its descriptor is given away."""
 _NOTHING = Outgoing(b"")  # wakes the thread
 
 

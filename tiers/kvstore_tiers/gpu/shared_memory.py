@@ -1,7 +1,7 @@
 """Memory of this process that is shared with the worker, in parts, since registering each of them takes a moment.
 
 Owns the numbers of the parts. A part is a region to the worker and to `Regions`, so no copy reaches over the border of
-two registrations: what lies across one goes by the bounce buffer.
+two registrations: what would goes by the bounce buffer.
 Invariant: `unshare` ends when the worker has let go of every part, or is gone.
 """
 

@@ -45,7 +45,7 @@ class Correspondent(Protocol):
         ...
 
     def disconnect(self, sock: socket.socket) -> None:
-        """Nothing is said to this worker any more: close the socket. It may still do what it was told."""
+        """Nothing is said to this worker any more: close the socket. It may still obey what was said before."""
         ...
 
     def lose(self, process: int) -> int:

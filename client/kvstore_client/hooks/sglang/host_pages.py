@@ -1,6 +1,6 @@
 """Pages of SGLang's host pools and tensors, as payloads: each byte is copied once, between the pool and shared memory.
 
-Knows no layout of a pool: `get_data_page` gives a view of a page in whatever layout the pool has, and a payload is that
+Knows no layout of a pool: `get_data_page` gives a view of a page in the layout that the pool has, and a payload is that
 view's bytes in its own order, which is the order of a flat page. Owns nothing; the pools are SGLang's.
 """
 
