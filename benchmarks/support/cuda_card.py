@@ -58,14 +58,14 @@ class CudaCard(Card):
         mapping[: array.nbytes] = array.tobytes()
         starts = range(0, nbytes, array.nbytes)
         runs = Runs.of(Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
-        self._driver.copy(runs, to_device=True, stream=self._stream)
+        self._driver.copy(runs, "to device", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
         return address
 
     def read(self, address: int, like: Array) -> Array:
         mapping, host = self._pinned(like.nbytes)
-        self._driver.copy(Runs.of([Run(host, address, like.nbytes)]), to_device=False, stream=self._stream)
+        self._driver.copy(Runs.of([Run(host, address, like.nbytes)]), "to host", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
         copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
@@ -97,7 +97,7 @@ class CudaCard(Card):
         copies, took = Runs.of(Run(*run) for run in runs), []
         for _ in range(self._sizes.rounds):
             began_s = time.perf_counter()
-            self._driver.copy(copies, to_device=to_device, stream=self._stream)
+            self._driver.copy(copies, "to device" if to_device else "to host", self._stream)
             self._driver.synchronize(self._stream)
             took.append(time.perf_counter() - began_s)
         return min(took)
@@ -177,24 +177,20 @@ def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
         target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
         streams = driver.stream(), driver.stream()
         run = Runs.of([Run(target, source, nbytes)])
-        driver.copy(run, to_device=True, stream=streams[0])
+        driver.copy(run, "to device", streams[0])
         driver.synchronize(streams[0])
     except OSError as error:
         pipe.send(OSError(f"nothing can be transferred: {error}"))
         return
-    pipe.send(None)
-    began_s, moved = time.perf_counter(), 0
-    for stream in streams:
-        driver.copy(run, to_device=True, stream=stream)
-    while True:
+
+    def on_both() -> int:
         for stream in streams:
             driver.synchronize(stream)
-            moved += nbytes
-            driver.copy(run, to_device=True, stream=stream)
-        if pipe.poll():
-            if pipe.recv():
-                break
-            pipe.send(moved / (time.perf_counter() - began_s))
+            driver.copy(run, "to device", stream)
+        return len(streams) * nbytes
+
+    on_both()
+    _move_until_told(pipe, on_both)
     for stream in streams:
         driver.synchronize(stream)
 
@@ -207,19 +203,27 @@ def _store(index: int, nbytes: int, pipe: Connection) -> None:
         driver = Driver(index)
         source, (_kept, target) = on_device(driver, nbytes), pinned(driver, nbytes)
         stream, run = driver.stream(), Runs.of([Run(target, source, nbytes)])
-        for _ in range(
-            FIRST_SEEN_BYTES // nbytes + 1
-        ):  # the first ones wait for nothing: they show what the link moves
+        for _ in range(FIRST_SEEN_BYTES // nbytes + 1):  # wait for nothing: they show what the link moves
             _store_one(budget, driver, run, stream)
     except OSError as error:
         pipe.send(OSError(f"nothing can be transferred: {error}"))
         return
+
+    def decoding() -> int:
+        budget.decoding(True)
+        _store_one(budget, driver, run, stream)
+        return nbytes
+
+    _move_until_told(pipe, decoding)
+
+
+def _move_until_told(pipe: Connection, move: Callable[[], int]) -> None:
+    """`move` copies so many bytes, again and again until the other end ends it; it is answered how fast that has
+    been."""
     pipe.send(None)
     began_s, moved = time.perf_counter(), 0
     while True:
-        budget.decoding(True)
-        _store_one(budget, driver, run, stream)
-        moved += nbytes
+        moved += move()
         if pipe.poll():
             if pipe.recv():
                 return
@@ -230,6 +234,6 @@ def _store_one(budget: LinkBudget, driver: Driver, run: Runs, stream: Any) -> No
     nbytes = int(run.nbytes.sum())
     budget.wait("stores", nbytes)
     began_s = time.perf_counter()
-    driver.copy(run, to_device=False, stream=stream)
+    driver.copy(run, "to host", stream)
     driver.synchronize(stream)
     budget.seen(nbytes, time.perf_counter() - began_s)

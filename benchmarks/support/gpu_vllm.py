@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore_console.units import human_bytes
+from kvstore_engine.host_memory import available_bytes
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Question, Sizes
 from support.timing import median
@@ -150,17 +151,12 @@ def lacking(room: Room, free_bytes: int, *, of_plugin: bool) -> Iterator[str]:
     if free_bytes < wanted_bytes:
         yield f"{human_bytes(wanted_bytes)} on the device, {human_bytes(free_bytes)} are free"
     cpu_tier_bytes = room.pool_bytes if of_plugin else 0
-    host_bytes, available = room.host_bytes + cpu_tier_bytes + 2 * _PROCESS_BYTES, _available_bytes()
+    host_bytes, available = room.host_bytes + cpu_tier_bytes + 2 * _PROCESS_BYTES, available_bytes()
     if available < host_bytes:
         yield f"{human_bytes(host_bytes)} of host memory, {human_bytes(available)} are available"
     shared = shutil.disk_usage(_SHARED_MEMORY).free
     if shared < cpu_tier_bytes:
         yield f"{human_bytes(cpu_tier_bytes)} in {_SHARED_MEMORY}, {human_bytes(shared)} are free"
-
-
-def _available_bytes() -> int:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
 
 
 VLLM = (

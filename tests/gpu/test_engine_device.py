@@ -35,7 +35,7 @@ at = driver.map(driver.create(CHUNK), CHUNK)
 page = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
 driver.register(page.ctypes.data, CHUNK, for_kernels=True)
 page[: 8 * BLOCK] = np.repeat(np.arange(8, dtype=np.uint8), BLOCK)
-driver.copy(Runs.of([Run(at, page.ctypes.data, 8 * BLOCK)]), to_device=True, stream=stream)
+driver.copy(Runs.of([Run(at, page.ctypes.data, 8 * BLOCK)]), "to device", stream)
 
 runs = BlockRuns.within(np.array([1, 2], np.int32), np.array([5, 6], np.int32), BLOCK)
 shared = driver.device_pointer(page.ctypes.data) + 16 * BLOCK
@@ -47,7 +47,7 @@ driver.synchronize(stream)
 BlockMover(device).move(shared, runs, (shared + 1024, shared + 2048), plane_count=1, stream=int(stream))
 device.synchronize()
 driver._call("cuStreamQuery", stream)  # raises where the kernel has not run
-driver.copy(Runs.of([Run(page.ctypes.data, at, 8 * BLOCK)]), to_device=False, stream=stream)
+driver.copy(Runs.of([Run(page.ctypes.data, at, 8 * BLOCK)]), "to host", stream)
 driver.synchronize(stream)
 print(page[: 8 * BLOCK : BLOCK].tolist(), device.architecture, device.multiprocessors)
 try:
@@ -90,7 +90,7 @@ def place(array):
     at, page = driver.map(driver.create(CHUNK), CHUNK), np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
     page[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     driver.register(page.ctypes.data, CHUNK)
-    driver.copy(Runs.of([Run(at, page.ctypes.data, CHUNK)]), to_device=True, stream=stream)
+    driver.copy(Runs.of([Run(at, page.ctypes.data, CHUNK)]), "to device", stream)
     pages.append(page)
     return at
 

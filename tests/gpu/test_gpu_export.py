@@ -35,7 +35,7 @@ memory[: len(data)] = data
 source = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 driver.register(source, 1 << 20)
 stream = driver.stream()
-driver.copy(Runs.of([Run(address + offset, source, len(data))]), to_device=True, stream=stream)
+driver.copy(Runs.of([Run(address + offset, source, len(data))]), "to device", stream)
 driver.synchronize(stream)
 """
 
@@ -60,7 +60,7 @@ memory = mmap.mmap(-1, chunk_bytes)
 to = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 driver.register(to, chunk_bytes)
 stream = driver.stream()
-driver.copy(Runs.of([Run(to, address, chunk_bytes)]), to_device=False, stream=stream)
+driver.copy(Runs.of([Run(to, address, chunk_bytes)]), "to host", stream)
 driver.synchronize(stream)
 open(path, "wb").write(memory)
 """

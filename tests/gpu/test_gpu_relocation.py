@@ -157,13 +157,19 @@ def test_another_block_than_was_expected_is_not_copied() -> None:
         assert found(tier, source).ok
 
 
+@contextmanager
+def ordered(directory: Path) -> Iterator[tuple[GpuTier, Path, Slot, Slot]]:
+    """A tier, the file that orders failures of its driver, a slot with a block and an empty one."""
+    control = directory / "control"
+    control.touch()
+    with opened(emulated_node(control=control)) as tier:
+        yield tier, control, stored(tier), new_slot(tier)
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_other_bytes_than_were_sent_are_no_fault_of_the_source(tmp_path: Path, step: int) -> None:
     """Those of the image, and those of the header page."""
-    control = tmp_path / "control"
-    control.touch()
-    with opened(emulated_node(control=control)) as tier:
-        source, target = stored(tier), new_slot(tier)
+    with ordered(tmp_path) as (tier, control, source, target):
         order(control, f"run:{step}=spoil")
         outcome = relocated(tier, source, target)
         assert outcome.kind is OutcomeKind.FAILED and "other bytes arrived" in outcome.message
@@ -175,10 +181,7 @@ def test_other_bytes_than_were_sent_are_no_fault_of_the_source(tmp_path: Path, s
 @pytest.mark.parametrize("call", ["run:1", "run:2", "cuLaunchKernel:1"])
 def test_a_worker_that_dies_meanwhile_fails_it(tmp_path: Path, call: str) -> None:
     """While it copies the image, while it copies the header page, and while it verifies."""
-    control = tmp_path / "control"
-    control.touch()
-    with opened(emulated_node(control=control)) as tier:
-        source, target = stored(tier), new_slot(tier)
+    with ordered(tmp_path) as (tier, control, source, target):
         order(control, f"{call}=kill")
         assert relocated(tier, source, target).kind is OutcomeKind.FAILED
         order(control, "")
@@ -189,10 +192,7 @@ def test_a_worker_that_dies_meanwhile_fails_it(tmp_path: Path, call: str) -> Non
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync", "cuMemcpyHtoDAsync", "cuLaunchKernel"])
 def test_a_call_that_fails_fails_that_one_alone(tmp_path: Path, call: str) -> None:
-    control = tmp_path / "control"
-    control.touch()
-    with opened(emulated_node(control=control)) as tier:
-        source, target = stored(tier), new_slot(tier)
+    with ordered(tmp_path) as (tier, control, source, target):
         order(control, f"{call}:1=801")
         outcome = relocated(tier, source, target)
         assert outcome.kind is OutcomeKind.FAILED and "NOT_SUPPORTED" in outcome.message

@@ -310,15 +310,20 @@ class BudgetedPages(PagedLayers):
         super().gather(block_id, destination)
 
 
-@pytest.mark.parametrize("end", ["a step that decodes no more", "the request has ended"])
-def test_stores_that_wait_for_their_rate_hold_no_step_up(end: str) -> None:
-    store = KeyedStore()
-    engine = Engine(store, pages=BudgetedPages)
+def waiting_engine() -> tuple[Engine, BudgetedPages]:
+    """It decodes, and the second of two blocks that it stores waits for its rate."""
+    engine = Engine(KeyedStore(), pages=BudgetedPages)
     pages = engine.pages
     assert isinstance(pages, BudgetedPages)
     engine.side.before_step(StepOrders(tokens=1, decodes=1))
     engine.side.save([save_of(0, 3, 4)])
     assert pages.waits.wait(PATIENCE_S)
+    return engine, pages
+
+
+@pytest.mark.parametrize("end", ["a step that decodes no more", "the request has ended"])
+def test_stores_that_wait_for_their_rate_hold_no_step_up(end: str) -> None:
+    engine, _ = waiting_engine()
     assert engine.stored(2) == [engine.block(3), None]
     ended = end == "the request has ended"
     engine.side.before_step(StepOrders(tokens=1, decodes=int(ended), ended=("r",) if ended else ()))
@@ -329,13 +334,7 @@ def test_stores_that_wait_for_their_rate_hold_no_step_up(end: str) -> None:
 
 
 def test_an_engine_that_ends_stores_without_a_rate() -> None:
-    store = KeyedStore()
-    engine = Engine(store, pages=BudgetedPages)
-    pages = engine.pages
-    assert isinstance(pages, BudgetedPages)
-    engine.side.before_step(StepOrders(tokens=1, decodes=1))
-    engine.side.save([save_of(0, 3, 4)])
-    assert pages.waits.wait(PATIENCE_S)
+    engine, pages = waiting_engine()
     ending = threading.Thread(target=engine.side.close, args=(1.0,), daemon=True)
     ending.start()
     ending.join(PATIENCE_S)

@@ -156,7 +156,8 @@ class BatchEngine:
         try:
             computing, beside_loading = self._clock(), self.restorer.is_loading
             slices = [part.slice(self.pool.block_tokens) for part in batch.parts]
-            logits = self.compute.step(slices, self._outputs.rows_needed(batch))
+            whole = self._outputs.rows_needed(batch)
+            logits = self.compute.step(slices, whole)
             compute_s = self._clock() - computing
         except StepFailed as error:
             failure = error
@@ -175,7 +176,7 @@ class BatchEngine:
         if not ended:  # else it waited for copies too, and says little about computing
             self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
         self.restorer.stepped(batch, computing, compute_s)
-        events += self._outputs.apply(batch, logits)
+        events += self._outputs.apply(batch, logits, whole)
         self._store(batch)
         self._steps += 1
         self.scheduler.tidy(self._steps)

@@ -4,7 +4,7 @@ Owns a request from its first token on, and its events; those of beam searches a
 hands sequences that begin or end to the run queue.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +72,8 @@ class OutputProcessor:
         outputs = (part.sequence for part in batch.parts if part.has_output)
         return [row for row, sequence in enumerate(outputs) if _needs_row(sequence)]
 
-    def apply(self, batch: Batch, logits: StepLogits) -> list[Event]:
-        """Account for what was computed and choose the next tokens."""
+    def apply(self, batch: Batch, logits: StepLogits, whole: Collection[int]) -> list[Event]:
+        """Account for what was computed and choose the next tokens. `whole`: `rows_needed`."""
         events: list[Event] = []
         tenants = self._scheduler.statistics.tenants
         for part in batch.parts:
@@ -85,12 +85,12 @@ class OutputProcessor:
         outputs = dict(enumerate(part.sequence for part in batch.parts if part.has_output))
         beams = {sequence: row for row, sequence in outputs.items() if sequence.search is not None}
         drawn = {row: sequence for row, sequence in outputs.items() if sequence.search is None}
-        needed = [row for row, sequence in drawn.items() if _needs_row(sequence)]
-        whole = dict(zip(needed, logits.rows(needed), strict=True)) if needed else {}
-        choices = choose(logits, {row: sequence.answer for row, sequence in drawn.items()}, whole)
+        needed = [row for row in whole if row in drawn]
+        rows = dict(zip(needed, logits.rows(needed), strict=True)) if needed else {}
+        choices = choose(logits, {row: sequence.answer for row, sequence in drawn.items()}, rows)
         now = self._clock()
         for row, sequence in drawn.items():
-            events += self._continue(sequence, choices[row], whole.get(row), now)
+            events += self._continue(sequence, choices[row], rows.get(row), now)
         for unit in [sequence.unit for sequence in beams if sequence.leads]:
             events += self._beams.advance(unit, logits.rows([beams[beam] for beam in unit]))
         return events

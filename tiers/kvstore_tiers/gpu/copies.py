@@ -42,10 +42,4 @@ class Copies:
             for transfer in transfers:
                 self._ended(transfer, failure)
 
-        def work() -> None:
-            if way == "on device":
-                self._driver.copy_within(runs, stream)
-            else:
-                self._driver.copy(runs, to_device=way == "to device", stream=stream)
-
-        self._events.queue(stream, work, settled)
+        self._events.queue(stream, lambda: self._driver.copy(runs, way, stream), settled)

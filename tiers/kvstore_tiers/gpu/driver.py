@@ -11,7 +11,7 @@ import ctypes
 from typing import Any
 
 from kvstore_proto.cuda_compiler import Program, load_program
-from kvstore_proto.cuda_copies import CopyQueue, Runs
+from kvstore_proto.cuda_copies import CopyQueue, Runs, Way
 from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity, launch
 
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
@@ -194,13 +194,10 @@ class Driver:
         """Until what was queued before `record` has run. Raises DriverError when that failed."""
         self._call("cuEventSynchronize", event)
 
-    def copy(self, runs: Runs, *, to_device: bool, stream: Any) -> None:
-        """Queue copies, in no order among them: one call for all where the driver has batches."""
-        self._copies.add(runs, "to device" if to_device else "to host", stream)
-
-    def copy_within(self, runs: Runs, stream: Any) -> None:
-        """As `copy`, from device memory to device memory; no run may overlap with where it comes from."""
-        self._copies.add(runs, "on device", stream)
+    def copy(self, runs: Runs, way: Way, stream: Any) -> None:
+        """Queue copies, in no order among them: one call for all where the driver has batches. On the device no run may
+        overlap with where it comes from."""
+        self._copies.add(runs, way, stream)
 
     def close(self) -> None:
         self._call("cuDevicePrimaryCtxRelease", self._device)

@@ -88,7 +88,7 @@ class FileReads:
             self._end(read, failure)
 
         stream = self._stream
-        self._events.queue(stream, lambda: self._driver.copy(run, to_device=True, stream=stream), settled)
+        self._events.queue(stream, lambda: self._driver.copy(run, "to device", stream), settled)
 
     def _end(self, read: FileRead, failure: OSError | None) -> None:
         os.close(read.descriptor)
