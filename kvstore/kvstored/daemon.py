@@ -44,7 +44,7 @@ from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session, SessionTable
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
-from kvstored.clients.tenants import Peer
+from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
@@ -143,6 +143,11 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
+        if ourselves().has_no_uid:
+            raise StateDirectoryError(
+                f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map, so others' "
+                "files and callers look like the daemon's own: run it as a user that the namespace maps to another uid"
+            )
         self._fresh = FreshDirectories(config.daemon.socket_dir, config.daemon.state_dir, config.nvme.path)
         prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
         make_state_dir(config.daemon.state_dir)
@@ -357,7 +362,7 @@ class Daemon:
             lambda callers: unary.UnaryService(
                 calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
-            lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
+            lambda: self._tenants.resolve(ourselves()),
             self._tokens, health,
         )  # fmt: skip
         with private_umask():

@@ -11,6 +11,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstored.clients.arena_grants import ArenaGrants
+from kvstored.clients.containers import SharedTenants
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session
@@ -70,6 +71,8 @@ class Reception:
         self._tiers_on = tiers_on
         self._returning = returning
         self._epoch = os.urandom(16)
+        self._shared = SharedTenants()
+        self._is_told_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
         """Open a session; the answer and the staging descriptor to send, if any."""
@@ -77,7 +80,10 @@ class Reception:
             session = self._open(peer, hello)
         except KVStoreError as error:
             self._counters.add("sessions_refused")
-            log.info("refused pid %d uid %d: %s", peer.pid, peer.uid, error.message)
+            is_news = (peer.has_no_uid or peer.has_no_gid) and not self._is_told_of_unmapped
+            self._is_told_of_unmapped |= is_news
+            level = logging.WARNING if is_news else logging.INFO
+            log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
             raise
         limits, staging, returning = self._config.limits, session.staging, self._returning
         welcome = hs.Welcome(
@@ -98,6 +104,7 @@ class Reception:
         )
         self._arenas.announce(session.tenant, welcome)
         self._counters.add("sessions_opened")
+        self._shared.look(session, self._factory.open_sessions())
         log.debug(
             "client %s (pid %d uid %d cgroup %s) is tenant %s",
             session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,

@@ -35,9 +35,7 @@ class SessionFactory:
         """Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
-            raise KVStoreError(
-                ErrorKind.FORBIDDEN, f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
-            )
+            raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
     def open(self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int) -> Session:
@@ -45,6 +43,10 @@ class SessionFactory:
         session = self._session(tenant, fingerprint, peer, name, self._make_staging(staging_bytes, name))
         self._sessions.add(session)
         return session
+
+    def open_sessions(self) -> list[Session]:
+        """Return the sessions of all clients that are connected."""
+        return self._sessions.all()
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
         """A session for one unary call, in no table: nothing follows its end. Its fingerprint is not noted, so that

@@ -20,7 +20,7 @@ class Session(Client):
     """`staging` is None for a client that only reads, and for a unary call. `loan` is the number under which the client
     may store from its staging, 0 before it has asked; what was asked for under an earlier number is void."""
 
-    token: bytes
+    token: bytes = field(repr=False)  # who has it is this session's client on data.sock
     peer: Peer
     tenant: Tenant
     staging: Staging | None

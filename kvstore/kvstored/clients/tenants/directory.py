@@ -105,13 +105,17 @@ class TenantDirectory:
         self._names.changed()
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
+        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused, `why_refused` says why.
+        A number that may stand for any user, or any group, selects only a tenant that says `unmapped`."""
+        if peer.has_no_uid:
+            strangers = next((section for section in self._listed if section.unmapped), None)
+            return None if strangers is None else self._callable(strangers)
         for section in self._listed:
             if peer.uid in section.uids:
                 return self._callable(section)
         for section in self._listed:
             if peer.gid in section.gids:
-                return self._callable(section)
+                return None if peer.has_no_gid and not section.unmapped else self._callable(section)
         if self._default == "refuse":
             return None
         name = f"uid-{peer.uid}"
@@ -122,6 +126,19 @@ class TenantDirectory:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
             self._names.changed()
         return known
+
+    def why_refused(self, peer: Peer) -> str:
+        """Return a sentence for a caller for whom `resolve` found no tenant: what is wrong, and what to do."""
+        if peer.has_no_uid:
+            what, number = "user", peer.uid
+        elif peer.has_no_gid and any(peer.gid in section.gids for section in self._listed):
+            what, number = "group", peer.gid
+        else:
+            return f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
+        return (
+            f"the daemon's user namespace does not map this {what}: it sees {number}, as for every other one; map it "
+            "there, or write unmapped = true in the [[tenant]] that all of them are to share"
+        )
 
     def named(self, name: str) -> Tenant | None:
         """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""

@@ -100,7 +100,13 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
 def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stored) -> str | None:
     """The identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring
-    if len(section.uids) != 1 or section.gids or section.name in keyring.bound() or stored.blocks(section.name):
+    if (
+        len(section.uids) != 1
+        or section.gids
+        or section.unmapped
+        or section.name in keyring.bound()
+        or stored.blocks(section.name)
+    ):
         return None
     identity = f"uid-{section.uids[0]}"
     return identity if keyring.holder(identity) is None and stored.blocks(identity) else None
