@@ -81,6 +81,7 @@ from kvstored.sockets import (
     listen_seqpacket,
     open_to_group,
     prepare_directory,
+    remove_socket,
     restrict_to_admins,
 )
 from kvstored.storage import NodeStorage
@@ -90,6 +91,7 @@ from kvstored.store.operations.put import Put
 from kvstored.store.transfer.pressure import HostSizer
 from kvstored.store.transfer.resize import SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
+from kvstored.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier
@@ -128,7 +130,8 @@ class Daemon:
         self._has_served = False
         self._fresh = FreshDirectories()
         self.memory = NodeMemory(config)
-        self._storage = NodeStorage(config, clock, self.memory, self._stack, new_secret=new_secret)
+        self._unsaved = Unsaved()
+        self._storage = NodeStorage(config, clock, self.memory, self._stack, self._unsaved, new_secret=new_secret)
         self.lifetime: Lifetime | None = None
         self.asked_by = "kvctl"  # to stop
 
@@ -241,7 +244,7 @@ class Daemon:
         self._verbs = Verbs(store, operations, self._misses, self._deleting, self._explain.own)
         if config.daemon.record is not None:
             self._verbs = recorded(self._verbs, config.daemon.record, clock, self._stack)
-        self._integrity = Integrity(store, self._is_idle)
+        self._integrity = Integrity(store, self._is_idle, self._unsaved)
         self._latencies = Latencies()
         self._answering = StreamServices(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
@@ -320,7 +323,7 @@ class Daemon:
         self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)
         for path in paths.values():
-            self._stack.callback(path.unlink, missing_ok=True)
+            self._stack.callback(remove_socket, path)
 
     def _admin_calls(self) -> dict[str, Call]:
         assert self.lifetime is not None
@@ -343,7 +346,7 @@ class Daemon:
         resizes = {store.host.info.name: self._host_resize}
         self._tokens = None
         if tokens_file is not None:
-            self._tokens = load_tokens(tokens_file, self._tenants.named)
+            self._tokens = load_tokens(tokens_file, self._tenants.named, self._tenants.is_named)
         if store.nvme is not None:
             nvme = cast("NvmeTier", store.nvme)
             name, slabs = nvme.info.name, SlabsBack(nvme, self._completions)
@@ -378,6 +381,7 @@ class Daemon:
 
     def _start_tasks(self) -> None:
         runs = {"maintenance": self._maintenance.run, "names": self._tenants.run, "usage": self._storage.usage.run}
+        runs["identity"] = self._storage.keyring.run
         if (warm := self.memory.warm) is not None:
             runs["warm restart"] = warm.run
         if self.config.host.prefault:
@@ -393,7 +397,7 @@ class Daemon:
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
-            store.endurance,
+            store.endurance, self._unsaved,
         )  # fmt: skip
 
     def _is_idle(self) -> bool:

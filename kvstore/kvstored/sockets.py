@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import logging
 import os
 import socket
 import stat
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
 
@@ -96,6 +98,15 @@ def open_to_group(path: Path, group: str) -> None:
     if group:
         os.chown(path, -1, _gid(group))
     path.chmod(0o660)
+
+
+def remove_socket(path: Path) -> None:
+    """Remove a socket of ours, if that can be done: on a file system that became read-only it stays, and the next
+    start clears it away."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s): nothing answers there any more", path, error.strerror)
 
 
 def restrict_to_admins(path: Path, group: str) -> None:

@@ -9,4 +9,5 @@ from __future__ import annotations
 import errno
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the medium works and is full
+CANNOT_WRITE = NO_ROOM | {errno.EROFS, errno.EIO}  # and what is there may be read all the same
 ERRORS_IN_A_ROW = 8  # failed reads or writes in a row after which the medium is at fault, not the block

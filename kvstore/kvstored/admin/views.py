@@ -27,6 +27,7 @@ from kvstored.store.policies import Policy, ResidencyClass
 from kvstored.store.transfer.link import Mover
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
+from kvstored.unsaved import Unsaved
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Parts:
     flows: Flows
     modes: DegradedModes
     endurance: EnduranceAccount
+    unsaved: Unsaved
 
 
 class Views:
@@ -92,6 +94,7 @@ class Views:
                 *parts.modes.sentences(),
                 *self._other_tier_messages(),
                 *out_of_reach(parts.tenants, parts.residency),
+                *parts.unsaved.sentences(),
                 *shared_by_containers(parts.sessions.all()),
             ],
         )

@@ -19,6 +19,7 @@ from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.orphans import find, none_of, snapshot
+from kvstored.unsaved import Unsaved
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 ORPHANS_S = 1.0  # how soon after a block was taken by force its descendants are the first to leave
@@ -37,8 +38,9 @@ class IntegrityReport:
 class Integrity:
     """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
-    def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
+    def __init__(self, store: Store, is_idle: Callable[[], bool], unsaved: Unsaved | None = None) -> None:
         self._store = store
+        self._unsaved = unsaved
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
         self.scrubber = self._make_scrubber()
@@ -87,7 +89,7 @@ class Integrity:
         )
         return Scrubber(
             settings, store.residency, store.nvme, verification, store.writeback.sync, store.clock, store.counters,
-            start_s=scrub.start_s,
+            start_s=scrub.start_s, unsaved=self._unsaved,
         )  # fmt: skip
 
     async def _watch_orphans(self) -> None:

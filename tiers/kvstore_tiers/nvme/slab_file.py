@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
-from kvstore_tiers.nvme.directory import TierDirectory, open_direct, sync_directory
+from kvstore_tiers.nvme.directory import TierDirectory, open_direct
 from kvstore_tiers.nvme.errors import FormatUnsupported
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
@@ -28,19 +28,22 @@ from kvstore_tiers.nvme.layout import (
     Superblock,
     read_superblock,
 )
+from kvstore_tiers.replaced_file import sync_directory
 from kvstore_tiers.sizes import aligned_up
 
 _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there
 
 
 class SlabFile:
-    """An open slab file of the geometry `superblock`."""
+    """An open slab file of the geometry `superblock`. `read_only`: until `open_to_write`."""
 
-    def __init__(self, path: Path, superblock: Superblock, *, require_direct: bool = False) -> None:
+    def __init__(
+        self, path: Path, superblock: Superblock, *, require_direct: bool = False, read_only: bool = False
+    ) -> None:
         self.path = path
         self.superblock = superblock
-        self.slot_fd, self.direct = open_direct(path, require_direct=require_direct)
-        self._record_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.slot_fd, self.direct = open_direct(path, require_direct=require_direct, read_only=read_only)
+        self._record_fd = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         self._is_removed = False
         self._has_names = os.fstat(self._record_fd).st_nlink > 0  # some file systems do not count them
 
@@ -78,7 +81,19 @@ class SlabFile:
             return superblock
         if superblock.number != number:
             return f"its superblock is that of slab {superblock.number}"
-        return cls(path, superblock, require_direct=require_direct)
+        return cls(path, superblock, require_direct=require_direct, read_only=directory.is_read_only)
+
+    def open_to_write(self) -> None:
+        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError."""
+        slots, _ = open_direct(self.path, require_direct=self.direct)
+        try:
+            records = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            os.close(slots)
+            raise
+        for writes, reads in ((slots, self.slot_fd), (records, self._record_fd)):
+            os.dup2(writes, reads, inheritable=False)
+            os.close(writes)
 
     @property
     def length_bytes(self) -> int:

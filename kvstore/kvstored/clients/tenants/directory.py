@@ -22,6 +22,7 @@ from kvstored.clients.tenants.peer import Peer
 from kvstored.config import TenantSection
 from kvstored.config.schema import PutSection
 from kvstored.store.blocks import Residency
+from kvstored.unsaved import Unsaved
 
 MAX_NUMBERED_FINGERPRINTS = 65_536
 UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
@@ -71,7 +72,12 @@ class TenantDirectory:
     """Resolves callers to tenants; remembers the names behind digests."""
 
     def __init__(
-        self, state_dir: Path, listed: tuple[TenantSection, ...], default: str, keyring: Keyring | None = None
+        self,
+        state_dir: Path,
+        listed: tuple[TenantSection, ...],
+        default: str,
+        keyring: Keyring | None = None,
+        unsaved: Unsaved | None = None,
     ) -> None:
         self._keyring = Keyring(state_dir) if keyring is None else keyring
         self._listed = listed
@@ -80,7 +86,7 @@ class TenantDirectory:
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._families: dict[tuple[str, str, int], set[int]] = {}
-        self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
+        self._names = Names(state_dir / "names.json", lambda: list(self._tenants), unsaved or Unsaved())
         for name in (*self._names.load(), *self._keyring.bound()):
             if self._keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -133,6 +139,8 @@ class TenantDirectory:
             what, number = "user", peer.uid
         elif peer.has_no_gid and any(peer.gid in section.gids for section in self._listed):
             what, number = "group", peer.gid
+        elif not self._keyring.is_settled:
+            return f"{self._keyring.path} cannot be written, and a new tenant is closed until it is: free room there"
         else:
             return f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
         return (
@@ -141,13 +149,20 @@ class TenantDirectory:
         )
 
     def named(self, name: str) -> Tenant | None:
-        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
+        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N". None
+        where it is closed for now, too."""
+        if not self.is_named(name):
+            return None
         if (section := self.section(name)) is not None:
             return self._callable(section)
         uid = uid_of(name)
-        if self._default == "refuse" or uid is None or self._keyring.identity_of(name) is None:
-            return None
-        return self._tenant(TenantSection(name, uids=(uid,)))
+        return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
+
+    def is_named(self, name: str) -> bool:
+        """Whether `named` finds a tenant of this name, if not now then later."""
+        if (section := self.section(name)) is not None:
+            return not self._keyring.is_kept(name) or self._callable(section) is not None
+        return self._default != "refuse" and uid_of(name) is not None and self._keyring.identity_of(name) is not None
 
     @property
     def keyring(self) -> Keyring:
@@ -265,8 +280,10 @@ class TenantDirectory:
 
     def _callable(self, section: TenantSection) -> Tenant | None:
         """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
-        list: `follow_users` ends that."""
+        list: `follow_users` ends that; or for what is not on the medium yet, where a restart would not find it."""
         uid = uid_of(self._keyring.claim(section.name))
+        if not self._keyring.is_kept(section.name):
+            return None
         return self._tenant(section) if uid is None or uid in section.uids else None
 
     def _tenant(self, section: TenantSection) -> Tenant:

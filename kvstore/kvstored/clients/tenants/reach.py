@@ -70,7 +70,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
         if users is not None and with_tokens.isdisjoint((users, section.name)):
             log.info("tenant %s takes over %s of %s", section.name, stored.show(users), users)
             keyring.bind(section.name, users)
-    if keyring.bound() != before:
+    if keyring.bound() != before or not keyring.is_settled:
         try:
             keyring.settle()
         except OSError:

@@ -43,9 +43,12 @@ class Tokens:
         return None if found is None else self._find_tenant(found)
 
 
-def load_tokens(path: Path, find_tenant: Callable[[str], Tenant | None]) -> Tokens:
-    """Raises ConfigError as `read_tokens` does."""
-    return Tokens(read_tokens(path, lambda name: find_tenant(name) is not None), find_tenant)
+def load_tokens(
+    path: Path, find_tenant: Callable[[str], Tenant | None], is_tenant: Callable[[str], bool] | None = None
+) -> Tokens:
+    """Return the tokens of a file. `is_tenant(name)`: whether `find_tenant` finds one, if not now then later. Raises
+    ConfigError as `read_tokens` does."""
+    return Tokens(read_tokens(path, is_tenant or (lambda name: find_tenant(name) is not None)), find_tenant)
 
 
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:

@@ -144,7 +144,8 @@ class HolderKeeper(Keeper):
         """Let it drop everything and end; one that does not listen ends when it misses its file. A service stays."""
         self._say(b"Q")
         if not self.is_service:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a file system that cannot be written: nothing answers there
+                self._path.unlink(missing_ok=True)
 
     def _say(self, packet: bytes, descriptor: int = -1) -> bool:
         try:
