@@ -43,7 +43,7 @@ from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
-from kvstore_tiers.nvme.seal import Seal
+from kvstore_tiers.nvme.seal import SEAL, Seal
 from kvstore_tiers.nvme.slab import SlotState
 from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
@@ -367,7 +367,8 @@ class NvmeTier(Tier):
             failpoints.hit("nvme.seal")
             self._seal.write()
         except OSError as error:  # the medium is gone or full: the next start syncs the slabs
-            _LOG.warning("%s is not sealed: %s", self._directory.path, error)
+            path, why = self._directory.path / SEAL, error.strerror
+            _LOG.warning("%s cannot be written (%s): the next start syncs all slabs, which takes longer", path, why)
 
     def _message(self) -> str:
         direct = all(slab.file.direct for slab in self._space.slabs.values() if slab.is_made)
