@@ -173,6 +173,17 @@ def test_a_read_only_file_system_is_served_and_written_when_it_can_be(lost: tupl
 
 
 @needs_root
+def test_a_holder_and_a_recording_that_have_no_room_are_done_without() -> None:
+    with mounted() as (daemon, disk):
+        daemon.settings = (*daemon.settings, "host.warm_restart=holder", f"daemon.record={disk}/record.jsonl.gz")
+        remount(disk, "ro")
+        daemon.restart()
+        assert got(daemon, 1)
+        assert f"{daemon.state_dir}/holder.sock: Read-only file system" in daemon.log
+        assert f"nothing is recorded: {disk}/record.jsonl.gz" in daemon.log
+
+
+@needs_root
 @pytest.mark.parametrize("fill", [fill_space, fill_inodes])
 def test_a_full_file_system_is_served_and_written_when_there_is_room(fill: object) -> None:
     assert callable(fill)
