@@ -49,7 +49,10 @@ def prepare_directory(path: Path, group: str) -> None:
             f"cannot make socket directory {path}: {error.strerror}; set daemon.socket_dir to a writable place"
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise SocketError(f"socket directory {path} is not writable by uid {os.geteuid()}")
+        raise SocketError(
+            f"socket directory {path} is not writable by uid {os.geteuid()} (is the file system read-only?); let it "
+            "write there, or set daemon.socket_dir to another place"
+        )
 
 
 def _holds_only_sockets(path: Path) -> bool:

@@ -54,7 +54,7 @@ class LiveTenants:
             follow_users(tenants, self._residency, with_tokens)
         except OSError as error:
             tenants.relist(*former)
-            raise ConfigError(f"the tenants' names cannot be written down: {error.strerror}") from None
+            raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
         left = self._handshake.hang_up(self._is_another_now)
         if left:

@@ -113,6 +113,8 @@ class RenameTenant:
         try:
             await asyncio.to_thread(keyring.write, identities)
         except OSError as error:
-            raise KVStoreError(ErrorKind.UNAVAILABLE, f"it cannot be written down: {error.strerror}") from None
+            raise KVStoreError(
+                ErrorKind.UNAVAILABLE, f"{keyring.path} cannot be written ({error.strerror}): make room there"
+            ) from None
         keyring.adopt(identities)
         self._tenants.refresh()

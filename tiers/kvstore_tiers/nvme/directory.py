@@ -34,8 +34,7 @@ _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, 
 
 class TierDirectory:
     """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker).
-    `former` is the mark of the holder before. `is_read_only`: its file system takes no writes, and what is there can be
-    read.
+    `former` is the mark of the holder before.
     """
 
     former: LockMark
@@ -48,13 +47,12 @@ class TierDirectory:
             if create:
                 make_directory(self.path)
             self._lock_fd = self._lock()
-            self.is_read_only = bool(os.fstatvfs(self._lock_fd).f_flag & os.ST_RDONLY)
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-            if create and not self.is_read_only:
-                sync_directory(self.slabs)  # also for names that a killed process made and did not sync
-                sync_directory(self.path)
+                if not os.fstatvfs(self._lock_fd).f_flag & os.ST_RDONLY:
+                    sync_directory(self.slabs)  # also for names that a killed process made and did not sync
+                    sync_directory(self.path)
         except OSError as error:
             self.close()
             raise DirectoryUnusable(

@@ -11,8 +11,6 @@ the other's slot may have been overwritten since.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,11 +106,8 @@ class Recovery:
         seal: Seal,
         report: RecoveryReport,
         ahead: EarlyRecordScan | None = None,
-        *,
-        read_only: bool = False,
     ) -> None:
         self.owed: OSError | None = None
-        self._is_read_only = read_only
         self._judged: list[ScannedSlab] = []
         self._ahead = ahead
         self._space = space
@@ -152,18 +147,17 @@ class Recovery:
         """Make the medium what the books say, if that is owed. Waits for it. Raises OSError: then it still is owed."""
         if self.owed is None:
             return
-        if self._is_read_only:
-            for one in self._judged:
+        for one in self._judged:
+            if one.slab.file.why_read_only is not None:
                 one.slab.file.open_to_write()
-        self._is_read_only = False
         self._seal.remove()
         self._repair_all()
         self.owed = None
 
     def _withdraw_what_must_go(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
         """Remove the seal, and slabs beyond the capacity; the slabs that are left."""
-        if self._is_read_only:
-            self.owed = OSError(errno.EROFS, os.strerror(errno.EROFS))
+        self.owed = next((one.slab.file.why_read_only for one in judged if one.slab.file.why_read_only), None)
+        if self.owed is not None:
             return judged
         self._try(self._seal.remove)
         return judged if self.owed is not None else self._drop_excess(judged)

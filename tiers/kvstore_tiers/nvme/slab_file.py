@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
+from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct
 from kvstore_tiers.nvme.errors import FormatUnsupported
 from kvstore_tiers.nvme.layout import (
@@ -35,13 +36,15 @@ _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot rea
 
 
 class SlabFile:
-    """An open slab file of the geometry `superblock`. `read_only`: until `open_to_write`."""
+    """An open slab file of the geometry `superblock`. `read_only`: until `open_to_write`; `why_read_only` is the error
+    then."""
 
     def __init__(
         self, path: Path, superblock: Superblock, *, require_direct: bool = False, read_only: bool = False
     ) -> None:
         self.path = path
         self.superblock = superblock
+        self.why_read_only: OSError | None = None
         self.slot_fd, self.direct = open_direct(path, require_direct=require_direct, read_only=read_only)
         self._record_fd = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         self._is_removed = False
@@ -71,7 +74,8 @@ class SlabFile:
 
     @classmethod
     def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
-        """Open an existing slab file; a sentence when both its superblocks are lost.
+        """Open an existing slab file, only to read where it cannot be written; a sentence when both its superblocks are
+        lost.
 
         Raises FormatUnsupported when a newer version wrote it, OSError when it cannot be opened.
         """
@@ -81,7 +85,15 @@ class SlabFile:
             return superblock
         if superblock.number != number:
             return f"its superblock is that of slab {superblock.number}"
-        return cls(path, superblock, require_direct=require_direct, read_only=directory.is_read_only)
+        try:
+            return cls(path, superblock, require_direct=require_direct)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            why = error
+        file = cls(path, superblock, require_direct=require_direct, read_only=True)
+        file.why_read_only = why
+        return file
 
     def open_to_write(self) -> None:
         """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError."""
@@ -94,6 +106,7 @@ class SlabFile:
         for writes, reads in ((slots, self.slot_fd), (records, self._record_fd)):
             os.dup2(writes, reads, inheritable=False)
             os.close(writes)
+        self.why_read_only = None
 
     @property
     def length_bytes(self) -> int:
