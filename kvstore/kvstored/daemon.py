@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +90,6 @@ from kvstored.store.operations.put import Put
 from kvstored.store.transfer.pressure import HostSizer
 from kvstored.store.transfer.resize import SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
-from kvstored.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier
@@ -130,8 +128,7 @@ class Daemon:
         self._has_served = False
         self._fresh = FreshDirectories()
         self.memory = NodeMemory(config)
-        self._unsaved = Unsaved()
-        self._storage = NodeStorage(config, clock, self.memory, self._stack, self._unsaved, new_secret=new_secret)
+        self._storage = NodeStorage(config, clock, self.memory, self._stack, new_secret=new_secret)
         self.lifetime: Lifetime | None = None
         self.asked_by = "kvctl"  # to stop
 
@@ -146,11 +143,6 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
-        if ourselves().has_no_uid:
-            raise StateDirectoryError(
-                f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map, so others' "
-                "files and callers look like the daemon's own: run it as a user that the namespace maps to another uid"
-            )
         self._fresh = FreshDirectories(config.daemon.socket_dir, config.daemon.state_dir, config.nvme.path)
         prepare_directory(config.daemon.socket_dir, config.daemon.socket_group)
         make_state_dir(config.daemon.state_dir)
@@ -244,7 +236,7 @@ class Daemon:
         self._verbs = Verbs(store, operations, self._misses, self._deleting, self._explain.own)
         if config.daemon.record is not None:
             self._verbs = recorded(self._verbs, config.daemon.record, clock, self._stack)
-        self._integrity = Integrity(store, self._is_idle, self._unsaved)
+        self._integrity = Integrity(store, self._is_idle, self._storage.unsaved)
         self._latencies = Latencies()
         self._answering = StreamServices(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
@@ -381,7 +373,6 @@ class Daemon:
 
     def _start_tasks(self) -> None:
         runs = {"maintenance": self._maintenance.run, "names": self._tenants.run, "usage": self._storage.usage.run}
-        runs["identity"] = self._storage.keyring.run
         if (warm := self.memory.warm) is not None:
             runs["warm restart"] = warm.run
         if self.config.host.prefault:
@@ -397,7 +388,7 @@ class Daemon:
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
-            store.endurance, self._unsaved,
+            store.endurance, self._storage.unsaved,
         )  # fmt: skip
 
     def _is_idle(self) -> bool:

@@ -13,6 +13,8 @@ import socket
 import stat
 from pathlib import Path
 
+from kvstored.clients.tenants.user_namespace import is_unmapped
+
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
@@ -31,7 +33,8 @@ def prepare_directory(path: Path, group: str) -> None:
     try:
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
         owner = path.stat().st_uid
-        if owner not in (0, os.geteuid()) and os.geteuid() != 0:
+        is_trusted = owner in (0, os.geteuid()) or (os.geteuid() == 0 and not is_unmapped("uid", owner))
+        if not is_trusted:
             raise SocketError(
                 f"socket directory {path} belongs to uid {owner}, who could put other sockets in place of ours; "
                 "chown it, or set daemon.socket_dir to a directory of its own"

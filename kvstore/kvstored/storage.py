@@ -40,17 +40,10 @@ class NodeStorage:
     """`open` once, on the control loop. `former`: clients of the process before, None without warm restart."""
 
     def __init__(
-        self,
-        config: Config,
-        clock: Clock,
-        memory: NodeMemory,
-        stack: AsyncExitStack,
-        unsaved: Unsaved,
-        *,
-        new_secret: bool,
+        self, config: Config, clock: Clock, memory: NodeMemory, stack: AsyncExitStack, *, new_secret: bool
     ) -> None:
         """What is opened is closed by `stack`. `new_secret`: blocks that the secret does not reach are dropped."""
-        self._unsaved = unsaved
+        self.unsaved = Unsaved()
         self._config = config
         self._clock = clock
         self._memory = memory
@@ -63,8 +56,8 @@ class NodeStorage:
         """Raises what the parts raise. `has_served()`: whether the daemon came so far, asked at the end."""
         config, memory, stack = self._config, self._memory, self._stack
         state_dir = config.daemon.state_dir
-        keyring = self.keyring = self._open_keyring()
-        self.tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring, self._unsaved)
+        keyring = self._open_keyring()
+        self.tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring, self.unsaved)
         stack.callback(self.tenants.close)
         stack.callback(lambda: memory.close(has_served=has_served()))
         tiers = self._open_tiers(memory.open(forget=keyring.dram_is_lost), self._start(keyring, early_scan))
@@ -74,7 +67,7 @@ class NodeStorage:
             self._recover(durable, residency, forget=keyring.nvme_is_lost)
         keyring.begin()  # with what `TenantDirectory` claimed
         memory.adopt(tiers, residency, self.tenants, self._clock)
-        self.usage = UsageFile(state_dir, residency, self._clock, self._unsaved)
+        self.usage = UsageFile(state_dir, residency, self._clock, self.unsaved)
         self.usage.restore({tenant.index_name for tenant in self.tenants.all()}, durable)
         self.store = Store(config, self._clock, completions, residency, tiers)
         self.former = memory.restore_clients(self.store, self._clock)
@@ -94,7 +87,7 @@ class NodeStorage:
             follow_users(self.tenants, residency, self.with_tokens())
         except OSError as error:
             cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
-            self._unsaved.failed(self.keyring.path, error, cost)
+            self.unsaved.failed(self.tenants.keyring.path, error, cost)
 
     def _open_keyring(self) -> Keyring:
         nvme, state_dir = self._config.nvme, self._config.daemon.state_dir
@@ -102,7 +95,7 @@ class NodeStorage:
         if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
             TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
         given = read_cluster_secret(self._config.cluster.secret_file)
-        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret, given=given, unsaved=self._unsaved)
+        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret, given=given, unsaved=self.unsaved)
 
     def _start(self, keyring: Keyring, early_scan: EarlyRecordScan | None) -> Start:
         def mode_of(digest: bytes) -> str:

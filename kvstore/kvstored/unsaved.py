@@ -1,7 +1,7 @@
 """Files of the daemon's own that could not be written: which, since when, and what that costs.
 
-The daemon goes on without them, and whoever owns such a file tries again. Owns the words: one log line when a file
-cannot be written, one when it can again, a sentence for operators in between. Never writes anything.
+The daemon goes on without them, and the part that owns such a file tries again. Owns the words: one log line when a
+file cannot be written, one when it can again, a sentence for operators in between. Never writes anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RETRY_S = 30.0  # until a file that could not be written is tried again
 
 
 class Unsaved:
-    """Of one daemon. Its calls may come from any thread."""
+    """Remembers the files of one daemon. Its calls may come from any thread."""
 
     def __init__(self) -> None:
         self._sentences: dict[Path, str] = {}

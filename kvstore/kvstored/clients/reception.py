@@ -72,7 +72,7 @@ class Reception:
         self._returning = returning
         self._epoch = os.urandom(16)
         self._shared = SharedTenants()
-        self._is_told_of_unmapped = False
+        self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
         """Open a session; the answer and the staging descriptor to send, if any."""
@@ -80,8 +80,8 @@ class Reception:
             session = self._open(peer, hello)
         except KVStoreError as error:
             self._counters.add("sessions_refused")
-            is_news = (peer.has_no_uid or peer.has_no_gid) and not self._is_told_of_unmapped
-            self._is_told_of_unmapped |= is_news
+            is_news = (peer.has_no_uid or peer.has_no_gid) and not self._warned_of_unmapped
+            self._warned_of_unmapped |= is_news
             level = logging.WARNING if is_news else logging.INFO
             log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
             raise

@@ -40,11 +40,11 @@ class Integrity:
 
     def __init__(self, store: Store, is_idle: Callable[[], bool], unsaved: Unsaved | None = None) -> None:
         self._store = store
-        self._unsaved = unsaved
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
+            self.scrubber.unsaved = unsaved or self.scrubber.unsaved
             self.report.scrub = self.scrubber.report
         self.device_scrubber = self._make_device_scrubber()
         self.books = InvariantChecker(store, is_idle)
@@ -89,7 +89,7 @@ class Integrity:
         )
         return Scrubber(
             settings, store.residency, store.nvme, verification, store.writeback.sync, store.clock, store.counters,
-            start_s=scrub.start_s, unsaved=self._unsaved,
+            start_s=scrub.start_s,
         )  # fmt: skip
 
     async def _watch_orphans(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvstore_proto.state_identity import SECRET_FILE
 from kvstore_tiers.nvme.directory import make_directory
 from kvstore_tiers.nvme.lock_file import lock_directory, open_lock, read_holder, write_holder
+from kvstored.clients.tenants import ourselves
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,12 @@ def who_else_can_change(directory: Path) -> str | None:
 
 
 def make_state_dir(path: Path) -> None:
-    """Raises StateDirectoryError."""
+    """Make it, if need be, where it is ours alone. Raises StateDirectoryError."""
+    if ourselves().has_no_uid:
+        raise StateDirectoryError(
+            f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map: others' files "
+            "and callers look like the daemon's own: run it as a user that the namespace maps to another uid"
+        )
     try:
         make_directory(path)
     except OSError as error:
@@ -72,7 +78,7 @@ class InstanceLock:
                 f"{state_dir} is in use by another kvstored, {holder}; stop it or choose another daemon.state_dir"
             ) from None
         if not write_holder(self._fd):
-            log.warning("%s/lock cannot be written: a second daemon is not told whose it is", state_dir)
+            log.warning("%s/lock cannot be written: a second daemon is refused without our pid", state_dir)
 
     def release(self) -> None:
         for descriptor in (self._directory, self._fd):

@@ -68,7 +68,7 @@ class TierHealth:
         return outcome
 
     def hold_back(self, reason: str) -> None:
-        """Nothing may be written before a probe went well, whatever the error was."""
+        """Allow no write before a probe went well."""
         self.state, self.message = TierState.READ_ONLY, reason
 
     def note_growth(self) -> None:

@@ -1,8 +1,8 @@
 """The lock file of a directory: opened and marked, also where nothing can be written.
 
-The lock is the kernel's, on an open file, and needs no space. The holder's number in it is for people and for whoever
-looks whether another process was there. The directory itself is locked too: where there is no file and none can be made
-that alone holds, also against a process that comes when there is room again.
+The lock is the kernel's, on an open file, and needs no space. The holder's number in it is for people, and shows
+whether another process was there. The directory itself is locked too: where there is no file and none can be made that
+alone holds, also against a process that comes when there is room again.
 """
 
 from __future__ import annotations

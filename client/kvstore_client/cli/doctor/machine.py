@@ -60,7 +60,7 @@ def processors(around: Surroundings) -> Iterator[Finding]:
 
 
 def user_namespace(around: Surroundings) -> Iterator[Finding]:
-    """Whether the daemon's user namespace maps every user and group: it tells callers apart by what it maps."""
+    """Look whether the daemon's user namespace maps every user and group: it knows callers by what it maps."""
     if around.status is None:
         return
     for kind, what in (("uid", "users"), ("gid", "groups")):

@@ -6,6 +6,7 @@ may hold, or hold the secret that keys are made of (`Keyring` does).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -96,8 +97,8 @@ class TenantDirectory:
         self._names.save()
 
     async def run(self) -> None:
-        """A task: new names are saved as they come."""
-        await self._names.run()
+        """A task: new names are saved as they come, and what could not be written is tried again."""
+        await asyncio.gather(self._names.run(), self._keyring.run())
 
     def close(self) -> None:
         self._names.close()

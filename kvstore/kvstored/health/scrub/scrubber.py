@@ -65,10 +65,9 @@ class Scrubber:
         counters: Counters,
         *,
         start_s: float,
-        unsaved: Unsaved | None = None,
     ) -> None:
         self._settings = settings
-        self._unsaved = unsaved or Unsaved()
+        self.unsaved = Unsaved()
         self._start_s = start_s
         self._residency = residency
         self._nvme = nvme
@@ -136,9 +135,9 @@ class Scrubber:
             log.info("scrubbed %d slots, %d bytes", report.last_pass_slots, report.last_pass_bytes)
         elif what == "unsaved":
             error = OSError(fields["errno"], fields["error"])
-            self._unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
+            self.unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
         elif what == "saved":
-            self._unsaved.saved(Path(self._settings.position))
+            self.unsaved.saved(Path(self._settings.position))
         elif what == "suspect":
             report.suspects += 1
             await self._judge(fields)
