@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvstored.clients.containers import SharedTenants, container_of, shared_by_containers
+from kvstored.clients.containers import MAX_CONTAINERS, MAX_USERS, SeenContainers, container_of
 from kvstored.clients.tenants import Peer, TenantDirectory, ourselves, read_peer
 from kvstored.clients.tenants.peer import read_cgroup
 from kvstored.clients.tenants.user_namespace import is_unmapped
@@ -110,6 +109,9 @@ def test_a_peer_is_who_it_was_when_it_connected() -> None:
         ("/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.scope", ""),
         ("/user.slice/user-1000.slice/session-3.scope", ""),
         ("/slurm/uid_1000/job_42/step_0", ""),
+        ("/openrc.sshd", ""),
+        ("/system.slice/a.service/worker-1", ""),
+        ("/sandboxes/7", "/sandboxes/7"),
         (f"/user.slice/libpod-conmon-{ID}.scope", ""),
         (f"/docker/{ID}", f"/docker/{ID}"),
         (f"/docker/{ID}/init.scope", f"/docker/{ID}"),
@@ -129,65 +131,39 @@ def test_a_peer_is_who_it_was_when_it_connected() -> None:
         (f"/../{ID}", f"/../{ID}"),
         (f"/../../pod7/{ID}", f"/../../pod7/{ID}"),
         ("/../b", "/../b"),
-        ("/../../user.slice/user-0.slice/session-1.scope", "/.."),
-        ("/..", "/.."),
+        ("/../../user.slice/user-0.slice/session-1.scope", ""),
+        ("/..", ""),
     ],
 )  # fmt: skip
 def test_containers_are_known_by_their_cgroups(cgroup: str, container: str) -> None:
     assert container_of(cgroup) == container
 
 
-@dataclass
-class Tenant:
-    name: str
-
-
-@dataclass
-class Open:
-    """What of a session is looked at."""
-
-    peer: Peer
-    tenant: Tenant
-
-
-def opened(cgroup: str, uid: int = 0, tenant: str = "uid-0") -> Open:
-    return Open(Peer(1, uid, uid, cgroup), Tenant(tenant))
-
-
 def test_two_containers_of_one_user_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    watch, sessions = SharedTenants(), []
-    for cgroup in (
-        "/system.slice/a.service",
-        "/user.slice/b.scope",
-        "",
-        f"/docker/{ID}",
-        f"/docker/{ID}",
-        f"/docker/{OTHER_ID}",
-    ):
-        sessions.append(opened(cgroup))
-        watch.look(sessions[-1], sessions)
-    assert (
-        len(caplog.messages) == 1 and "this container and programs outside of it are one tenant, uid-0" in caplog.text
-    )
-    (sentence,) = shared_by_containers(sessions)
-    assert "isolation is by uid; these 2 containers and programs outside of them are one tenant, uid-0" in sentence
-    assert "0123456789ab, aaaaaaaaaaaa" in sentence and OTHER_ID not in sentence
+    seen = SeenContainers()
+    for cgroup in ("/system.slice/a.service", "/user.slice/b.scope", "", "/", f"/docker/{ID}", f"/docker/{ID}/x"):
+        seen.note("uid-0", 0, cgroup)
+    seen.note("uid-7", 7, f"/docker/{OTHER_ID}")
+    assert caplog.messages == [] == seen.sentences(), "services, logins and one container each are no news"
+    seen.note("uid-0", 0, f"/docker/{OTHER_ID}")
+    seen.note("uid-0", 0, "/docker/third")
+    assert len(caplog.messages) == 1 and "these 2 containers are one tenant, uid-0 (uid 0)" in caplog.text
+    (sentence,) = seen.sentences()
+    assert "isolation is by uid; these 3 containers are one tenant, uid-0" in sentence
+    assert "0123456789ab, aaaaaaaaaaaa, third" in sentence and OTHER_ID not in sentence
 
 
-def test_services_users_and_one_container_are_no_news() -> None:
-    apart = [
-        opened(f"/docker/{ID}"),
-        opened(f"/docker/{OTHER_ID}", uid=7, tenant="uid-7"),
-        opened("", uid=7, tenant="uid-7"),
-    ]
-    assert shared_by_containers(apart) == []
-    assert shared_by_containers([opened("/a.slice/b.service"), opened("/"), opened("/user.slice/c.scope")]) == []
-
-
-def test_a_name_that_a_process_chose_is_printable_and_bounded() -> None:
-    (sentence,) = shared_by_containers([opened(f"/docker/{number}\x1b[2J\n{'x' * 200}") for number in range(9)])
-    assert sentence.isprintable() and "and 5 more" in sentence and len(sentence) < 600
+def test_what_is_remembered_of_containers_is_bounded_and_printable(caplog: pytest.LogCaptureFixture) -> None:
+    seen = SeenContainers()
+    for number in range(100):
+        seen.note("uid-0", 0, f"/docker/{number}\x1b[2J\n{'x' * 200}")
+    (sentence,) = seen.sentences()
+    assert sentence.isprintable() and f"these {MAX_CONTAINERS} or more containers" in sentence and len(sentence) < 600
+    for uid in range(1, MAX_USERS + 10):
+        for name in ("a", "b"):
+            seen.note(f"uid-{uid}", uid, f"/docker/{name}")
+    assert len(seen.sentences()) == MAX_USERS
 
 
 def test_the_cgroup_that_names_a_container_is_read(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Tier
 from kvstored import __version__
-from kvstored.clients.containers import shared_by_containers
 from kvstored.clients.reception import PROTOCOL_VERSION
 from kvstored.clients.sessions import SessionTable
 from kvstored.clients.tenants import TenantDirectory
@@ -95,7 +94,7 @@ class Views:
                 *self._other_tier_messages(),
                 *out_of_reach(parts.tenants, parts.residency),
                 *parts.unsaved.sentences(),
-                *shared_by_containers(parts.sessions.all()),
+                *parts.sessions.containers.sentences(),
             ],
         )
         for item in parts.modes.all():

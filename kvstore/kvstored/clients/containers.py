@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Collection
 
 log = logging.getLogger(__name__)
-MAX_NOTICED = 4096  # users of whom it was said; beyond, it may be said again
+MAX_USERS, MAX_CONTAINERS = 1024, 16  # that are remembered, containers for each user; the last ones
 _SHOWN = 4
 _ID = re.compile(r"[0-9a-f]{64}")
 _SCOPE = re.compile(
@@ -21,36 +21,14 @@ _SCOPE = re.compile(
 )
 _MONITOR = re.compile(r"(libpod|crio)-conmon-")  # beside a container, not in it
 _PARENTS = {"docker", "lxc", "lxc.payload", "lxd", "libpod_parent", "garden", "ecs", "machine.slice", "nspawn"}
+_UNIT = re.compile(r"\.(slice|scope|service|mount|socket|swap)\Z")  # of systemd, which puts all that it starts in one
+_NOT_CONTAINERS = ("slurm", "openrc.", "init")  # names at the top, where others than systemd start services and jobs
 _POD = re.compile(r"(kubepods.*-)?pod[^/]+")
 
 
-class Caller(Protocol):
-    """What is looked at of a peer."""
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def cgroup(self) -> str: ...
-
-
-class Named(Protocol):
-    """What is looked at of a tenant."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class Connected(Protocol):
-    """What is looked at of a session."""
-
-    @property
-    def peer(self) -> Caller: ...
-    @property
-    def tenant(self) -> Named: ...
-
-
 def container_of(cgroup: str) -> str:
-    """Return the path of the innermost container that a cgroup's path names; "" for a service, a login or the root.
+    """Return the path of the innermost container that a cgroup's path names; "" for a service, a login or the root. A
+    path that no service manager and no tool known here makes counts as a container's.
 
     A path that begins with `/..` is outside the daemon's own cgroup namespace, so of another container or the host.
     """
@@ -60,10 +38,10 @@ def container_of(cgroup: str) -> str:
         if _is_container(parts, place):
             return "/" + "/".join(parts[: place + 1])
     if not outside:
-        return ""
+        is_managed = not parts or parts[0].startswith(_NOT_CONTAINERS) or any(map(_UNIT.search, parts))
+        return "" if is_managed else "/" + "/".join(parts)
     first = parts[outside : outside + 1]
-    is_host = not first or first[0].endswith((".slice", ".scope", ".service"))
-    return "/.." if is_host else "/../" + first[0]
+    return "/../" + first[0] if first and not _UNIT.search(first[0]) else ""
 
 
 def _is_container(parts: list[str], place: int) -> bool:
@@ -78,51 +56,47 @@ def _is_container(parts: list[str], place: int) -> bool:
     return above in _PARENTS or (in_kubernetes and bool(_POD.fullmatch(part) or _POD.fullmatch(above)))
 
 
-class SharedTenants:
-    """Says in the log, once for each user, that programs of several containers are one tenant."""
+class SeenContainers:
+    """Remembers from which containers each user has come since the start, and says in the log, once for each user, that
+    there are several. Those that have left count: what they stored is there."""
 
     def __init__(self) -> None:
-        self._noticed: set[tuple[str, int]] = set()
+        self._seen: OrderedDict[tuple[str, int], OrderedDict[str, None]] = OrderedDict()
+        self._said: set[tuple[str, int]] = set()
 
-    def look(self, arrived: Connected, connected: Iterable[Connected]) -> None:
-        """Compare a session that was opened with all that are open."""
-        who = (arrived.tenant.name, arrived.peer.uid)
-        if who in self._noticed or not arrived.peer.cgroup:
+    def note(self, tenant: str, uid: int, cgroup: str) -> None:
+        """A user opened a session. One whose cgroup is not known, or is no container's, does not count."""
+        place, who = container_of(cgroup), (tenant, uid)
+        if not place:
             return
-        alike = [each for each in connected if (each.tenant.name, each.peer.uid) == who]
-        for sentence in shared_by_containers(alike):
-            if len(self._noticed) >= MAX_NOTICED:
-                self._noticed.clear()
-            self._noticed.add(who)
-            log.warning("%s", sentence)
+        places = self._seen.setdefault(who, OrderedDict())
+        self._seen.move_to_end(who)
+        places[place] = None
+        places.move_to_end(place)
+        if len(places) > MAX_CONTAINERS:
+            places.popitem(last=False)
+        if len(self._seen) > MAX_USERS:
+            self._said.discard(self._seen.popitem(last=False)[0])
+        if len(places) > 1 and who not in self._said:
+            self._said.add(who)
+            log.warning("%s", _sentence(*who, places))
+
+    def sentences(self) -> list[str]:
+        """Return one for each user who came from several containers."""
+        return [_sentence(*who, places) for who, places in self._seen.items() if len(places) > 1]
 
 
-def shared_by_containers(connected: Iterable[Connected]) -> list[str]:
-    """Return a sentence for each user whose open sessions come from more than one container, or from a container and
-    from outside of all. Sessions whose cgroup is not known do not count."""
-    places: dict[tuple[str, int], set[str]] = {}
-    for session in connected:
-        if session.peer.cgroup:
-            who = (session.tenant.name, session.peer.uid)
-            places.setdefault(who, set()).add(container_of(session.peer.cgroup))
-    return [_sentence(name, uid, found) for (name, uid), found in sorted(places.items()) if len(found) > 1]
-
-
-def _sentence(tenant: str, uid: int, places: set[str]) -> str:
-    named = sorted(_shown(place) for place in places if place)
+def _sentence(tenant: str, uid: int, places: Collection[str]) -> str:
+    named = sorted(map(_shown, places))
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
-    what = f"these {len(named)} containers" if len(named) > 1 else "this container"
-    beside = (
-        " and programs outside of it" if len(named) == 1 else " and programs outside of them" if "" in places else ""
-    )
+    count = f"{len(named)} or more" if len(named) == MAX_CONTAINERS else str(len(named))
     return (
-        f"isolation is by uid; {what}{beside} are one tenant, {tenant} (uid {uid}): {listed}; give them users of their "
-        "own, or a daemon each"
+        f"isolation is by uid; these {count} containers are one tenant, {tenant} (uid {uid}): {listed}; give them "
+        "users of their own, or a daemon each"
     )
 
 
 def _shown(place: str) -> str:
     """A container's name for people: ids are cut as the tools do that made them."""
     name = _ID.sub(lambda found: found[0][:12], place.rpartition("/")[2].removesuffix(".scope"))
-    text = name if name != ".." else "the host"
-    return "".join(char if char.isprintable() else "?" for char in text)[:64]
+    return "".join(char if char.isprintable() else "?" for char in name)[:64]

@@ -11,7 +11,6 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstored.clients.arena_grants import ArenaGrants
-from kvstored.clients.containers import SharedTenants
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session
@@ -71,7 +70,6 @@ class Reception:
         self._tiers_on = tiers_on
         self._returning = returning
         self._epoch = os.urandom(16)
-        self._shared = SharedTenants()
         self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
@@ -104,7 +102,6 @@ class Reception:
         )
         self._arenas.announce(session.tenant, welcome)
         self._counters.add("sessions_opened")
-        self._shared.look(session, self._factory.open_sessions())
         log.debug(
             "client %s (pid %d uid %d cgroup %s) is tenant %s",
             session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,

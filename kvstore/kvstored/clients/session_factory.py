@@ -44,10 +44,6 @@ class SessionFactory:
         self._sessions.add(session)
         return session
 
-    def open_sessions(self) -> list[Session]:
-        """Return the sessions of all clients that are connected."""
-        return self._sessions.all()
-
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
         """A session for one unary call, in no table: nothing follows its end. Its fingerprint is not noted, so that
         asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""

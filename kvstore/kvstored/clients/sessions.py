@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstored.clients.containers import SeenContainers
 from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.store.operations.client import Client
@@ -42,6 +43,7 @@ class SessionTable:
 
     def __init__(self, last_session_id: int = 0) -> None:
         self._by_token: dict[bytes, Session] = {}
+        self.containers = SeenContainers()
         self._last_session_id = last_session_id
 
     def __len__(self) -> int:
@@ -59,6 +61,7 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         self._by_token[session.token] = session
+        self.containers.note(session.tenant.name, session.peer.uid, session.peer.cgroup)
 
     def close(self, session: Session) -> None:
         """Forget the session and run what was attached to its end. Idempotent."""
