@@ -42,6 +42,7 @@ class SessionFactory:
         """A session of a client that has connected, with as much staging memory as it wants and may have."""
         session = self._session(tenant, fingerprint, peer, name, self._make_staging(staging_bytes, name))
         self._sessions.add(session)
+        self._sessions.containers.note(tenant.name, peer.uid, peer.cgroup)
         return session
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:

@@ -61,7 +61,6 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         self._by_token[session.token] = session
-        self.containers.note(session.tenant.name, session.peer.uid, session.peer.cgroup)
 
     def close(self, session: Session) -> None:
         """Forget the session and run what was attached to its end. Idempotent."""
