@@ -81,10 +81,7 @@ class KeyChains:
                 raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
             return Chain(keys, None, block_tokens)
         assert tokens is not None
-        try:
-            packed = pack_tokens(tokens)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise invalid(f"tokens must be a flat run of int32 token ids: {error}") from None
+        packed = pack_tokens(tokens)
         step = block_tokens * TOKEN_BYTES
         packed = packed[: len(packed) // step * step]
         return Chain(self._keys_of(packed, group_id), packed, block_tokens)
