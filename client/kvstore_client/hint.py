@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvstore_client.errors import invalid
+from kvstore_client.lookup import lookup
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import Prefetched
+from kvstore_client.results import REASON_LIMIT, Prefetched
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -53,24 +54,25 @@ class Expected:
             answer_tokens=self.answer_tokens,
         )
 
-    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, int, BlockKeys]]:
-        """Expectations, the number of their first key, and their keys, where one request takes `most` keys. How a chain
-        ended concerns its end; when it is due concerns its beginning, where its stored blocks are.
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, BlockKeys]]:
+        """Expectations and their keys, where one request takes `most` keys. How a chain ended concerns its end; when it
+        is due concerns all of its stored blocks.
         """
         if len(keys) <= most:
-            yield self, 0, keys
+            yield self, keys
             return
         ended, due = replace(self, due_in_s=None), Expected(None, self.due_in_s, None, 0)
         if self.due_in_s is not None:
-            yield due, 0, keys[:most]
+            for first in range(0, len(keys), most):
+                yield due, keys[first : first + most]
         if ended != Expected(None, None, None, 0):
-            yield ended, len(keys) - most, keys[len(keys) - most :]
+            yield ended, keys[len(keys) - most :]
 
 
 def send_hint(prefix: Prefix, expected: Expected) -> int:
     """How many leading blocks of the prefix the daemon has; 0 without an answer."""
-    known = 0
-    for part, first, keys in expected.parts(prefix.chain.keys, prefix.daemon.max_keys):
+    known, most = 0, prefix.daemon.max_keys
+    for part, keys in expected.parts(prefix.chain.keys, most):
         try:
             request = wire.Request(hint=part.of(prefix.key_set(keys)))
             answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
@@ -78,27 +80,43 @@ def send_hint(prefix: Prefix, expected: Expected) -> int:
             return 0
         if isinstance(answer, str):
             return 0
-        known = max(known, answer.hint.known_blocks and first + answer.hint.known_blocks)
-    return known
+        known = answer.hint.known_blocks
+    return known if len(prefix) <= most else lookup(prefix, prefix.daemon.deadline_s).blocks
 
 
 def send_prefetch(prefix: Prefix, in_s: float | None, budget_bytes: int) -> Prefetched:
-    """See `Session.prefetch`. All zero without an answer."""
-    if not len(prefix):
-        return Prefetched()
-    in_ms = 0 if in_s is None else max(0, int(in_s * 1000))
-    blocks = prefix.key_set(prefix.request_keys)
-    request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
-    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
-    if isinstance(answer, str):
-        return Prefetched()
-    return Prefetched(answer.prefetch.resident_blocks, answer.prefetch.scheduled_blocks)
+    """See `Session.prefetch`. What was answered, where an answer is missing."""
+    resident = scheduled = 0
+    in_ms = 0 if in_s is None else int(in_s * 1000)
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        blocks = piece.key_set(piece.chain.keys)
+        request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            return Prefetched(resident, scheduled, answer)
+        reply = answer.prefetch
+        resident, scheduled = resident + reply.resident_blocks, scheduled + reply.scheduled_blocks
+        taken = first + len(piece)
+        if resident + scheduled < min(taken, first + reply.stored_blocks):
+            return Prefetched(resident, scheduled, REASON_LIMIT)
+        if resident + scheduled < taken:
+            break
+        if budget_bytes:
+            budget_bytes -= reply.scheduled_bytes
+            if budget_bytes <= 0:
+                return Prefetched(resident, scheduled, REASON_LIMIT if taken < len(prefix) else "")
+    return Prefetched(resident, scheduled)
 
 
 def send_touch(prefix: Prefix) -> int:
-    """How many of the blocks the daemon has; 0 without an answer."""
-    if not len(prefix):
-        return 0
-    request = wire.Request(touch=wire.Touch(set=prefix.key_set(prefix.request_keys)))
-    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
-    return 0 if isinstance(answer, str) else answer.touch.touched
+    """How many of the leading blocks the daemon has; what it answered, where an answer is missing."""
+    touched = 0
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys)))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            break
+        touched += answer.touch.touched
+        if touched < first + len(piece):
+            break
+    return touched

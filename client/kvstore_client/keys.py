@@ -28,6 +28,7 @@ class Chain:
     keys: BlockKeys
     packed_tokens: bytes | None
     block_tokens: int
+    prompt_tokens: int = 0  # of the whole prompt, with those that fill no block; 0: not known
 
     def tokens_of(self, block: int) -> bytes | None:
         """Packed int32 token ids of one block; None when only keys are known."""
@@ -44,7 +45,7 @@ class Chain:
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
     def part(self, first_block: int, blocks: int) -> Chain:
-        """Some blocks in the middle, to read them: its `parent_of` does not see what is before."""
+        """Some blocks in the middle, to name or read them: its `parent_of` does not see what is before."""
         return Chain(
             self.keys[first_block : first_block + blocks], self.tokens_of_run(first_block, blocks), self.block_tokens
         )
@@ -83,8 +84,8 @@ class KeyChains:
         assert tokens is not None
         packed = pack_tokens(tokens)
         step = block_tokens * TOKEN_BYTES
-        packed = packed[: len(packed) // step * step]
-        return Chain(self._keys_of(packed, group_id), packed, block_tokens)
+        full = packed[: len(packed) // step * step]
+        return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
 
     def _keys_of(self, packed: bytes, group_id: int) -> BlockKeys:
         step = self._fingerprint.block_tokens * TOKEN_BYTES

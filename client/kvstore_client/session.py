@@ -16,7 +16,7 @@ from kvstore_client.connection import Connection
 from kvstore_client.counters import Counters
 from kvstore_client.delete import delete
 from kvstore_client.errors import invalid
-from kvstore_client.get import Get
+from kvstore_client.get import get, lease_stream
 from kvstore_client.hint import Expected, NextStep, send_hint, send_prefetch, send_touch
 from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import LayerStreams, LeaseStream, Order, no_leases
@@ -162,10 +162,15 @@ class Session:
         if prefix is None:
             lease = Lease(reason=REASON_NO_DAEMON)
         elif len(prefix := prefix.head(max_blocks)):
-            lease = Get(prefix, self._counters, self._deadline(deadline_s), verify=verify, clock=self._clock).lease(
+            lease = get(
+                prefix,
+                self._counters,
+                self._deadline(deadline_s),
+                verify=verify,
                 prefault=self._prefault if prefault is None else prefault,
                 promote=promote,
-                prompt_tokens=0 if tokens is None else len(tokens),
+                prompt_tokens=prefix.chain.prompt_tokens,
+                clock=self._clock,
             )
         else:
             lease = Lease()
@@ -192,8 +197,15 @@ class Session:
         prefix = self._prefix(tokens, keys, group)
         if prefix is None or not len(prefix := prefix.head(max_blocks)):
             return no_leases(self._group(group), self._count_get, REASON_NO_DAEMON if prefix is None else "")
-        source = Get(prefix, self._counters, self._deadline(deadline_s), verify=verify, clock=self._clock)
-        return source.stream(order, self._count_get)
+        return lease_stream(
+            prefix,
+            self._counters,
+            self._deadline(deadline_s),
+            order,
+            self._count_get,
+            verify=verify,
+            clock=self._clock,
+        )
 
     def get_layers(
         self,
@@ -328,7 +340,9 @@ class Session:
         Never leaves a hole: see `Deleted` for the blocks that are kept.
         """
         prefix = self._prefix(tokens, keys, group)
-        return Deleted(reason=REASON_NO_DAEMON) if prefix is None else delete(prefix, self._deadline(deadline_s))
+        if prefix is None:
+            return Deleted(reason=REASON_NO_DAEMON)
+        return delete(prefix, self._deadline(deadline_s), clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
         """Where blocks of this session's tenant are, or why they are missing; with `recent_misses`, its last misses.
