@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from kvstore_client.errors import invalid
+from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
 from kvstore_client.lookup import lookup
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_LIMIT, Prefetched
@@ -36,20 +36,19 @@ class Expected:
     answer_tokens: int
 
     def __post_init__(self) -> None:
-        if self.will_continue is not None and not 0.0 <= self.will_continue <= 1.0:
-            raise invalid(f"will_continue must be from 0 to 1, got {self.will_continue}")
-        if self.due_in_s is not None and not 0.0 <= self.due_in_s <= MAX_DUE_S:
-            raise invalid(f"due_in_s must be from 0 to {MAX_DUE_S:.0f} seconds, got {self.due_in_s}")
-        if self.next_step is not None and self.next_step not in NEXT_STEPS:
-            raise invalid(f"next_step {self.next_step!r} is unknown; known: {', '.join(NEXT_STEPS)}")
-        if not 0 <= self.answer_tokens < 1 << 32:
-            raise invalid(f"answer_tokens must be from 0 to 4,294,967,295, got {self.answer_tokens}")
+        if self.will_continue is not None:
+            number_between("will_continue", self.will_continue, 0, 1)
+        if self.due_in_s is not None:
+            number_between("due_in_s", self.due_in_s, 0, MAX_DUE_S)
+        if self.next_step is not None:
+            one_of("next_step", self.next_step, NEXT_STEPS)
+        count("answer_tokens", self.answer_tokens, most=UINT32_MAX)
 
     def of(self, blocks: wire.KeySet) -> wire.Hint:
         return wire.Hint(
             set=blocks,
             will_continue=self.will_continue,
-            due_in_ms=None if self.due_in_s is None else round(self.due_in_s * 1000),
+            due_in_ms=None if self.due_in_s is None else round(float(self.due_in_s) * 1000),
             next_step=NEXT_STEPS[self.next_step] if self.next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
             answer_tokens=self.answer_tokens,
         )
@@ -84,10 +83,10 @@ def send_hint(prefix: Prefix, expected: Expected) -> int:
     return known if len(prefix) <= most else lookup(prefix, prefix.daemon.deadline_s).blocks
 
 
-def send_prefetch(prefix: Prefix, in_s: float | None, budget_bytes: int) -> Prefetched:
+def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
     """See `Session.prefetch`. What was answered, where an answer is missing."""
     resident = scheduled = 0
-    in_ms = 0 if in_s is None else int(in_s * 1000)
+    in_ms = int(in_s * 1000)
     for first, piece in prefix.pieces() if len(prefix) else ():
         blocks = piece.key_set(piece.chain.keys)
         request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))

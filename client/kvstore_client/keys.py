@@ -73,16 +73,11 @@ class KeyChains:
         groups.
         """
         block_tokens = self._fingerprint.block_tokens
-        if (tokens is None) == (keys is None):
-            raise invalid("give either tokens or keys=, not both and not neither")
+        packed = packed_or_keys(tokens, keys)
         if group_id not in self._roots:
             raise invalid(f"the fingerprint has no layer group {group_id}; groups are {sorted(self._roots)}")
-        if keys is not None:
-            if not isinstance(keys, BlockKeys):
-                raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
-            return Chain(keys, None, block_tokens)
-        assert tokens is not None
-        packed = pack_tokens(tokens)
+        if isinstance(packed, BlockKeys):
+            return Chain(packed, None, block_tokens)
         step = block_tokens * TOKEN_BYTES
         full = packed[: len(packed) // step * step]
         return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
@@ -112,6 +107,17 @@ class KeyChains:
             while len(self._recent) > REMEMBERED_CHAINS:
                 self._recent.popitem(last=False)
         return keys
+
+
+def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | BlockKeys:
+    """Return the packed ids, or the keys. Raises KVStoreError(INVALID) unless exactly one is given, as what it is."""
+    if keys is not None and tokens is None:
+        if not isinstance(keys, BlockKeys):
+            raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
+        return keys
+    if tokens is None or keys is not None:
+        raise invalid("give either tokens or keys=, not both and not neither")
+    return pack_tokens(tokens)
 
 
 def _common_blocks(a: bytes, b: bytes, step: int) -> int:

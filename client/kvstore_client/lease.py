@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client import arguments
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
@@ -144,7 +145,7 @@ class Lease:
         if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
         payload = self.payload(block)
-        if not 0 <= layer < count or len(payload) % count:
+        if not 0 <= arguments.count("layer", layer) < count or len(payload) % count:
             raise invalid(f"layer {layer} of {count} cannot be cut from {len(payload)} bytes")
         size = len(payload) // count
         return payload[layer * size : (layer + 1) * size]
@@ -155,7 +156,7 @@ class Lease:
         Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by then (the
         destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
         """
-        if first_block + len(destinations) > len(self.held_blocks):
+        if arguments.count("first_block", first_block) + len(destinations) > len(self.held_blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
         for index, destination in enumerate(destinations, first_block):
             np.copyto(_flat_bytes(destination, self.held_blocks[index].payload_bytes), self.payload(index))
@@ -220,7 +221,10 @@ class Lease:
         """Where a block is. Raises as `payload`."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
-        return self.held_blocks[block]
+        try:
+            return self.held_blocks[block]
+        except TypeError:
+            raise invalid(f"a block is named by its number, got {type(block).__name__}") from None
 
 
 def _usable_s(expires_in_s: float) -> float:
@@ -228,6 +232,8 @@ def _usable_s(expires_in_s: float) -> float:
 
 
 def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
+    if not isinstance(destination, np.ndarray) or destination.dtype.hasobject:
+        raise invalid(f"copy_into needs arrays of numbers, got {type(destination).__name__}")
     if not destination.flags.c_contiguous or not destination.flags.writeable:
         raise invalid("copy_into needs writable C-contiguous destinations")
     if destination.nbytes != expected_bytes:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.call import Call
 from kvstore_client.lease import Lease
@@ -22,6 +22,7 @@ from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Order = Literal["front", "back"]
+ORDERS: Final = ("front", "back")
 _CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that its lease stream was closed
 
 

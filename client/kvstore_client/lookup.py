@@ -43,7 +43,7 @@ def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
         blocks=blocks,
         tokens=blocks * prefix.fingerprint.block_tokens,
         tiers=tuple(tiers),
-        estimated_load_s=sum(load_s[:blocks]),
+        estimated_load_s=sum(load_s[:blocks], 0.0),
         reason=reason if blocks < len(prefix) or not is_known else "",
         load_s=tuple(load_s[:blocks]),
     )
