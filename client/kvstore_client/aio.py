@@ -32,7 +32,8 @@ from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
 from kvstore_client.results import Statistics
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 
 DEFAULT_THREADS = 8
 Submit = Callable[[Callable[[], Any]], Future[Any]]

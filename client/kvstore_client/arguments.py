@@ -20,7 +20,7 @@ UINT64_MAX: Final = (1 << 64) - 1
 
 def seconds(name: str, value: Any) -> float:
     """Return a duration: below 0 is 0, as of a moment that has passed; over a day, `inf` too, is a day."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+    if not _is_number(value) or value != value:
         raise invalid(f"{name} must be a number of seconds, got {_short(value)}")
     return float(max(0.0, min(value, LONGEST_S)))
 
@@ -47,7 +47,7 @@ def count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> 
 
 def number_between(name: str, value: Any, least: float, most: float) -> float:
     """Return a number in a range."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+    if not _is_number(value) or not least <= value <= most:
         raise invalid(f"{name} must be from {least:g} to {most:g}, got {_short(value)}")
     return float(value)
 
@@ -68,6 +68,10 @@ def text(name: str, value: Any, most_bytes: int) -> str:
     if not is_fit:
         raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {_short(value)}")
     return str(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _short(value: Any) -> str:

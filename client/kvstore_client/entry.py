@@ -91,7 +91,7 @@ def _directory(socket: str | os.PathLike[str] | None) -> Path:
 
 
 def _device_memory(device: int | DeviceMemory | None) -> DeviceMemory | None:
-    if device is None or hasattr(device, "mappings"):
+    if device is None or (not isinstance(device, int) and hasattr(device, "mappings")):
         return device
     number = count("device", device, most=UINT32_MAX)
     from kvstore_client.device import DeviceMemory

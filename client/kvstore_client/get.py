@@ -28,7 +28,8 @@ from kvstore_client.results import REASON_LATE, REASON_NO_ARENA, REASON_VERIFY_F
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Grant, Lease
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.token_ids import TokenIds
 
 
 class JoinedGrant:

@@ -15,7 +15,8 @@ import numpy as np
 
 from kvstore_client.errors import invalid
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, TokenIds, block_keys, pack_tokens
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, block_keys, pack_tokens
+from kvstore_proto.token_ids import TokenIds
 
 REMEMBERED_CHAINS = 64
 TOKEN_BYTES = 4

@@ -22,7 +22,7 @@ from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1

@@ -46,7 +46,7 @@ def payload_size(payload: Payload) -> int | None:
     if isinstance(payload, np.ma.MaskedArray) and np.ma.is_masked(payload):
         raise invalid("a payload is a masked array: say what is under the mask, by filled()")
     try:
-        view = memoryview(payload)
+        view = memoryview(payload)  # type: ignore[arg-type]  # an array is a buffer
         nbytes, holds_objects = view.nbytes, "O" in view.format
     except (BufferError, TypeError, ValueError):
         if not isinstance(payload, np.ndarray):

@@ -40,7 +40,8 @@ from kvstore_client.results import (
     Statistics,
 )
 from kvstore_proto.fingerprint import LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
@@ -53,8 +54,9 @@ DEFAULT_PUT_DEADLINE_S = 5.0
 class Session:
     """Made by `connect`. Wherever a method takes tokens it takes `keys=BlockKeys` instead.
 
-    A wrong call raises KVStoreError(INVALID); a miss raises nothing. `group` names a layer group of the fingerprint,
-    the first one by default.
+    A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
+    about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
+    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
     Raises KVStoreError(INVALID) unless each of them is an integer that an int32 can hold.
     """
     if type(tokens) is np.ndarray and tokens.dtype == _INT32 and tokens.ndim == 1:
-        return tokens
+        return tokens  # type: ignore[return-value]  # its type is int32
     if isinstance(tokens, (list, tuple, range)):
         return _of_numbers(tokens)
     return _of_array(_array(tokens))
@@ -47,7 +47,7 @@ def _of_numbers(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
         raise _refused("an id does not fit 32 bits") from None
     except Exception as error:  # of a foreign type's __index__, too
         raise _refused(str(error)) from None
-    for position in np.flatnonzero(ids >> 1 == 0):  # 0 and 1, as a bool would be
+    for position in np.flatnonzero(ids >> 1 == 0).tolist():  # 0 and 1, as a bool would be
         if _is_bool(tokens[position]):
             raise _refused(f"{tokens[position]!r} is no id")
     return ids.astype(np.int32, copy=False)

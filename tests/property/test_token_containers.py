@@ -130,7 +130,7 @@ def test_integers_of_any_width_are_themselves(tokens: Any) -> None:
     ids=lambda tokens: f"{type(tokens).__name__}",
 )
 def test_what_is_no_int32_is_refused(tokens: Any) -> None:
-    with pytest.raises(KVStoreError, match="^tokens must be a flat run of int32 token ids: .") as refused:
+    with pytest.raises(KVStoreError, match=r"^tokens must be a flat run of int32 token ids: .") as refused:
         pack_tokens(tokens)
     assert refused.value.kind is ErrorKind.INVALID and "\n" not in refused.value.message
 
