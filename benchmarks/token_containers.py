@@ -1,8 +1,8 @@
 """Do two prompts ever get one key? Random runs of numbers of every type, in every container, through the one check.
 
-Numbers: ids that fit, ids that are equal once cut to 32 bits, floats, bools, text. Containers: list, tuple, range, array,
-buffer, NumPy's arrays of each type, byte order and stride, torch's tensors where torch is installed. A prompt that is no
-run of int32 must be refused; one that is gets the bytes of its own numbers. Also what packing costs.
+Numbers: ids that fit, ids that are equal once cut to 32 bits, floats, bools, text. Containers: list, tuple, array,
+buffer, NumPy's arrays of each type, byte order and stride, torch's tensors where torch is installed. A prompt that is
+no run of int32 must be refused; one that is gets the bytes of its own numbers. Also what packing costs.
 
     python benchmarks/token_containers.py [--json] [--quick]
 """
@@ -28,24 +28,11 @@ PROMPTS, QUICK_PROMPTS = 1_000_000, 20_000
 FITTING = (0, 1, 5, 7, 255, 32767, 2**31 - 1)
 CUT_ALIKE = (2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**63 - 1, 2**64 - 1, -1, -5, -(2**31), -(2**31) - 1, 5 - 2**32)
 NO_IDS: tuple[Any, ...] = (
-    5.9,
-    5.0,
-    1e300,
-    float("nan"),
-    True,
-    False,
-    "5",
-    "",
-    None,
-    5j,
-    b"5",
-    [5],
-    np.float32(5),
-    np.True_,
+    *(5.9, 5.0, 1e300, float("nan"), True, False, "5", "", None, 5j, b"5", [5]),
+    *(np.float32(5), np.True_),
 )
-NUMPY_TYPES = [
-    order + kind for kind in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8") for order in "<>"
-]
+KINDS = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
+NUMPY_TYPES = [order + kind for kind in KINDS for order in "<>"]
 BUFFER_TYPES = "bBhHiIlLqQfd"
 TORCH_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 
@@ -138,7 +125,9 @@ def _cast(tokens: Any) -> bytes:
 def measure(quick: bool) -> list[Row]:
     """Return how many prompts went wrong, and what packing takes beside a cast."""
     count = QUICK_PROMPTS if quick else PROMPTS
-    wrong = dict(zip(("with the key of another", "that are no ids, taken", "of ids, refused"), shared_keys(count)))
+    wrong = dict(
+        zip(("with the key of another", "that are no ids, taken", "of ids, refused"), shared_keys(count), strict=True)
+    )
     rows = [Row(f"prompts {name}", many, "", count, "prompts", target=0.0) for name, many in wrong.items()]
     return [*rows, *(row for tokens in (2000, 100_000) for row in _speed(tokens))]
 
