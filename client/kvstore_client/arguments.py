@@ -21,7 +21,7 @@ UINT64_MAX: Final = (1 << 64) - 1
 def seconds(name: str, value: Any) -> float:
     """Return a duration: below 0 is 0, as of a moment that has passed; over a day, `inf` too, is a day."""
     if not _is_number(value) or value != value:
-        raise invalid(f"{name} must be a number of seconds, got {_short(value)}")
+        raise invalid(f"{name} must be a number of seconds, got {shown(value)}")
     return float(max(0.0, min(value, LONGEST_S)))
 
 
@@ -37,25 +37,25 @@ def count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> 
     """Return a whole number from `least` to `most`."""
     try:
         given = operator.index(value)
-    except TypeError:
+    except Exception:  # of the value's own making, too
         given = least - 1
     if isinstance(value, bool) or given < least or (most is not None and given > most):
         bounds = f"from {least} on" if most is None else f"from {least} to {most}"
-        raise invalid(f"{name} must be a whole number {bounds}, got {_short(value)}")
+        raise invalid(f"{name} must be a whole number {bounds}, got {shown(value)}")
     return given
 
 
 def number_between(name: str, value: Any, least: float, most: float) -> float:
     """Return a number in a range."""
     if not _is_number(value) or not least <= value <= most:
-        raise invalid(f"{name} must be from {least:g} to {most:g}, got {_short(value)}")
+        raise invalid(f"{name} must be from {least:g} to {most:g}, got {shown(value)}")
     return float(value)
 
 
 def one_of(name: str, value: Any, known: Collection[str]) -> str:
     """Return one of some words."""
     if not isinstance(value, str) or value not in known:
-        raise invalid(f"{name} {_short(value)} is unknown; known: {', '.join(known)}")
+        raise invalid(f"{name} {shown(value)} is unknown; known: {', '.join(known)}")
     return value
 
 
@@ -66,7 +66,7 @@ def text(name: str, value: Any, most_bytes: int) -> str:
     except UnicodeEncodeError:
         is_fit = False
     if not is_fit:
-        raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {_short(value)}")
+        raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {shown(value)}")
     return str(value)
 
 
@@ -74,10 +74,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
-    """The value as Python writes it, on one line of bounded length."""
+def shown(value: Any) -> str:
+    """Return the value as Python writes it, on one line of bounded length."""
     try:
-        shown = " ".join(repr(value).split())
+        written = " ".join(repr(value).split())
     except Exception:  # of the value's own making
-        shown = f"a {type(value).__name__}"
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+        written = f"a {type(value).__name__}"
+    return written if len(written) <= 80 else f"{written[:77]}..."

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvstore_client.arguments import UINT32_MAX, UINT64_MAX, count, one_of, positive_seconds, text
+from kvstore_client.arguments import UINT32_MAX, UINT64_MAX, count, one_of, positive_seconds, shown, text
 from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import DEFAULT_DEADLINE_S, ClientOptions
 from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
@@ -82,11 +82,11 @@ def connect(
 def _directory(socket: str | os.PathLike[str] | None) -> Path:
     try:
         directory = socket_directory(socket)
-        is_path = "\0" not in str(directory)
+        is_path = b"\0" not in os.fsencode(directory)
     except (TypeError, ValueError):
         is_path = False
     if not is_path:
-        raise invalid(f"socket must be the path of a directory, got {socket!r}")
+        raise invalid(f"socket must be the path of a directory, got {shown(socket)}")
     return directory
 
 

@@ -156,6 +156,8 @@ class Lease:
         Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by then (the
         destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
         """
+        if not isinstance(destinations, Sequence) and getattr(destinations, "ndim", 0) < 1:
+            raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
         if arguments.count("first_block", first_block) + len(destinations) > len(self.held_blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
         for index, destination in enumerate(destinations, first_block):

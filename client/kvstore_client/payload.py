@@ -30,13 +30,16 @@ Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
     """Return the payloads of a put, one a block; those of an array of several dimensions are its rows. Raises
     KVStoreError(INVALID) for what is no list of them."""
-    if isinstance(payloads, np.ndarray) and payloads.ndim > 1:
+    if isinstance(payloads, (list, tuple)) or (isinstance(payloads, np.ndarray) and payloads.ndim > 1):
         return list(payloads)
     is_sequence = hasattr(payloads, "__len__") and hasattr(payloads, "__getitem__")
     if not is_sequence or isinstance(payloads, (str, bytes, bytearray, memoryview, np.ndarray, Mapping)):
         what = "None" if payloads is None else f"one {type(payloads).__name__}"
         raise invalid(f"payloads is {what}: give one payload a block, of bytes, an array or a function(dest)")
-    return payloads
+    try:
+        return [payloads[block] for block in range(len(payloads))]
+    except Exception as error:  # of a sequence of another library
+        raise invalid(f"payloads is a {type(payloads).__name__} that cannot be read: {error}") from None
 
 
 def payload_size(payload: Payload) -> int | None:

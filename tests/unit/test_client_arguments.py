@@ -206,6 +206,7 @@ def test_keys_and_leases_take_what_they_are_for(session: Session) -> None:
         for first in (-1, 1.5, 12):
             refusal(lambda first=first: lease.copy_into([room], first))  # type: ignore[misc]
         targets: list[Any] = [bytearray(SIZE), np.empty(SIZE // 8, object), room[::2], None]
+        refusal(lambda: lease.copy_into(5))  # type: ignore[arg-type]
         for target in targets:
             refusal(lambda target=target: lease.copy_into([target]))  # type: ignore[misc]
 
