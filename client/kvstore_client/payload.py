@@ -44,6 +44,8 @@ def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
 def payload_size(payload: Payload) -> int | None:
     """Bytes of a payload; None for a function that will write it. Raises KVStoreError(INVALID) for what is none."""
+    if type(payload) is np.ndarray and not payload.dtype.hasobject:
+        return payload.nbytes
     if callable(payload):
         return None
     if isinstance(payload, np.ma.MaskedArray) and np.ma.is_masked(payload):
