@@ -31,6 +31,7 @@ from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.token_ids import checked_tokens
 
 try:
     import llama_cpp
@@ -166,7 +167,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store the full blocks of a state; those that are stored already are not written again."""
         self._learn()
-        tokens = np.asarray(value.input_ids[: value.n_tokens], np.int32)
+        tokens = checked_tokens(value.input_ids[: value.n_tokens])
         count = len(tokens) // self._block_tokens
         if not count:
             self.last_receipt = "no full block"
@@ -200,7 +201,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
 
     def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
-        return np.asarray(key, np.int32)
+        return checked_tokens(key)
 
     def _learn(self) -> None:
         """What computing the latest prompt took, from where it was not held or restored."""

@@ -33,6 +33,7 @@ from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
+from kvstore_proto.token_ids import checked_tokens
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
 
@@ -359,5 +360,4 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
 
 def _as_tokens(ids: torch.Tensor) -> Tokens:
-    tokens: Tokens = ids[0].to("cpu", torch.int32).numpy()
-    return tokens
+    return checked_tokens(ids[0])
