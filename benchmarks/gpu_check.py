@@ -125,7 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if not options.json:
         print(greeting, flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background ignores the first: what is started would, too
+        signal.signal(number, signal.default_int_handler)
     run = Run(options, device_name)
     records, is_interrupted = run.ask([QUESTIONS[name] for name in options.only or QUESTIONS])
     if options.json:

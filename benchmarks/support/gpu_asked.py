@@ -56,7 +56,7 @@ def asked(
         process.start()
         theirs.close()
         kind, told = _listened(ours, time.monotonic() + for_question_s, hear)
-        _end(process, kind)
+        _end(process, is_stuck=kind in ("late", INTERRUPTED), patience_s=PATIENCE_S * (1 + 2 * (kind == INTERRUPTED)))
         printed = output.read()
     if kind == "answer":
         return Asked({True: YES, False: NO, None: UNKNOWN}[told.holds], told, _both_ends(printed))
@@ -113,13 +113,13 @@ def _ask(name: str, device: int, sizes: Sizes, pipe: Connection, output: str) ->
     sys.stdout.flush()
 
 
-def _end(process: BaseProcess, kind: str) -> None:
-    """Of one that is late, it is printed first where its threads stand."""
-    process.join(PATIENCE_S if kind in ("answer", "died") else 0.0)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+def _end(process: BaseProcess, *, is_stuck: bool, patience_s: float) -> None:
+    """Of one that is stuck, it is printed first where its threads stand."""
+    process.join(0.0 if is_stuck else patience_s)
+    for number, wait_s in ((signal.SIGUSR1, patience_s / 10), (signal.SIGTERM, patience_s)):
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, number)
-            process.join(PATIENCE_S / 4)
+            process.join(wait_s)
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it started

@@ -144,17 +144,19 @@ def bounded(command: Sequence[str], limit_s: float, variables: Mapping[str, str]
         )  # fmt: skip
         try:
             status = process.wait(limit_s - grace_s)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # its time is over, or whoever asks was interrupted
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
-        finally:  # also where whoever asks was interrupted
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        output.seek(0)
-        text = output.read()
-    print(text, flush=True)
+            output.seek(0)
+            text = output.read()
+            print(text, flush=True)
     return status, text
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.gpu_kills import SETTINGS, free_bytes, kill_all, kill_mixed, on_device
+from benchmarks.gpu_kills import SETTINGS, kill_all, kill_mixed, on_device
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
@@ -73,7 +73,7 @@ def test_what_is_not_taken_over_is_given_back(change: str) -> None:
         daemon.kill9()
         daemon.settings = (*SETTINGS, change)
         daemon.restart()
-        assert daemon.tiers()["vram"].blocks == 0 and eventually(lambda: free_bytes() == before_bytes)
+        assert daemon.tiers()["vram"].blocks == 0 and free_bytes(before_bytes) >= before_bytes
         assert change.endswith("off") or daemon.status().counters["warm_dropped_arenas"] > 0
         assert change.endswith("off") or "chunk of GPU memory" in daemon.log
 
