@@ -158,7 +158,9 @@ def _note_static(
 def _tell(per_s: Mapping[tuple[int, str], float]) -> None:
     """What has been measured so far."""
     figures = {f"{batch}, {name}, tokens/s": each for (batch, name), each in sorted(per_s.items())}
-    known("; ".join(f"{name.removesuffix(', tokens/s')} {each:.0f} tokens/s" for name, each in figures.items()), figures)
+    known(
+        "; ".join(f"{name.removesuffix(', tokens/s')} {each:.0f} tokens/s" for name, each in figures.items()), figures
+    )
 
 
 def _current(torch: Any, device: str) -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_MODULE = re.compile(r"(?:ModuleNotFoundError|ImportError): No module named '([\w.]+)'")
+_MODULE = re.compile(r"(?:ModuleNotFoundError|ImportError): (?:No module named '([\w.]+)'|import of ([\w.]+) halted)")
 _OURS = re.compile(r"(kvstore_\w+|kvstored|kvctl|kvengine|tests|benchmarks|support)\b")
 _PACKAGES = {
     "grpc": "grpcio", "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection",
@@ -16,7 +16,8 @@ _PACKAGES = {
 def lacking(text: str) -> str:
     """Which packages are not installed, by the output of Python programs: "" where none is named, and for modules of
     this source tree."""
-    names = {name.partition(".")[0] for name in _MODULE.findall(text) if not _OURS.match(name)}
+    found = ("".join(each).partition(".")[0] for each in _MODULE.findall(text))
+    names = {name for name in found if not _OURS.match(name)}
     packages = sorted(_PACKAGES.get(name, name) for name in names)
     return f"{', '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed" if packages else ""
 

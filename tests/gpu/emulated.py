@@ -59,7 +59,7 @@ def emulated_node(
     with contextlib.suppress(CompileError):
         compiled(PROGRAM)
     variables = {
-        "LD_LIBRARY_PATH": str(driver_directory()),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(driver_directory()), os.environ.get("LD_LIBRARY_PATH")))),
         "EMULATED_CUDA_NODE": f"tier{os.getpid()}-{next(_NODES)}",
         "EMULATED_CUDA_KERNELS": str(shim_library(PROGRAM)),
         "EMULATED_CUDA_MEMORY": str(memory_bytes),

@@ -11,6 +11,7 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import tokens_of
+from tests.reference.free_device_memory import free_bytes
 from tests.reference.nvrtc import need_nvrtc
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import AlignedBuffer, segment_of
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
 from tests.gpu.emulated import emulated_node
+from tests.reference.free_device_memory import free_bytes
 from tests.reference.held_process import held
 from tests.reference.running_daemon import eventually
 
