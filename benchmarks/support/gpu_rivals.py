@@ -28,6 +28,8 @@ def decode_of_rivals(card: Card, batch: int = 32, context: int = 4096, torch_dev
         import torch
     except ImportError:
         return Answer(None, "no rival is here: torch is not installed")
+    if torch_device == "cuda" and not torch.cuda.is_available():
+        return Answer(None, f"no rival is here: torch {torch.__version__} finds no CUDA device")
     case = Decode.of(card, BF16, batch, context)
     ours_s, figures = case.seconds(), {}
     ours = f"decode of {batch} x {context}, ours {speed(figures, 'ours', case.read_bytes, ours_s)}"
