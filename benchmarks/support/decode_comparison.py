@@ -21,6 +21,7 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig
+from kvstore_proto import nvrtc
 from support.decode_models import Subject, in_transformers
 from support.decode_sides import Decoded, Tokens, by_attention_of_torch, by_generate, our_engine, prompts
 from support.gpu_answers import Answer, Sizes, known
@@ -110,7 +111,8 @@ def decode_of_engine(device: str, sizes: Sizes, subject: Subject) -> Answer:
             compiling_s = min(_COMPILING_S, sizes.tools_s / 2)
             found = compared(path, device, sizes, lambda: began_s + compiling_s - time.monotonic())
     except (OperationError, UsageError) as error:
-        return Answer(False, f"{subject.name}: our engine does not run: {error}")
+        holds = None if device.startswith("cuda") and not _has_compiler() else False
+        return Answer(holds, f"{subject.name}: our engine does not run: {error}")
     return verdict(what, sizes, found)
 
 
@@ -161,6 +163,14 @@ def _tell(per_s: Mapping[tuple[int, str], float]) -> None:
     known(
         "; ".join(f"{name.removesuffix(', tokens/s')} {each:.0f} tokens/s" for name, each in figures.items()), figures
     )
+
+
+def _has_compiler() -> bool:
+    try:
+        nvrtc.library()
+    except nvrtc.CompileError:
+        return False
+    return True
 
 
 def _current(torch: Any, device: str) -> contextlib.AbstractContextManager[Any]:
