@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,10 +94,13 @@ class Run:
         record = self._record(question, found.how, found.answer, "" if found.how == YES else found.output)
         self._tell(record)
         if self._kept is not None:
-            with self._kept.open("a") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with self._kept.open("a") as file:
+                    file.write(json.dumps(asdict(record)) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:  # the other answers are printed all the same
+                print(f"gpu-check: this answer is not kept: {error}", file=sys.stderr, flush=True)
         elif found.how == FAILED and not self._options.json:
             print(found.output, end="", file=sys.stderr, flush=True)
         return record
@@ -117,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         device_name, greeting = _device(options.device)
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.out).close()  # it can be written to
     except ImportError as error:
         print(f"gpu-check: {why_not_imported(error)}: docs/gpu.md says what is needed", file=sys.stderr)
         return 2
