@@ -135,8 +135,8 @@ def _answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> t
 
 
 def _difference(expected: torch.Tensor, answered: torch.Tensor) -> float:
-    """Return by how much rows differ, relative to their spread: the median, since a router may choose otherwise for some
-    tokens in any other split."""
+    """Return by how much rows differ, relative to their spread: the median, since in another split a router may choose
+    otherwise for some tokens."""
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     relative = ((answered - expected).norm(dim=-1) / spread.clamp_min(1e-9)).nan_to_num(nan=float("inf"))
     return float(relative.median())

@@ -44,7 +44,8 @@ def kvstore_session(
     `model_id` and `block_tokens` are those of `model_fingerprint`. For a model on a CUDA device the session is opened
     with that `device`. `self_test`: the model computes two short prompts first, once, to prove that it answers from
     restored blocks as without them. Raises KVStoreError(INVALID) for a model whose state cannot be stored, and for a
-    device that cannot be used. Close it when all is done, or use it as a context manager: closing waits for what is being stored.
+    device that cannot be used. Close it when all is done, or use it as a context manager: closing waits for what is
+    being stored.
     """
     inner = inner_model(model)
     fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
