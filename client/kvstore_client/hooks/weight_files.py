@@ -18,7 +18,7 @@ import xxhash
 
 _CHUNK_BYTES = 64 << 20
 _TICK_S = 0.02  # times of files move in steps: a write within the same one as the last would not be seen
-_DELETED = " (deleted)"
+DELETED = " (deleted)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class WeightFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Open `paths` and remember how they look now. Raises OSError."""
-        self.paths = list(paths)
         self._descriptors: list[int] = []
+        self.paths = list(paths)
         try:
             for path in self.paths:
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -64,14 +64,18 @@ class WeightFiles:
         self._digest = self._digest or hashing.hexdigest()
         return hashing.hexdigest()
 
-    def changed(self) -> str:
-        """Return the path of a file that was written to, or cut, since it was opened; empty if none was."""
+    def changed(self, *, by_content: bool = False) -> str:
+        """Return the path of a file that was written to, or cut, since it was opened; empty if none was.
+
+        `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
+        """
         for index, path in enumerate(self.paths):
             try:
                 now = _mark(os.fstat(self._descriptors[index]))
                 if now == self._marks[index]:
                     continue
-                if now[:2] == self._marks[index][:2] and (not self._digest or self.digest() == self._digest):
+                is_same = now[:2] == self._marks[index][:2] and not by_content
+                if is_same and (not self._digest or self.digest() == self._digest):
                     self._marks[index] = now  # another name or other permissions
                     continue
             except OSError:  # a file system that is gone, or a handle that a server no longer knows
@@ -92,7 +96,7 @@ def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> st
     they are: this process maps them, or neither they nor a link to them is younger than the process."""
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)
-        shown = [each for each in mappings if each.path in (real, real + _DELETED)]
+        shown = [each for each in mappings if each.path in (real, real + DELETED)]
         if any(each.path == real and (each.inode == state.st_ino or each.device != state.st_dev) for each in shown):
             continue
         if shown:

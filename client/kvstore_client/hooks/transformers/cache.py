@@ -25,6 +25,7 @@ from kvstore_client.hooks.transformers.compute_times import ComputeTimes
 from kvstore_client.hooks.transformers.copies import BlockCopies
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
+from kvstore_client.hooks.transformers.mapped_weights import written_file
 from kvstore_client.hooks.transformers.report import CacheReport
 from kvstore_client.hooks.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
 from kvstore_client.hooks.transformers.self_test import failure_of, prove
@@ -299,6 +300,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         differs = difference(self._session.fingerprint, self._model)
         if differs:
             return f"the model has changed since the session was opened: {differs}"
+        if written := written_file(self._inner):
+            return f"{written}, from which weights are mapped, was written to: load the model again"
         return failure_of(self._inner, self._session.block_tokens)
 
     def _settle(self) -> bool:
@@ -349,6 +352,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         sequence, blocks = self._sequence, self._count // self._session.block_tokens
         tensor = self._stack.tensor
         if tensor is None or sequence.reason or blocks <= max(sequence.wanted_blocks, sequence.done_blocks):
+            return
+        if written := written_file(self._inner):
+            self._refuse(f"{written}, from which weights are mapped, was written to while they computed")
             return
         if self._session.state != "connected":
             return  # the blocks are announced with a later one, if the daemon comes back meanwhile
