@@ -169,7 +169,7 @@ def test_weights_are_identified_by_content(tmp_path: Path, monkeypatch: pytest.M
 def test_weights_that_changed_after_the_engine_began_are_not_those_that_it_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """vLLM copies weights when it loads them, and says nothing of the file: only that it is older proves which it was."""
+    """vLLM copies weights when it loads them, and does not say of which file: its age alone proves that."""
     folder, current = tmp_path / "blobs" if change == "downloaded" else tmp_path / "v1", tmp_path / "current"
     folder.mkdir()
     named = folder / ("ab" * 32)
