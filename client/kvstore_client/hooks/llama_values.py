@@ -43,12 +43,12 @@ def _values(ggml_type: int, raw: Bytes) -> Floats:
     scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
     if ggml_type == Q8_0:
         return (scale * blocks[:, 2:].view(np.int8)).reshape(-1)
-    at, least = 2, np.float32(0)
+    at, least = 2, np.zeros((1, 1), np.float32)
     if ggml_type in (Q4_1, Q5_1):
         at, least = 4, blocks[:, 2:4].copy().view("<f2").astype(np.float32)
     high = np.zeros((len(blocks), _BLOCK), np.uint8)
     if ggml_type in (Q5_0, Q5_1):
-        high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+        high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") * np.uint8(16)
         at += 4
     packed = blocks[:, at:]
     codes = np.concatenate([packed & 15, packed >> 4], axis=1) | high
