@@ -132,8 +132,8 @@ def test_a_forced_call_is_marked_by_special_tokens_where_there_are_such(kind: in
         constraint.accept(chosen[-1])
     assert (chosen[0], chosen[-1]) == (first, first + 1)
     assert not {first, first + 1} & set(chosen[1:-1])
-    assert next_step(tokenizer, True, chosen) == "tool_call"
-    assert next_step(tokenizer, False, chosen) == next_step(tokenizer, True, chosen[1:]) == "end_of_turn"
+    assert next_step(tokenizer, "tool", chosen) == "tool_call"
+    assert next_step(tokenizer, "person", chosen) == next_step(tokenizer, "tool", chosen[1:]) == "end_of_turn"
     reader, stream = ToolCallReader(), tokenizer.stream(continues=True)
     found = [piece for token in chosen for piece in reader.push(stream.push(token) + marks.unseen.get(token, ""))]
     assert [call.name for call in found if isinstance(call, ToolCall)] == ["f"]

@@ -17,11 +17,10 @@ from kvstore_engine.server.chat_messages import MAX_MESSAGES, Message
 from kvstore_engine.server.completions import Plan
 from kvstore_engine.server.grammars import checked, read_grammar
 from kvstore_engine.server.keys import Caller
-from kvstore_engine.server.messages import Turn
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
 from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
-from kvstore_engine.server.tools import call_grammar
+from kvstore_engine.server.tools import THOUGHT, Turn, call_grammar
 
 MAX_TOOLS = 128
 Tool = dict[str, Any]
@@ -64,18 +63,23 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     grammar = await read_grammar(body.response_format, body.structured_outputs)
     body.check_grammar(grammar)
     tools = [] if body.tool_choice == "none" else body.tools
-    if body.tool_choice not in ("none", "auto"):
+    is_forced = body.tool_choice not in ("none", "auto")
+    if is_forced:
         grammar = await _call_grammar(body, grammar, service)
     text = service.model.render([message.for_template() for message in body.messages], tools or None)
     check_length(text, service, "messages")
     # The template has written its own special tokens.
     tokens = await service.model.encode(text, add_special=False, parse_special=True)
     reads_calls = bool(tools) and service.model.calls_tools
-    renderer = ChatRenderer(service.model, body.n, with_logprobs=body.logprobs, reads_calls=reads_calls)
+    in_thought = text.rstrip().endswith(THOUGHT) and not is_forced  # a forced answer is the call alone
+    renderer = ChatRenderer(
+        service.model, body.n, with_logprobs=body.logprobs, reads_calls=reads_calls, in_thought=in_thought
+    )
     logprobs = body.top_logprobs if body.logprobs else None
     ask = body.ask(renderer.id, tokens, service, caller, param="messages", logprobs=logprobs, grammar=grammar)
     # A call that we cannot read looks like text.
-    turn: Turn = "tool" if reads_calls else "unknown" if tools else "person"
+    called: Turn = "tool_after_thought" if in_thought else "tool"
+    turn: Turn = called if reads_calls else "unknown" if tools else "person"
     return Plan([replace(ask, turn=turn)], renderer, body.stream, body.include_usage)
 
 

@@ -17,18 +17,18 @@ from kvstore_engine.batching import BeamSettings, Event, Finished, Request, Requ
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
-from kvstore_engine.server.tools import next_step
+from kvstore_engine.server.tools import Turn, next_step
 from kvstore_engine.tokenizer import Tokenizer
 
 Refusal = Literal["usage", "overloaded", "failed"]
-Turn = Literal["unknown", "person", "tool"]
 _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings`, and `turn`, who
-    speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person."""
+    speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person;
+    "tool_after_thought": the same, where the prompt has opened a thought."""
 
     id: str
     tokens: Int32Array
@@ -65,7 +65,7 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
         logprobs=header["logprobs"],
         constraint=constrainer.constraint(Grammar(**grammar)) if grammar else None,
         beams=BeamSettings(**beams) if beams else None,
-        next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn == "tool"),
+        next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn),
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 

@@ -112,14 +112,18 @@ class _Message:
 
 
 class ChatRenderer(Renderer):
-    """`reads_calls`: the caller offered tools, and this model's way to call them is known."""
+    """`reads_calls`: the caller offered tools, and this model's way to call them is known. `in_thought`: the prompt has
+    opened a thought, in which the answer begins."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool) -> None:
+    def __init__(
+        self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool, in_thought: bool = False
+    ) -> None:
         super().__init__(model, with_logprobs=with_logprobs)
-        self._messages = [_Message(reader=ToolCallReader() if reads_calls else None) for _ in range(count)]
+        readers = [ToolCallReader(in_thought) if reads_calls else None for _ in range(count)]
+        self._messages = [_Message(reader=reader) for reader in readers]
 
     def opening(self, index: int) -> Json | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
