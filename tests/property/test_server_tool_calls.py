@@ -88,7 +88,8 @@ def _call_at(answer: str, at: int) -> tuple[tuple[str, str], int] | None:
 
 _VALUES = st.recursive(
     st.sampled_from(
-        ["1e400", "-0", "0.12345678901234567890", "1.0", "true", "null", '"a </tool_call> b"', '"\\" <tool_call>\\n\\u00e9"',
+        ["1e400", "-0", "0.12345678901234567890", "1.0", "true", "null", '"a </tool_call> b"',
+         '"\\" <tool_call>\\n\\u00e9"',
          '"\\\\"', '"<think>"', '""']
     ),
     lambda inner: st.lists(inner, max_size=3).map(lambda values: f"[ {', '.join(values)}]")
@@ -109,7 +110,8 @@ _CALLS = st.builds(
     st.sampled_from(["arguments", "parameters"]),
 )
 _PROSE = st.sampled_from(
-    ["a", " ", "\n", "The mark <tool_call> opens", "</tool_call>", "<tool_call>", "<tool", "{", '"name"', "1 < 2 ", "</think>",
+    ["a", " ", "\n", "The mark <tool_call> opens", "</tool_call>", "<tool_call>", "<tool", "{", '"name"', "1 < 2 ",
+     "</think>",
      '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name":"f","arguments":{"x":[1,}}</tool_call>', "🙂 é",
      '<tool_call>{"name":"f","arguments":{}} and', '<tool_call>{"name":"f","more":1}</tool_call>', "<think>"]
 )  # fmt: skip

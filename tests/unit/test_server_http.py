@@ -387,7 +387,7 @@ _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"what": 1}}, "what"),
+    ({"stream": True, "stream_options": {"what": 1}}, "stream_options"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"presence_penalty": 0.5}, "presence_penalty"),

@@ -24,9 +24,9 @@ class ModelConfig:
 
     `rope` is how layers rotate that see everything, `local_rope` those with a window, if otherwise.
     `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
-    `vocabulary`: the tokens that there are; `padding`: rows of embeddings and of the output matrix past the last of
-    them, which stand for no token and get no logits. `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this
-    number of tokens the model must be configured anew (LongRoPE); 0: never.
+    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this
+    number of tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the tokens that there are;
+    `padding`: rows of embeddings and of the output matrix past the last of them, which get no logits.
     """
 
     name: str

@@ -5,8 +5,8 @@ It never rotates.
 
 Su et al., "RoFormer" (2021); linear interpolation by `frequency_scale`; YaRN (Peng et al., 2023) when
 `yarn_extrapolation` is not 0, with the paper's constants: a file's `yarn_ext_factor`, `yarn_attn_factor`,
-`yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier` are llama.cpp's for other architectures; a divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a
-tensor of the file.
+`yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier` are read by llama.cpp for other architectures only; a
+divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a tensor of the file.
 """
 
 import math
@@ -110,7 +110,7 @@ def _factor(keys: Hyperparameters) -> float:
 
 
 def _shrunk(factor: float) -> float:
-    """What undoes `ggml_rope_ext`'s factor where the context is shortened: YaRN raises attention for longer ones alone."""
+    """What undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones alone."""
     return 1.0 / (1.0 + 0.1 * math.log(factor)) if 0 < factor < 1 else 1.0
 
 

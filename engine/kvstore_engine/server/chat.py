@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
-from kvstore_engine.server.body import Flag, Integer, read, unsupported
+from kvstore_engine.server.body import Flag, Integer, not_supported, read, unsupported
 from kvstore_engine.server.chat_messages import MAX_MESSAGES, Message
 from kvstore_engine.server.completions import Plan
 from kvstore_engine.server.grammars import checked, read_grammar
@@ -20,10 +20,11 @@ from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
 from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
+from kvstore_engine.server.tool_choice import Tool, ToolChoice, read_choice
 from kvstore_engine.server.tools import THOUGHT, Turn, call_grammar
 
 MAX_TOOLS = 128
-Tool = dict[str, Any]
+_LOST_MEMBERS = ("audio", "function_call", "refusal", "prefix", "partial")
 
 
 def _functions(tools: list[Any]) -> list[Tool]:
@@ -41,13 +42,33 @@ def _is_function(tool: Any) -> bool:
     return isinstance(function.get("name"), str) and (parameters is None or isinstance(parameters, dict))
 
 
+def _no_lost_members(messages: Any) -> Any:
+    """Refuse what a message says in a member that no template is given."""
+    for message in messages if isinstance(messages, list) else []:
+        lost = [name for name in _LOST_MEMBERS if isinstance(message, dict) and message.get(name)]
+        if lost:
+            raise ValueError(f"has a message with {lost[0]}, which this server does not pass on: leave it out")
+    return messages
+
+
 class ChatBody(SharedBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_no_lost_members)]
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS), AfterValidator(_functions)] = Field([])
-    tool_choice: Any = "auto"
+    tool_choice: Annotated[ToolChoice, BeforeValidator(read_choice)] = ToolChoice()
+    parallel_tool_calls: Flag = True
     logprobs: Flag = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] = 0
+
     modalities: Annotated[Any, unsupported("this model answers in text", ["text"])] = None
+    audio: Annotated[Any, unsupported("this model answers in text")] = None
+    prediction: Annotated[Any, unsupported("every token is computed")] = None
+    web_search_options: Annotated[Any, unsupported("this server searches nothing")] = None
+    functions: Annotated[Any, unsupported("send tools instead", [])] = None
+    function_call: Annotated[Any, unsupported("send tool_choice instead", "auto", "none")] = None
+    verbosity: Annotated[Any, unsupported("ask for it in a message", "medium")] = None
+    add_generation_prompt: Annotated[Any, unsupported("an answer is a new message", True)] = None
+    continue_final_message: Annotated[Any, unsupported("an answer is a new message", False)] = None
+    reasoning_effort: Any = None
 
     @model_validator(mode="after")
     def _combine_logprobs(self) -> ChatBody:
@@ -62,43 +83,44 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     service.model.check_name(body.model)
     grammar = await read_grammar(body.response_format, body.structured_outputs)
     body.check_grammar(grammar)
-    tools = [] if body.tool_choice == "none" else body.tools
-    is_forced = body.tool_choice not in ("none", "auto")
-    if is_forced:
-        grammar = await _call_grammar(body, grammar, service)
+    tools, called = body.tool_choice.among(body.tools)
+    if called:
+        grammar = await _call_grammar(body, called, grammar, service)
     text = service.model.render([message.for_template() for message in body.messages], tools or None)
     check_length(text, service, "messages")
     # The template has written its own special tokens.
     tokens = await service.model.encode(text, add_special=False, parse_special=True)
     reads_calls = bool(tools) and service.model.calls_tools
-    in_thought = text.rstrip().endswith(THOUGHT) and not is_forced  # a forced answer is the call alone
+    in_thought = text.rstrip().endswith(THOUGHT) and not called  # a forced answer is the call alone
     renderer = ChatRenderer(
         service.model, body.n, with_logprobs=body.logprobs, reads_calls=reads_calls, in_thought=in_thought
     )
     logprobs = body.top_logprobs if body.logprobs else None
     ask = body.ask(renderer.id, tokens, service, caller, param="messages", logprobs=logprobs, grammar=grammar)
+    after_call: Turn = "tool_after_thought" if in_thought else "tool"
     # A call that we cannot read looks like text.
-    called: Turn = "tool_after_thought" if in_thought else "tool"
-    turn: Turn = called if reads_calls else "unknown" if tools else "person"
-    return Plan([replace(ask, turn=turn)], renderer, body.stream, body.include_usage)
+    turn: Turn = after_call if reads_calls else "unknown" if tools else "person"
+    one_call = bool(tools) and not called and not body.parallel_tool_calls
+    if one_call:
+        _check_one_call(body, service)
+    return Plan([replace(ask, turn=turn, one_call=one_call)], renderer, body.stream, body.include_usage)
 
 
-async def _call_grammar(body: ChatBody, other: Grammar | None, service: Service) -> Grammar:
-    """What makes the model call one of the tools that `tool_choice` leaves it."""
-    choice = body.tool_choice
-    if choice == "required":
-        chosen = body.tools
-    else:
-        function = choice.get("function") if isinstance(choice, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        chosen = [tool for tool in body.tools if tool["function"]["name"] == name]
-    if not chosen:
-        raise invalid("tool_choice must be none, auto, required, or name one of the tools", "tool_choice")
+def _check_one_call(body: ChatBody, service: Service) -> None:
+    if not service.model.calls_tools:
+        why = "how this model calls tools is not known from its chat template, so calls cannot be counted"
+        raise not_supported("parallel_tool_calls", why)
+    if body.use_beam_search:
+        raise invalid("use_beam_search cannot be combined with parallel_tool_calls false", "parallel_tool_calls")
+
+
+async def _call_grammar(body: ChatBody, called: list[Tool], other: Grammar | None, service: Service) -> Grammar:
+    """What makes the model call one of the tools `called`."""
     if not service.model.calls_tools:
         raise invalid("tool_choice: how this model calls tools is not known from its chat template", "tool_choice")
     if other is not None:
         raise invalid("tool_choice cannot be combined with response_format", "tool_choice")
     if body.use_beam_search:
         raise invalid("use_beam_search cannot be combined with a tool_choice that makes the model call", "tool_choice")
-    grammar = Grammar("lark", call_grammar([tool["function"] for tool in chosen], service.model.call_marks))
+    grammar = Grammar("lark", call_grammar([tool["function"] for tool in called], service.model.call_marks))
     return await checked(grammar, "tools")

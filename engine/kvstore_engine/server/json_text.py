@@ -62,13 +62,12 @@ class JsonObject:
 
     def _token(self, char: str, at: int) -> None:
         expected, closes = self._expected, bool(self._open) and char == _CLOSING[self._open[-1]]
-        if expected in ("object", "value", "first value") and char == "{":
+        takes_value = expected in ("value", "first value")
+        if (char == "{" and expected == "object") or (takes_value and char in "{["):
             self._enter(char, at)
-        elif expected in ("value", "first value") and char == "[":
-            self._enter(char, at)
-        elif (expected in ("value", "first value", "name", "first name")) and char == '"':
+        elif char == '"' and (takes_value or expected in ("name", "first name")):
             self._begin("string", at)
-        elif expected in ("value", "first value") and (char.isalnum() or char == "-"):
+        elif takes_value and (char.isalnum() or char == "-"):
             self._begin("word", at)
         elif expected == "colon" and char == ":":
             self._expected = "value"
