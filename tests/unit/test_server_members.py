@@ -33,7 +33,9 @@ _TEMPLATE = (
 _CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1.50}}\n</tool_call>'
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
 _NAMED = {"type": "function", "function": {"name": "g"}}
-_JSON = {"type": "json_object"}
+_JSON, _SCHEMA = {"type": "json_object"}, {"type": "json_schema"}
+_NONE_OF_THEM = [{"type": "function", "function": {"name": "h"}}]
+_UNKNOWN = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": _NONE_OF_THEM}}
 
 
 class _Engine:
@@ -85,8 +87,8 @@ _REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "text", "json_schema": {}}}, "response_format", "response_format.json_schema"),
     ({"response_format": _JSON | {"json_schema": {"schema": {}}}}, "response_format", "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "response_format.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}}, "response_format", "strikt"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}}, "response_format", "strict"),
+    ({"response_format": _SCHEMA | {"json_schema": {"schema": {}, "strikt": True}}}, "response_format", "strikt"),
+    ({"response_format": _SCHEMA | {"json_schema": {"schema": {}, "strict": "yes"}}}, "response_format", "strict"),
     ({"response_format": _JSON | {"grammar": "x"}}, "response_format", "response_format.grammar"),
     ({"response_format": _JSON | {"schema": {"type": "wrong"}}}, "response_format", "JSON schema"),
     ({"response_format": _JSON | {"schema": {"not": {"type": "string"}}}}, "response_format", "not"),
@@ -109,8 +111,8 @@ _REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "name": "f"}, "tools": _TOOLS}, "tool_choice", "tool_choice"),
     ({"tool_choice": _NAMED | {"mode": "auto"}, "tools": _TOOLS}, "tool_choice", "tool_choice"),
     ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": _TOOLS}, "tool_choice", "tool_choice"),
-    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "h"}}]}},
-      "tools": _TOOLS}, "tool_choice", "tool_choice"),
+    ({"tool_choice": _UNKNOWN, "tools": _TOOLS}, "tool_choice", "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools", "functions"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "functions"),
     ({"tools": _TOOLS, "parallel_tool_calls": False, "use_beam_search": True}, "parallel_tool_calls", "beam"),
     ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "messages", "function_call"),
@@ -198,6 +200,17 @@ def test_without_parallel_calls_an_answer_ends_with_its_first(model: ServedModel
             shown += model.tokenizer.piece(token).decode()
         ends.append(shown)
     assert ends == [text.removesuffix(f"\n{_CALL}"), text]
+
+
+def test_strict_tools_are_kept_to_their_schemas(model: ServedModel, tmp_path: Path) -> None:
+    strict = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}]
+    grammar = _asked(model, tools=strict).grammar
+    assert grammar is not None and grammar.text.startswith("start: part*")
+    forced = _asked(model, tools=strict, tool_choice="required").grammar
+    assert forced is not None and forced.text.startswith('start: "<tool_call>"')
+    other = _opened(tmp_path, "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ messages }}")
+    response, _ = _post(other, _CHAT, {"messages": _MESSAGES, "tools": strict})
+    assert (response.status, response.json()["error"]["param"]) == (400, "tools")
 
 
 def test_a_prompt_that_opens_a_thought_is_answered_in_it(tmp_path: Path) -> None:

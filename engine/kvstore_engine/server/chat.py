@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
 from kvstore_engine.server.body import Flag, Integer, not_supported, read, unsupported
+from kvstore_engine.server.call_grammars import call_grammar, strict_grammar
 from kvstore_engine.server.chat_messages import MAX_MESSAGES, Message
 from kvstore_engine.server.completions import Plan
 from kvstore_engine.server.grammars import checked, read_grammar
@@ -21,7 +22,7 @@ from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
 from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
 from kvstore_engine.server.tool_choice import Tool, ToolChoice, read_choice
-from kvstore_engine.server.tools import THOUGHT, Turn, call_grammar
+from kvstore_engine.server.tools import THOUGHT, Turn
 
 MAX_TOOLS = 128
 _LOST_MEMBERS = ("audio", "function_call", "refusal", "prefix", "partial")
@@ -38,7 +39,9 @@ def _is_function(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         return False
-    parameters = function.get("parameters")
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not (strict is None or isinstance(strict, bool)):
+        return False
     return isinstance(function.get("name"), str) and (parameters is None or isinstance(parameters, dict))
 
 
@@ -86,6 +89,8 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     tools, called = body.tool_choice.among(body.tools)
     if called:
         grammar = await _call_grammar(body, called, grammar, service)
+    elif grammar is None and any(tool["function"].get("strict") for tool in tools):
+        grammar = await _strict_grammar(body, tools, service)
     text = service.model.render([message.for_template() for message in body.messages], tools or None)
     check_length(text, service, "messages")
     # The template has written its own special tokens.
@@ -112,6 +117,15 @@ def _check_one_call(body: ChatBody, service: Service) -> None:
         raise not_supported("parallel_tool_calls", why)
     if body.use_beam_search:
         raise invalid("use_beam_search cannot be combined with parallel_tool_calls false", "parallel_tool_calls")
+
+
+async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -> Grammar:
+    """What keeps calls to the schemas of tools with `strict`."""
+    if not service.model.calls_tools:
+        raise not_supported("tools", "strict, as how this model calls tools is not known from its chat template")
+    grammar = Grammar("lark", strict_grammar([tool["function"] for tool in tools], service.model.call_marks))
+    body.check_grammar(grammar)
+    return await checked(grammar, "tools")
 
 
 async def _call_grammar(body: ChatBody, called: list[Tool], other: Grammar | None, service: Service) -> Grammar:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvstore_engine.constrain import JSON_OPTIONS, special_token
+from kvstore_engine.constrain import special_token
 from kvstore_engine.restore.session import NextStep
 from kvstore_engine.server.json_text import SPACE, JsonObject
 from kvstore_engine.tokenizer import Tokenizer
@@ -45,19 +45,24 @@ class CallMarks:
     """How the marks around a call stand in a grammar: as special tokens, where the vocabulary has such, or as text.
 
     `unseen`: the marks, those of a thought too, that leave no trace in an answer's text, with what they stand for.
+    `thoughts`: how those marks of a thought stand in a grammar that are special tokens.
     """
 
     opening: str
     closing: str
     unseen: dict[int, str]
+    thoughts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallMarks:
         tokens = {mark: special_token(tokenizer, mark) for mark in (OPENING, CLOSING, THOUGHT, THOUGHT_END)}
-        opening, closing, *_ = (json.dumps(mark) if token is None else f"<[{token}]>" for mark, token in tokens.items())
+        opening, closing = (
+            json.dumps(mark) if tokens[mark] is None else f"<[{tokens[mark]}]>" for mark in (OPENING, CLOSING)
+        )
         kinds = tokenizer.vocabulary.kinds
         unseen = {token: mark for mark, token in tokens.items() if token is not None and kinds[token] == CONTROL}
-        return cls(opening, closing, unseen)
+        thoughts = (tokens[mark] for mark in (THOUGHT, THOUGHT_END))
+        return cls(opening, closing, unseen, tuple(f"<[{token}]>" for token in thoughts if token is not None))
 
 
 def understands(template: str) -> bool:
@@ -200,16 +205,3 @@ def _call_of(text: str, read: JsonObject) -> ToolCall | None:
 def _overlap(text: str, mark: str) -> int:
     """How many of the last characters may be the beginning of `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
-
-
-def call_grammar(functions: list[dict[str, Any]], marks: CallMarks) -> str:
-    """A grammar (Lark's syntax, as llguidance reads it) of exactly one call of one of `functions`."""
-    rules = []
-    for number, function in enumerate(functions):
-        name = json.dumps(function["name"], ensure_ascii=False)
-        opening = json.dumps(f'{{"name":{name},"arguments":', ensure_ascii=False)
-        # Each schema stands by itself: what it refers to by "#/$defs/..." is in it.
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
-        rules += [f'call{number}: {opening} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
-    calls = " | ".join(f"call{number}" for number in range(len(functions)))
-    return "\n".join([f'start: {marks.opening} "\\n" ({calls}) "\\n" {marks.closing}', *rules, ""])
