@@ -229,9 +229,7 @@ def _with_marks(special: bool) -> Tokenizer:
         ('<tool_call>{"name": "g", "arguments": {}}', False),
     ],
 )
-def test_calls_of_strict_tools_follow_their_schemas_in_a_free_answer(
-    special: bool, text: str, is_allowed: bool
-) -> None:
+def test_calls_of_strict_tools_follow_their_schemas(special: bool, text: str, is_allowed: bool) -> None:
     tokenizer = _with_marks(special)
     grammar = Grammar("lark", strict_grammar(_FUNCTIONS, CallMarks.of(tokenizer)))
     check_grammar(grammar)

@@ -147,7 +147,8 @@ def test_what_clients_send_by_habit_is_taken(model: ServedModel) -> None:
     habits: dict[str, Any] = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
         "prompt_cache_key": "k", "parallel_tool_calls": True, "logit_bias": {}, "presence_penalty": 0,
-        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0, "tools": None, "audio": None,
+        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0, "tools": None,
+        "audio": None,
         "tool_choice": None, "response_format": {"type": "text"}, "modalities": ["text"], "stop": None, "n": 1,
         "stream_options": None, "functions": None, "function_call": None, "verbosity": "medium", "top_k": -1,
         "skip_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False,

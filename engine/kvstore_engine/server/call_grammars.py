@@ -1,7 +1,7 @@
 """Grammars (Lark's syntax, as llguidance reads it) of answers that call tools.
 
-Owns two: of exactly one call, for requests that force it, and of a free answer whose calls follow their schemas, for tools
-with `strict`. `tools.ToolCallReader` reads what either allows.
+Owns two: of exactly one call, for requests that force it, and of a free answer whose calls follow their schemas, for
+tools with `strict`. `tools.ToolCallReader` reads what either allows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
 
 
 def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Any text, in which the mark of a call is followed by a call of one of `functions`. The arguments of those that are
-    `strict` follow their schemas; the space within a call is the model's, up to 8 characters at a place."""
+    """Any text, in which the mark of a call is followed by a call of one of `functions`.
+
+    The arguments of those that are `strict` follow their schemas; the space within a call is the model's, up to 8
+    characters at a place.
+    """
     rules = [f"TEXT: {_ANYTHING}", _SPACE]
     before = f"TEXT? {marks.opening}"
     if marks.opening.startswith('"'):
@@ -40,11 +43,10 @@ def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str
         part += f" | TEXT? {mark}"
     for number, function in enumerate(functions):
         name = json.dumps(json.dumps(function["name"], ensure_ascii=False), ensure_ascii=False)
-        members = (
-            f'"\\"name\\"" SPACE ":" SPACE {name} SPACE "," SPACE "\\"arguments\\"" SPACE ":" SPACE arguments{number}'
-        )
+        spelt = f'"\\"name\\"" SPACE ":" SPACE {name} SPACE "," SPACE "\\"arguments\\"" SPACE ":"'
         followed = function if function.get("strict") else {}
-        rules += [f'call{number}: "{{" SPACE {members} SPACE "}}"', _arguments(number, followed, is_spaced=True)]
+        rules.append(f'call{number}: "{{" SPACE {spelt} SPACE arguments{number} SPACE "}}"')
+        rules.append(_arguments(number, followed, is_spaced=True))
     return "\n".join(["start: part* TEXT?", f"part: {part}", *rules, ""])
 
 
