@@ -71,9 +71,9 @@ def read_rope(
     dimensions = keys.count("rope.dimension_count", head_dim)
     if dimensions > head_dim or dimensions % 2 or (dimensions < head_dim and not family.partial_rotation):
         raise UnsupportedModel(f"RoPE over {dimensions} of {head_dim} dimensions is not supported")
-    if family.windows and (local := keys.count("rope.dimension_count_swa", dimensions)) != dimensions:
+    if family.windows and (windowed := keys.count("rope.dimension_count_swa", dimensions)) != dimensions:
         raise UnsupportedModel(
-            f"RoPE over {local} dimensions within windows and {dimensions} elsewhere is not supported"
+            f"RoPE over {windowed} dimensions within windows and {dimensions} elsewhere is not supported"
         )
     is_yarn = scaling == "yarn"
     everywhere = RopeConfig(
@@ -100,7 +100,7 @@ def read_rope(
 
 
 def _factor(keys: Hyperparameters) -> float:
-    """How many times longer contexts may be than those of the first training; 0: not said."""
+    """Return how many times longer contexts may be than those of the first training; 0: not said. UnsupportedModel."""
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
     if factor and factor < _LEAST_FACTOR:
         raise UnsupportedModel(
@@ -110,7 +110,7 @@ def _factor(keys: Hyperparameters) -> float:
 
 
 def _shrunk(factor: float) -> float:
-    """What undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones alone."""
+    """Return what undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones alone."""
     return 1.0 / (1.0 + 0.1 * math.log(factor)) if 0 < factor < 1 else 1.0
 
 

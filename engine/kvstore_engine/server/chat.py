@@ -120,7 +120,7 @@ def _check_one_call(body: ChatBody, service: Service) -> None:
 
 
 async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -> Grammar:
-    """What keeps calls to the schemas of tools with `strict`."""
+    """Return the grammar that keeps calls to the schemas of strict tools. ApiError 400 if it cannot be followed."""
     if not service.model.calls_tools:
         raise not_supported("tools", "strict, as how this model calls tools is not known from its chat template")
     grammar = Grammar("lark", strict_grammar([tool["function"] for tool in tools], service.model.call_marks))
@@ -129,7 +129,7 @@ async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -
 
 
 async def _call_grammar(body: ChatBody, called: list[Tool], other: Grammar | None, service: Service) -> Grammar:
-    """What makes the model call one of the tools `called`."""
+    """Return the grammar of one call of one of the tools `called`. ApiError 400 if it cannot be followed."""
     if not service.model.calls_tools:
         raise invalid("tool_choice: how this model calls tools is not known from its chat template", "tool_choice")
     if other is not None:

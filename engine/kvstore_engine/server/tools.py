@@ -24,7 +24,14 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 Turn = Literal["unknown", "person", "tool", "tool_after_thought"]
 _FOREIGN = ("<function=", "<arg_key>")  # of formats with the same marks and other text between them
-_MEMBERS = (set(), {"name"}, {"arguments"}, {"parameters"}, {"name", "arguments"}, {"name", "parameters"})
+_MEMBERS: tuple[set[str], ...] = (
+    set(),
+    {"name"},
+    {"arguments"},
+    {"parameters"},
+    {"name", "arguments"},
+    {"name", "parameters"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,7 @@ class ToolCallReader:
 
 
 def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextStep:
-    """What follows an answer that has ended by itself: a tool, if it calls one that can be read, else a person."""
+    """Return what follows an answer that has ended by itself: a tool, if it calls one that can be read; a person."""
     if turn != "person":
         reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         reader.push(tokenizer.decode(answer, special=True))
@@ -185,8 +192,8 @@ def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextSt
 
 
 def _may_be_call(names: Sequence[str]) -> bool:
-    """Whether an object with members of these names, as they are written, calls a function. One with others does not:
-    they would be lost."""
+    """Return whether an object with members of these names, as they are written, calls a function. One with others does
+    not: they would be lost."""
     read = [json.loads(name) for name in names]
     return len(set(read)) == len(read) and set(read) in _MEMBERS
 
@@ -203,5 +210,5 @@ def _call_of(text: str, read: JsonObject) -> ToolCall | None:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many of the last characters may be the beginning of `mark`."""
+    """Return how many of the last characters may be the beginning of `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
