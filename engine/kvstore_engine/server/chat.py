@@ -48,6 +48,7 @@ class ChatBody(SharedBody):
     tool_choice: Any = "auto"
     logprobs: Flag = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    chat_template_kwargs: dict[str, Any] = Field({})
     modalities: Annotated[Any, unsupported("this model answers in text", ["text"])] = None
 
     @model_validator(mode="after")
@@ -66,7 +67,8 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     tools = [] if body.tool_choice == "none" else body.tools
     if body.tool_choice not in ("none", "auto"):
         grammar = await _call_grammar(body, grammar, service)
-    text = service.model.render([message.for_template() for message in body.messages], tools or None)
+    messages = [message.for_template() for message in body.messages]
+    text = service.model.render(messages, tools or None, body.chat_template_kwargs, body.reasoning_effort)
     check_length(text, service, "messages")
     # The template has written its own special tokens.
     tokens = await service.model.encode(text, add_special=False, parse_special=True)
