@@ -489,7 +489,7 @@ _json = st.recursive(
 _FIELDS = [
     "messages", "prompt", "n", "stop", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens",
     "tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "echo", "priority", "model",
-    "structured_outputs",
+    "structured_outputs", "chat_template_kwargs",
 ]  # fmt: skip
 
 

@@ -61,6 +61,7 @@ class ChatBody(SharedBody):
     parallel_tool_calls: Flag = True
     logprobs: Flag = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    chat_template_kwargs: dict[str, Any] = Field({})
 
     modalities: Annotated[Any, unsupported("this model answers in text", ["text"])] = None
     audio: Annotated[Any, unsupported("this model answers in text")] = None
@@ -91,7 +92,8 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
         grammar = await _call_grammar(body, called, grammar, service)
     elif grammar is None and any(tool["function"].get("strict") for tool in tools):
         grammar = await _strict_grammar(body, tools, service)
-    text = service.model.render([message.for_template() for message in body.messages], tools or None)
+    messages = [message.for_template() for message in body.messages]
+    text = service.model.render(messages, tools or None, body.chat_template_kwargs, body.reasoning_effort)
     check_length(text, service, "messages")
     # The template has written its own special tokens.
     tokens = await service.model.encode(text, add_special=False, parse_special=True)
