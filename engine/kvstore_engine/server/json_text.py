@@ -52,7 +52,7 @@ class JsonObject:
             return self._string(text)
         if self._inside == "word":
             return self._word(text)
-        at = SPACE.match(text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = end_of(SPACE, text, self._at)
         self._at = at
         if at == len(text):
             return False
@@ -103,7 +103,7 @@ class JsonObject:
             self.values.append((self._value, self._at))
 
     def _string(self, text: str) -> bool:
-        at = self._at = _PLAIN.match(text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = self._at = end_of(_PLAIN, text, self._at)
         if at == len(text):
             return False
         if text[at] == '"':
@@ -114,7 +114,7 @@ class JsonObject:
         elif at + 1 == len(text):
             return False
         elif text[at + 1] == "u":
-            digits = _HEX.match(text, at + 2).end()  # type: ignore[union-attr]  # it matches nothing, too
+            digits = end_of(_HEX, text, at + 2)
             if digits < at + 6 and digits == len(text):
                 return False
             self._at = at + 6
@@ -125,7 +125,7 @@ class JsonObject:
         return True
 
     def _word(self, text: str) -> bool:
-        end = _WORD.match(text, self._began).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = end_of(_WORD, text, self._began)
         word = text[self._began : end]
         if end == len(text):
             begun = _BEGUN_NUMBER.fullmatch(word) or any(name.startswith(word) for name in _NAMES)
@@ -146,3 +146,9 @@ class JsonObject:
             self._expected = "colon"
         else:
             self._value_ended()
+
+
+def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where a match of `pattern` in `text` that begins at `at` ends; `at` if there is none."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from kvstore_engine.constrain import special_token
 from kvstore_engine.restore.session import NextStep
-from kvstore_engine.server.json_text import SPACE, JsonObject
+from kvstore_engine.server.json_text import SPACE, JsonObject, end_of
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL
 
@@ -148,7 +148,7 @@ class ToolCallReader:
             return True
         if state == "open":
             return False
-        close = SPACE.match(self._held, self._object.end).end()  # type: ignore[union-attr]  # it matches nothing, too
+        close = end_of(SPACE, self._held, self._object.end)
         rest = self._held[close : close + len(CLOSING)]
         if rest != CLOSING and CLOSING.startswith(rest):
             return False
