@@ -21,13 +21,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class Forms:
     """`text` and `parts` are the roles whose content is read as a text and as a list of parts.
 
-    `system`: system messages are read. `null_content`: a message of calls alone has no content, not an empty text.
-    `words`: those in the template's code.
+    `system` and `developer`: messages of these roles are read. `object_arguments`: those of calls are read as objects.
+    `null_content`: a message of calls alone has no content, not an empty text. `words`: those in the template's code.
     """
 
     text: frozenset[str]
     parts: frozenset[str]
     system: bool = True
+    developer: bool = False
     object_arguments: bool = True
     null_content: bool = False
     words: frozenset[str] = frozenset()
@@ -39,7 +40,7 @@ class Forms:
 
     def _message(self, message: Message) -> Json:
         role = message["role"]
-        if role == "developer" and role not in self.words:
+        if role == "developer" and not self.developer:
             role = "system"
         fields = {name: value for name, value in message.items() if value is not None}
         read: Json = {
