@@ -20,7 +20,7 @@ class Marks:
     """Marks for one conversation."""
 
     def __init__(self) -> None:
-        self._stem = f"kvq{secrets.token_hex(8)}n"  # in no text but by a guess of 64 bits
+        self._stem = f"kvq{secrets.randbits(64)}n"  # in no text but by a guess
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
