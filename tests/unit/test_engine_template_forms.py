@@ -100,7 +100,7 @@ def test_arguments_are_an_object_or_a_text(shown: str, given: object, text: str)
     assert prompt == f"q;f:{text};r;"
 
 
-def test_a_message_of_calls_alone_has_an_empty_text_or_null() -> None:
+def test_a_message_of_calls_alone_has_an_empty_text_or_null_or_nothing() -> None:
     empty = (
         "{% for m in messages %}{{ m.content + '|' }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
@@ -112,6 +112,11 @@ def test_a_message_of_calls_alone_has_an_empty_text_or_null() -> None:
         "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
     )
     assert _render(null, [_said("user", "q"), _called('{"a":1}'), _said("tool", "r")]) == 'q|f{"a":1}r|'
+    absent = (
+        "{% for m in messages %}{% if 'content' in m %}{{ m.content }}|"
+        "{% else %}{{ m.tool_calls[0].function | tojson }}{% endif %}{% endfor %}"
+    )
+    assert _render(absent, [_said("user", "q"), _called("{}")]) == 'q|{"name": "f", "arguments": {}}'
 
 
 def test_calls_that_show_by_their_id_alone_are_shown() -> None:

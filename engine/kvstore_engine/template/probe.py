@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import product
 
 from kvstore_engine.template.environment import TemplateError
-from kvstore_engine.template.forms import Forms, Json
+from kvstore_engine.template.forms import Bare, Forms, Json
 
 Render = Callable[[list[Json], list[Json] | None], str]
 _ONE, _TWO, _KEY, _VALUE = "kvq1sent", "kvq2sent", "kvq3sent", "kvq4sent"
@@ -54,23 +54,28 @@ def probe(render: Render, words: frozenset[str]) -> Forms:
     has_system = _ONE in _prompt(render, [plain("system", _ONE), question])
     developer = {**plain("system", _ONE), "role": "developer"}
     has_developer = "developer" in words and _ONE in _prompt(render, [developer, question])
-    as_object, as_null = _calls(render, question, plain("assistant", ""))
-    answer = {"role": "assistant", "content": None} if as_null else plain("assistant", "")
-    call = _call(answer, _ARGUMENTS[0 if as_object else 1])
+    answers = _answers(plain("assistant", ""))
+    as_object, bare = _calls(render, question, answers)
+    call = _call(answers[bare], _ARGUMENTS[0 if as_object else 1])
     learn("tool", lambda message: [question, call, {**message, "tool_call_id": "call00001"}])
-    return Forms(frozenset(text), frozenset(parts), has_system, has_developer, as_object, as_null, words)
+    return Forms(frozenset(text), frozenset(parts), has_system, has_developer, as_object, bare, words)
 
 
-def _calls(render: Render, question: Json, answer: Json) -> tuple[bool, bool]:
-    """Are a call's arguments read as an object, and is the content of a message without a text read as null?"""
+def _answers(empty: Json) -> dict[Bare, Json]:
+    """Return an answer without a text in each form that it may have."""
+    return {"empty": empty, "null": {"role": "assistant", "content": None}, "absent": {"role": "assistant"}}
+
+
+def _calls(render: Render, question: Json, answers: dict[Bare, Json]) -> tuple[bool, Bare]:
+    """Are a call's arguments read as an object, and what is the content of a message that has calls and no text?"""
     result = {"role": "tool", "tool_call_id": "call00001", "content": "r"}
-    for as_null, arguments in product((False, True), _ARGUMENTS):
-        call = _call({"role": "assistant", "content": None} if as_null else answer, arguments)
+    for (bare, answer), arguments in product(answers.items(), _ARGUMENTS):
+        call = _call(answer, arguments)
         for conversation in ([question, call, result], [question, call]):
             prompt = _prompt(render, conversation)
             if _KEY in prompt and _VALUE in prompt and not _MISWRITTEN.search(prompt):
-                return isinstance(arguments, dict), as_null
-    return True, False
+                return isinstance(arguments, dict), bare
+    return True, "empty"
 
 
 def _call(message: Json, arguments: object) -> Json:
