@@ -22,15 +22,19 @@ from typing import Any
 from support.template_conversations import CONVERSATIONS, Conversation
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"  # those of the model that llama.cpp's server is given
-_SECONDS = 60
+_SECONDS = 300
 
 
 def transformers_prompts(source: str, conversation: Conversation) -> set[str]:
-    """Return the prompts of a conversation in its forms: calls with objects or texts, null or empty content."""
+    """Return the prompts of a conversation in its forms.
+
+    Calls have objects or texts, content is null or empty, and the template is told to think or nothing; llama.cpp's
+    server tells most of them.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     prompts = set()
-    for as_object, empty in product((True, False), (None, "")):
+    for as_object, empty, told in product((True, False), (None, ""), ({}, {"enable_thinking": True})):
         messages, tools = copy.deepcopy(conversation)
         for message in messages:
             if message["content"] is None:
@@ -45,6 +49,7 @@ def transformers_prompts(source: str, conversation: Conversation) -> set[str]:
                 add_generation_prompt=True,
                 bos_token=BOS,
                 eos_token=EOS,
+                **told,
             )
         except Exception:  # a template may fail in any way: that form is refused
             continue

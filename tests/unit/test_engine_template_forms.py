@@ -100,7 +100,7 @@ def test_arguments_are_an_object_or_a_text(shown: str, given: object, text: str)
     assert prompt == f"q;f:{text};r;"
 
 
-def test_a_message_of_calls_alone_has_an_empty_text_or_null() -> None:
+def test_a_message_of_calls_alone_has_an_empty_text_or_null_or_nothing() -> None:
     empty = (
         "{% for m in messages %}{{ m.content + '|' }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
@@ -112,6 +112,11 @@ def test_a_message_of_calls_alone_has_an_empty_text_or_null() -> None:
         "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
     )
     assert _render(null, [_said("user", "q"), _called('{"a":1}'), _said("tool", "r")]) == 'q|f{"a":1}r|'
+    absent = (
+        "{% for m in messages %}{% if 'content' in m %}{{ m.content }}|"
+        "{% else %}{{ m.tool_calls[0].function | tojson }}{% endif %}{% endfor %}"
+    )
+    assert _render(absent, [_said("user", "q"), _called("{}")]) == 'q|{"name": "f", "arguments": {}}'
 
 
 def test_calls_that_show_by_their_id_alone_are_shown() -> None:
@@ -161,6 +166,10 @@ def test_without_a_system_role_the_first_question_has_the_systems_text(source: s
 def test_a_developers_message_is_a_systems_unless_the_template_knows_it() -> None:
     plain = _TURN + "{{ m.content }}{% endfor %}"
     assert _render(plain, [_said("developer", "d"), _said("user", "q")]) == "[system]d[user]q"
+    dropping = (
+        "{% for m in messages %}{% if m.role != 'developer' %}{{ m.role }}:{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert _render(dropping, [_said("developer", "d"), _said("user", "q")]) == "system:duser:q"
     knowing = "{% for m in messages %}{{ '!' if m.role == 'developer' else '?' }}{{ m.content }}{% endfor %}"
     assert _render(knowing, [_said("developer", "d"), _said("user", "q")]) == "!d?q"
 
@@ -228,6 +237,13 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
         _render(last, [_said("user", "q"), _said("assistant", "a")], tools=[_TOOL])
 
 
+def test_a_template_that_fails_without_tools_is_tried_with_one() -> None:
+    source = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}" + _TURN + _LOOP
+    source = "{{ tools[0].type }}:" + source
+    messages = [_said("system", "s"), _said("user", "q")]
+    assert _render(source, messages, tools=[_TOOL]) == "function:f;[system]<s>[user]<q>"
+
+
 def test_the_template_for_tools_is_asked_for_its_own_forms() -> None:
     metadata = {
         "tokenizer.chat_template": _TURN + "{{ m.content }}{% endfor %}",
@@ -245,6 +261,24 @@ def test_the_day_comes_from_the_clock_that_is_given() -> None:
     template = ChatTemplate(source, now=lambda: datetime(2031, 7, 4, 12, 30))
     assert template.render([_said("user", "q")]) == "04 Jul 2031|Jul 04 2031|12:30q"
     assert template.render([_said("user", "q")], variables={"date_string": "today"}) == "today|Jul 04 2031|12:30q"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "asked"),
+    [
+        (
+            "{{ messages[0].content }}{{ '<think>' if enable_thinking else '<think></think>' }}",
+            "<think>",
+            "<think></think>",
+        ),
+        ("{{ messages[0].content }}{{ '<|channel>' if enable_thinking }}", "", ""),
+    ],
+)
+def test_a_template_that_would_close_thoughts_leaves_them_open_unless_it_is_asked(
+    source: str, text: str, asked: str
+) -> None:
+    assert _render(source, [_said("user", "q")]) == "q" + text
+    assert _render(source, [_said("user", "q")], variables={"enable_thinking": False}) == "q" + asked
 
 
 def test_variables_that_a_caller_may_set_are_those_that_the_template_reads() -> None:

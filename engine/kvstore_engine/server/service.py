@@ -6,6 +6,7 @@ Owns the tokenizer and the chat template of one model, and the name that clients
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ class ServedModel:
                 template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
             except TemplateError:
                 template = None
+        if template is not None:
+            with contextlib.suppress(TemplateError):  # each chat is told
+                template.prepare()
         calls_tools = template is not None and tools.understands(template.tool_source)
         others = frozenset({name, path.stem, *aliases})
         longest = max(len(tokenizer.piece(token)) for token in range(len(tokenizer.vocabulary.tokens)))

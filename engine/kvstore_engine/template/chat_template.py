@@ -78,25 +78,38 @@ class ChatTemplate:
                     f"a message needs a role ({', '.join(_ROLES)}) and a text as content, got {message!r}"
                 )
         compiled, forms = self._for_tools if tools else self._for_messages
-        given = {**self._dates(), **(variables or {}), **self._tokens, "add_generation_prompt": add_generation_prompt}
+        given = {
+            **self._defaults(compiled),
+            **(variables or {}),
+            **self._tokens,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
         def prompt_of(said: Sequence[Message], offered: Sequence[Mapping[str, Any]]) -> str:
             return compiled.render({**given, "messages": forms.arrange(said), "tools": list(offered) or None})
 
         prompt = prompt_of(messages, tools or [])
-        marks = Marks(prompt)
+        marks = Marks()
         marks.check(prompt_of(marks.conversation(messages), marks.tools(tools or [])))
         return prompt
+
+    def prepare(self) -> None:
+        """Compile and try the templates now, rather than at the first prompt. TemplateError for one that is broken."""
+        _ = self._for_messages, self._for_tools
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
         """Does a template, the one for requests with tools or the other, read `variable`, which a caller may set?"""
         compiled, _ = self._for_tools if with_tools else self._for_messages
         return variable in compiled.variables and variable not in _OWN
 
-    def _dates(self) -> dict[str, str]:
-        """Return the day as llama.cpp's server gives it to templates, Llama 3.1's for one."""
+    def _defaults(self, compiled: CompiledTemplate) -> dict[str, object]:
+        """Return what a request may set and llama.cpp's server otherwise gives: the day, and leave to think.
+
+        Files in GGUF are tried with that server, and some close the thoughts of a model that is not told to have any.
+        """
         now = self._now()
-        return {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
+        days = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
+        return {**days, "enable_thinking": True} if compiled.closes_thoughts else {**days}
 
     @cached_property
     def _for_messages(self) -> tuple[CompiledTemplate, Forms]:
@@ -110,8 +123,8 @@ class ChatTemplate:
         compiled = CompiledTemplate(source, self._now)
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-            given = {**self._tokens, "messages": messages, "tools": tools, "add_generation_prompt": True}
-            return compiled.render(given)
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+            return compiled.render({**self._defaults(compiled), **self._tokens, **given})
 
         return compiled, probe(render, compiled.words)
 

@@ -34,7 +34,10 @@ class TemplateError(UsageError):
 
 
 class CompiledTemplate:
-    """One template's source, compiled. `words` are the names of fields and variables, and the texts, in its code."""
+    """One template's source, compiled.
+
+    `words` are the names of fields and the texts in its code, `variables` what it reads of its surroundings.
+    """
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
         """Raise TemplateError if `source` is no template. `now` is the clock that `strftime_now` shows."""
@@ -60,6 +63,7 @@ class CompiledTemplate:
             self._template = environment.from_string(tree)
         except JinjaError as error:
             raise TemplateError(f"the model's chat template cannot be compiled: {_line(error)}") from None
+        self.closes_thoughts = "</think>" in source
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.words = frozenset(attributes | texts)

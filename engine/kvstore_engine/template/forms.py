@@ -8,11 +8,12 @@ named here pass through: a template that does not read them takes no notice.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvstore_engine.template.environment import Message, TemplateError
 
 Json = dict[str, Any]
+Bare = Literal["empty", "null", "absent"]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's reasoning: DeepSeek's and most templates', OpenRouter's and vLLM's, gpt-oss's."""
 
@@ -21,15 +22,16 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class Forms:
     """`text` and `parts` are the roles whose content is read as a text and as a list of parts.
 
-    `system`: system messages are read. `null_content`: a message of calls alone has no content, not an empty text.
-    `words`: those in the template's code.
+    `system` and `developer`: messages of these roles are read. `object_arguments`: those of calls are read as objects.
+    `bare`: the content of a message that has calls and no text. `words`: those in the template's code.
     """
 
     text: frozenset[str]
     parts: frozenset[str]
     system: bool = True
+    developer: bool = False
     object_arguments: bool = True
-    null_content: bool = False
+    bare: Bare = "empty"
     words: frozenset[str] = frozenset()
 
     def arrange(self, messages: Sequence[Message]) -> list[Json]:
@@ -39,26 +41,27 @@ class Forms:
 
     def _message(self, message: Message) -> Json:
         role = message["role"]
-        if role == "developer" and role not in self.words:
+        if role == "developer" and not self.developer:
             role = "system"
         fields = {name: value for name, value in message.items() if value is not None}
         read: Json = {
             **fields,
             "role": role,
-            "content": self._content("system" if role == "developer" else role, fields),
+            "content": self._content("system" if role == "developer" else role, fields.get("content")),
         }
         if calls := fields.get("tool_calls"):
             read["tool_calls"] = [self._call(call) for call in calls]
+            if not fields.get("content") and self.bare != "empty":
+                read["content"] = None
+                if self.bare == "absent":
+                    del read["content"]
         given = next((name for name in REASONING if isinstance(read.get(name), str)), None)
         if given is not None and given not in self.words:
             known = next((name for name in REASONING if name in self.words), given)
             read[known] = read.pop(given)
         return read
 
-    def _content(self, role: str, message: Message) -> str | list[Json] | None:
-        content = message.get("content")
-        if not content and message.get("tool_calls") and self.null_content:
-            return None
+    def _content(self, role: str, content: str | list[Json] | None) -> str | list[Json]:
         if isinstance(content, list) and role in self.parts:
             return content
         text = _joined(content or "")

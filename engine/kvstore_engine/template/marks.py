@@ -1,11 +1,13 @@
 """Marks what a conversation says, to see that all of it reaches the prompt.
 
-Owns the marks: a word that stands nowhere in the prompt, put at the end of every text and name. A template that shows a
+Owns the marks: a word that stands in no text, put at the end of every text and name. A template that shows a
 text shows its end, whatever else it does to it: trims it, escapes it, cuts thoughts off its head. A text with white
 space alone says nothing. A text beside tool calls is the template's to leave out, as many do; the calls are not.
 """
 
 import json
+import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +17,10 @@ Json = dict[str, Any]
 
 
 class Marks:
-    """Marks for one conversation; `prompt` is what was rendered of it."""
+    """Marks for one conversation."""
 
-    def __init__(self, prompt: str) -> None:
-        self._stem = next(stem for number in range(len(prompt) + 2) if (stem := f"kvq{number}mark") not in prompt)
+    def __init__(self) -> None:
+        self._stem = f"kvq{secrets.randbits(64)}n"  # in no text but by a guess
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
@@ -34,8 +36,9 @@ class Marks:
 
     def check(self, marked: str) -> None:
         """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation."""
+        shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
-            if mark not in marked:
+            if mark not in shown:
                 hint = '; leave tools out, or send tool_choice "none"' if param == "tools" else ""
                 raise TemplateError(
                     f"{place} does not reach the prompt: the model's chat template leaves it out{hint}", param

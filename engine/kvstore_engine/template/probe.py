@@ -7,10 +7,11 @@ values they touch (`common/jinja/caps.cpp`).
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 
 from kvstore_engine.template.environment import TemplateError
-from kvstore_engine.template.forms import Forms, Json
+from kvstore_engine.template.forms import Bare, Forms, Json
 
 Render = Callable[[list[Json], list[Json] | None], str]
 _ONE, _TWO, _KEY, _VALUE = "kvq1sent", "kvq2sent", "kvq3sent", "kvq4sent"
@@ -32,9 +33,9 @@ def probe(render: Render, words: frozenset[str]) -> Forms:
     text: set[str] = set()
     parts: set[str] = set()
 
-    def learn(role: str, conversation: Callable[[Json], list[Json]], tools: list[Json] | None = None) -> None:
+    def learn(role: str, conversation: Callable[[Json], list[Json]]) -> None:
         def shows(content: object) -> bool:
-            prompt = _prompt(render, conversation({"role": role, "content": content}), tools)
+            prompt = _prompt(render, conversation({"role": role, "content": content}))
             return _ONE in prompt and _TWO in prompt and not _LISTED.search(prompt)
 
         if shows(_PARTS):
@@ -50,24 +51,31 @@ def probe(render: Render, words: frozenset[str]) -> Forms:
     question = plain("user", "q")
     learn("assistant", lambda message: [question, message, question])
     learn("system", lambda message: [message, question])
-    has_system = _ONE in _prompt(render, [plain("system", _ONE), question], None)
-    as_object, as_null = _calls(render, question, plain("assistant", ""))
-    answer = {"role": "assistant", "content": None} if as_null else plain("assistant", "")
-    call = _call(answer, _ARGUMENTS[0 if as_object else 1])
-    learn("tool", lambda message: [question, call, {**message, "tool_call_id": "call00001"}], [_TOOL])
-    return Forms(frozenset(text), frozenset(parts), has_system, as_object, as_null, words)
+    has_system = _ONE in _prompt(render, [plain("system", _ONE), question])
+    developer = {**plain("system", _ONE), "role": "developer"}
+    has_developer = "developer" in words and _ONE in _prompt(render, [developer, question])
+    answers = _answers(plain("assistant", ""))
+    as_object, bare = _calls(render, question, answers)
+    call = _call(answers[bare], _ARGUMENTS[0 if as_object else 1])
+    learn("tool", lambda message: [question, call, {**message, "tool_call_id": "call00001"}])
+    return Forms(frozenset(text), frozenset(parts), has_system, has_developer, as_object, bare, words)
 
 
-def _calls(render: Render, question: Json, answer: Json) -> tuple[bool, bool]:
-    """Are a call's arguments read as an object, and is the content of a message without a text read as null?"""
+def _answers(empty: Json) -> dict[Bare, Json]:
+    """Return an answer without a text in each form that it may have."""
+    return {"empty": empty, "null": {"role": "assistant", "content": None}, "absent": {"role": "assistant"}}
+
+
+def _calls(render: Render, question: Json, answers: dict[Bare, Json]) -> tuple[bool, Bare]:
+    """Are a call's arguments read as an object, and what is the content of a message that has calls and no text?"""
     result = {"role": "tool", "tool_call_id": "call00001", "content": "r"}
-    for as_null, arguments in product((False, True), _ARGUMENTS):
-        call = _call({"role": "assistant", "content": None} if as_null else answer, arguments)
+    for (bare, answer), arguments in product(answers.items(), _ARGUMENTS):
+        call = _call(answer, arguments)
         for conversation in ([question, call, result], [question, call]):
-            prompt = _prompt(render, conversation, [_TOOL])
+            prompt = _prompt(render, conversation)
             if _KEY in prompt and _VALUE in prompt and not _MISWRITTEN.search(prompt):
-                return isinstance(arguments, dict), as_null
-    return True, False
+                return isinstance(arguments, dict), bare
+    return True, "empty"
 
 
 def _call(message: Json, arguments: object) -> Json:
@@ -75,9 +83,10 @@ def _call(message: Json, arguments: object) -> Json:
     return {**message, "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}
 
 
-def _prompt(render: Render, messages: list[Json], tools: list[Json] | None) -> str:
-    """Return what comes of `messages`: nothing if they are refused."""
-    try:
-        return render(messages, tools)
-    except TemplateError:
-        return ""
+def _prompt(render: Render, messages: list[Json]) -> str:
+    """Return what comes of `messages`, with a tool if they have calls, or are refused without; "" if refused."""
+    has_calls = any("tool_calls" in message for message in messages)
+    for tools in ([_TOOL],) if has_calls else (None, [_TOOL]):
+        with suppress(TemplateError):
+            return render(messages, tools)
+    return ""
