@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.server import tools
 from kvstore_engine.server.api_errors import ApiError, invalid, unknown_model
@@ -40,7 +40,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def open(cls, path: Path, name: str, aliases: tuple[str, ...]) -> ServedModel:
+    def open(cls, path: Path | OpenFile, name: str, aliases: tuple[str, ...]) -> ServedModel:
         """Read the file's metadata. Raises GGUFError, UnsupportedModel and TokenizerError."""
         with GGUFFile.open(path) as file:
             config = ModelConfig.from_gguf(file)
@@ -55,7 +55,7 @@ class ServedModel:
             except TemplateError:
                 template = None
         calls_tools = isinstance(source, str) and tools.understands(source)
-        others = frozenset({name, path.stem, *aliases})
+        others = frozenset({name, file.path.stem, *aliases})
         longest = max(len(tokenizer.piece(token)) for token in range(len(vocabulary.tokens)))
         return cls(
             name, others, tokenizer, template, config.vocabulary, calls_tools, tools.CallMarks.of(tokenizer), longest
