@@ -152,8 +152,18 @@ def test_without_a_digest_nothing_is_known_of_a_touched_file(path: Path, touch: 
             watch.digest()
 
 
+def test_a_touch_that_the_digest_saw_first_still_counts(path: Path) -> None:
+    with GGUFFile.open(path) as file:
+        watch = FileWatch(file)
+        watch.digest()
+        _touched(path)
+        watch.digest()
+        assert not watch.check(), "what the caller of check has read in between may be wrong"
+        assert watch.check()
+
+
 class _TouchedWhileRead(GGUFFile):
-    """As a file that somebody writes to behind the reader's back."""
+    """A file that `then` changes once it was read."""
 
     then: Callable[[Path], None]
 
@@ -194,7 +204,7 @@ def test_a_handed_file_is_the_one_that_was_opened(path: Path) -> None:
             assert second.digest() == digest
             np.testing.assert_array_equal(second.file.data, first.file.data)
         with pytest.raises(FileChanged), _handed(file, None).taken_over():
-            pass  # nobody knows what the first process has read of it
+            pass  # without a digest nothing shows what the first process has read
 
 
 @pytest.mark.parametrize("change", _CHANGES)
@@ -223,7 +233,7 @@ def test_the_digest_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_file_that_is_being_written_to_is_not_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: os.utime(path))
     os.utime(path)
-    with pytest.raises(FileChanged, match="somebody is writing to this file"):
+    with pytest.raises(FileChanged, match="another program is writing to this file"):
         OpenFile.open(path)
 
 

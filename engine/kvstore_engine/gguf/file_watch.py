@@ -20,7 +20,8 @@ class FileWatch:
     """Watches `file`, which the caller closes. `expected` is the digest that another process of this engine computed
     from the same descriptor. Without one the first `digest` counts, if the file was not touched since it was opened.
 
-    Any thread may call it. A change is final: every later call raises FileChanged, too.
+    `digest` is for any thread, `check` for the one that computes. A change is final: every later call raises
+    FileChanged, too.
     """
 
     def __init__(self, file: GGUFFile, expected: FileDigest | None = None) -> None:
@@ -28,7 +29,7 @@ class FileWatch:
         self._known = file.source.identity
         self._digest = expected
         self._lock = threading.Lock()
-        self._is_final = False
+        self._is_final, self._is_touched = False, False
 
     def digest(self) -> FileDigest:
         """Return the digest; the whole file is read for it the first time. FileChanged if the file is not what was
@@ -47,18 +48,20 @@ class FileWatch:
                 if self._digest not in (None, found):
                     raise self._changed()
                 if self.file.source.current_identity() == before:
+                    self._is_touched |= before != self._known
                     self._known, self._digest = before, found
                     return found
             raise self._changed()
 
     def check(self) -> bool:
-        """Return whether nobody has touched the file since the last call, or since it was opened. False: it was
-        touched, and holds the same bytes now, but what was read in between may be wrong. FileChanged if it does not."""
+        """Return whether the file was left alone since the last `check`, or since it was opened. False: it was touched,
+        and holds the same bytes now, but what was read in between may be wrong. FileChanged if its bytes are others."""
         if self._is_final:
             raise self._changed()
-        if self._is_as_known():
+        if self._is_as_known() and not self._is_touched:
             return True
         self.digest()
+        self._is_touched = False
         return False
 
     def require_untouched(self) -> None:

@@ -2,7 +2,8 @@
 
 Owns the descriptor and the identity that `fstat` gives. It never reads what the file holds. A path may lead to another
 file at any time; a descriptor does not, so it is handed on to child processes instead of the path. What is written to
-the file itself changes its identity: Linux sets the time of the last change at every write, and nobody can set it back.
+the file itself changes its identity: Linux sets the time of the last change at every write, and has no call to set it
+back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class FileChanged(OperationError):
 
 
 class FileIdentity(NamedTuple):
-    """What `fstat` says of a file. `changed_ns` also moves when the file is renamed, linked, or given to somebody."""
+    """What `fstat` says of a file. `changed_ns` also moves with its names, its owner and its mode."""
 
     device: int
     inode: int
@@ -44,8 +45,8 @@ class OpenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open `path`. GGUFError if that cannot be done, or it is no regular file; FileChanged for a file that somebody
-        is writing to."""
+        """Open `path`. GGUFError if that cannot be done, or it is no regular file; FileChanged for a file that
+        is being written to."""
         path = Path(path)
         try:
             # Not blocking: a pipe would wait for its writer.
@@ -75,15 +76,16 @@ class OpenFile:
     def settled_identity(self) -> FileIdentity:
         """Return the identity now, such that every later write leads to another one. FileChanged if the file does not
         stay as it is for a moment."""
-        with contextlib.suppress(OSError):
-            # Pages that somebody has mapped and written to are written out: the next write to one is noticed again.
-            os.fdatasync(self.descriptor)
         for _ in range(_MOST_STEPS):
             found = _identity(self.descriptor)
-            if not 0 <= time.time_ns() - found.changed_ns < _TIMER_STEP_NS:
-                return found
-            time.sleep(_TIMER_STEP_NS / 1e9)
-        raise FileChanged(f"{self.path}: somebody is writing to this file: wait until it is complete")
+            if abs(time.time_ns() - found.changed_ns) < _TIMER_STEP_NS:
+                time.sleep(_TIMER_STEP_NS / 1e9)
+                continue
+            with contextlib.suppress(OSError):
+                # Writes through a map are noticed at the first one to a page that is on disk: so all pages have to be.
+                os.fdatasync(self.descriptor)
+            return found
+        raise FileChanged(f"{self.path}: another program is writing to this file: wait until it is complete")
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays mapped."""

@@ -114,7 +114,7 @@ def _write(file: GGUFFile, target_type: str, path: Path) -> None:
                 out.write(piece)
                 at += piece.nbytes
         out.write(bytes(-at % alignment))
-        watch.require_untouched()  # since it was opened: its name tells which file this was made from
+        watch.require_untouched()  # since it was opened: the name of the result holds its digest
 
 
 def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:

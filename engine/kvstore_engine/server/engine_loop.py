@@ -68,8 +68,8 @@ class EngineLoop:
         self.send({"fatal": {"kind": kind, "message": str(error)}})
 
     def run(self, serving: Serving) -> None:
-        """Until the HTTP process closes its end, or the model's file is found changed, which it is told at once: what
-        was computed before is still to be stored."""
+        """Drive `serving` until the HTTP process closes its end, or the model's file has changed. That is sent at once:
+        what was computed before the change is still to be stored."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         try:
