@@ -157,7 +157,7 @@ def one_round(rounds: Rounds, way: str, killed: str) -> None:
         pids = {"worker": health["worker"]["pid"], "scheduler": health["engine"]["pid"], "http": server.process.pid}
         steps = [lambda: WAYS[way](files, other)]
         if killed != "nothing":
-            steps.insert(chance.randrange(2), lambda: os.kill(pids[killed], signal.SIGKILL))
+            steps.insert(chance.randrange(2), lambda: _kill(pids[killed]))
         asking = threading.Thread(target=rounds.ask, args=(server,))
         asking.start()
         for step in steps:
@@ -173,6 +173,11 @@ def one_round(rounds: Rounds, way: str, killed: str) -> None:
     if killed == "http":  # what the path leads to now has a digest of its own, or is no model
         with contextlib.suppress(*Failed), _served(rounds) as server:
             rounds.ask(server, is_original=files.has_weights_of_original())
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # a worker whose file was cut may have ended by that
+        os.kill(pid, signal.SIGKILL)
 
 
 def _settle(server: RunningServer) -> None:
