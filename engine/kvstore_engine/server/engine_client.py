@@ -187,6 +187,7 @@ class EngineClient:
             await self._restart_for_ever()
         except FileChanged as error:
             self.state, self.trouble = "stopped", str(error)
+            self.worker = self.worker and {**self.worker, "state": "dead"}
             _log.error("%s; nothing more is answered or stored", self.trouble)
             self._fail_all(unavailable(self.trouble, _STOPPED_RETRY_S))
             await self._end(patiently=True)

@@ -23,7 +23,7 @@ from kvstore_engine.server.frames import FrameReader, Header, encode, unpack_tok
 from kvstore_engine.server.messages import Failure, Refusal, events_headers, request_of
 from kvstore_engine.worker import WorkerNotice
 
-_IDLE_MS = 1000  # between two looks at the model's file while nothing is computed
+_LOOK_S = 1  # between two looks at the model's file while nothing is computed
 _log = logging.getLogger(__name__)
 
 
@@ -72,13 +72,14 @@ class EngineLoop:
         what was computed before the change is still to be stored."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
+        look_s = time.monotonic() + _LOOK_S
         try:
             while True:
                 worker = serving.worker
                 handles = [] if worker is None else [worker.fileno()]
                 for handle in handles:
                     poll.register(handle, select.POLLIN)
-                ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else _IDLE_MS)}
+                ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else 1000 * _LOOK_S)}
                 for handle in handles:
                     poll.unregister(handle)
                 if self._connection.fileno() in ready:
@@ -87,8 +88,9 @@ class EngineLoop:
                     worker.revive()
                 if serving.engine.has_work:
                     self._step(serving)
-                else:
+                elif time.monotonic() >= look_s:
                     serving.watch.check()
+                    look_s = time.monotonic() + _LOOK_S
         except FileChanged as error:
             self.fail(error)
         except (EOFError, ConnectionError):
