@@ -1,14 +1,15 @@
 """Does a server store or answer anything wrong when its model's file changes, and its processes are killed?
 
-Each round starts `kvengine serve` over a fresh copy of a tiny random model, with one kvstored for all rounds. While an
+`kvengine serve` runs over a copy of a tiny random model, with one kvstored for all rounds. In each round, while an
 answer is computed, the file is changed in a way that chance chooses (another model is renamed over it, it is
 overwritten, cut, written to through a map or another name, ...), and one of the server's processes is killed, or none,
 before or after. Then it is asked again. A server whose HTTP process was killed is started again, as a supervisor would.
-At the end of a round every block that the daemon holds under the untouched file's fingerprint is compared, byte by
+At the end of a server every block that the daemon holds under the untouched file's fingerprint is compared, byte by
 byte, with what an engine of its own computed from the untouched file; so is every answer.
 
 The last line of standard output is the result: with --json one object, else a table. Progress goes to standard error.
-Exit status: 0 nothing was wrong; 1 a block or an answer was; 2 the command line is wrong. A round takes some 5 s.
+Exit status: 0 nothing was wrong; 1 a block or an answer was; 2 the command line is wrong; 130 interrupted, with the
+figures so far. A round takes some 5 s.
 
     python benchmarks/model_replaced.py --rounds 200 --json
     python benchmarks/model_replaced.py --rounds 20 --seed 7 --ways "overwritten,renamed over" --killed worker
@@ -28,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,45 +82,66 @@ class Tally:
 
 
 class Rounds:
-    """All that the rounds share. `compare` ends each of them."""
+    """All that the rounds share. One server lasts until its file's bytes or its HTTP process are lost."""
 
     def __init__(self, folder: Path, daemon: BenchDaemon, chance: random.Random, stack: ExitStack) -> None:
-        self.folder, self.daemon, self.chance, self.tally = folder, daemon, chance, Tally()
+        self.daemon, self.chance, self.tally = daemon, chance, Tally()
         self.files = ModelFiles(folder)
-        self.truth = Truth(self.files.original, stack)
-        self._session: Session = stack.enter_context(daemon.connect(self.truth.fingerprint))
+        self._folder = folder
+        self._server: RunningServer | None = None
+        self._truth = Truth(self.files.original, stack)
+        self._session: Session = stack.enter_context(daemon.connect(self._truth.fingerprint))
         self._expected: list[TrueAnswer] = []
         self._blocks: set[bytes] = set()
+        stack.callback(self.end_server)
 
-    def prompt(self) -> str:
-        """Words that no other prompt begins with."""
-        number = len(self._expected)
-        return f"{number} of {self.chance.random()}: " + " ".join(self.chance.choices(_WORDS, k=60))
+    def server(self, *, behind_a_link: bool) -> RunningServer:
+        """The server over the original, whose path leads to it, perhaps by a symbolic link."""
+        self.files.place(is_new=self._server is None, behind_a_link=behind_a_link)
+        if self._server is None:
+            self._server = self.new_server()
+        return self._server
 
-    def ask(self, server: RunningServer, *, is_original: bool = True) -> None:
-        """Ask something new, and judge the answer if the server has the original."""
-        prompt = self.prompt()
+    def new_server(self) -> RunningServer:
+        """Another server over what the path leads to."""
+        options = ("--kvstore", str(self.daemon.socket_dir), *_SERVE)
+        return RunningServer(self._folder, self.files.path, *options)
+
+    def end_server(self) -> None:
+        """End the server, which first stores what it holds."""
+        if self._server is not None:
+            _end(self._server)
+            self._server = None
+
+    def question(self, *, is_original: bool = True) -> Callable[[RunningServer], None]:
+        """What asks a server something new, and judges the answer if it is to have the original's weights."""
+        words = " ".join(self.chance.choices(_WORDS, k=60))
+        prompt, expected = f"{self.chance.random()}: {words}", None
         if is_original:
-            self._expected.append(self.truth.answer(prompt))
-        expected = self._expected[-1].text if is_original else None
-        self.tally.answers[_outcome(server, prompt, expected)] += 1
+            self._expected.append(self._truth.answer(prompt))
+            expected = self._expected[-1].text
+
+        def ask(server: RunningServer) -> None:
+            self.tally.answers[_outcome(server, prompt, expected)] += 1
+
+        return ask
 
     def compare(self) -> None:
         """Compare what the daemon holds under the original's fingerprint with what the original computes."""
         for answer in self._expected:
             self._compare(answer)
         self._expected.clear()
-        of = admin_pb2.BlocksRequest(model=self.truth.fingerprint.digest().hex())
+        of = admin_pb2.BlocksRequest(model=self._truth.fingerprint.digest().hex())
         totals = self.daemon.admin("BlockTotals", admin_pb2.BlockTotalsRequest(of=of, by="model"))
         self.tally.unknown = totals.blocks - len(self._blocks)
 
     def _compare(self, answer: TrueAnswer) -> None:
-        size = self.truth.fingerprint.block_tokens
+        size = self._truth.fingerprint.block_tokens
         with self._session.get(answer.tokens, deadline_s=30.0) as lease:
             for block in range(len(lease)):
                 came = np.array(lease.payload(block)).view(np.uint8).reshape(-1)
                 self.tally.compared += 1
-                self.tally.different += not np.array_equal(came, self.truth.payload(answer.tokens, block))
+                self.tally.different += not np.array_equal(came, self._truth.payload(answer.tokens, block))
                 self._blocks.add(answer.tokens[: (block + 1) * size].tobytes())
 
 
@@ -134,45 +156,50 @@ def _outcome(server: RunningServer, prompt: str, expected: str | None) -> str:
     return "right" if expected in (None, body["choices"][0]["text"]) else "wrong"
 
 
-@contextlib.contextmanager
-def _served(rounds: Rounds) -> Iterator[RunningServer]:
-    options = ("--kvstore", str(rounds.daemon.socket_dir), *_SERVE)
-    server = RunningServer(rounds.folder, rounds.files.path, *options)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop()  # what it holds is stored first
-        server.close()
+def _end(server: RunningServer) -> None:
+    if server.process.poll() is None:
+        server.stop()
+    server.close()
 
 
 def one_round(rounds: Rounds, way: str, killed: str) -> None:
     """A server, its file changed in `way`, its process `killed`, and what is answered and stored after that."""
     chance, files = rounds.chance, rounds.files
-    files.place(behind_a_link=way == "link turned" or chance.random() < 0.3)
-    other = chance.choice(sorted(files.others))
-    with _served(rounds) as server:
-        rounds.ask(server)
-        health = server.health()
-        pids = {"worker": health["worker"]["pid"], "scheduler": health["engine"]["pid"], "http": server.process.pid}
-        steps = [lambda: WAYS[way](files, other)]
-        if killed != "nothing":
-            steps.insert(chance.randrange(2), lambda: _kill(pids[killed]))
-        asking = threading.Thread(target=rounds.ask, args=(server,))
-        asking.start()
-        for step in steps:
-            time.sleep(chance.uniform(0, 0.1))
-            step()
-        asking.join()
-        if killed == "http":
-            server.process.wait()
-        else:
-            _settle(server)
-            rounds.ask(server)
-            rounds.ask(server)
-    if killed == "http":  # what the path leads to now has a digest of its own, or is no model
-        with contextlib.suppress(*Failed), _served(rounds) as server:
-            rounds.ask(server, is_original=files.has_weights_of_original())
+    other, first, beside = chance.choice(sorted(files.others)), rounds.question(), rounds.question()
+    server = rounds.server(behind_a_link=way == "link turned" or chance.random() < 0.3)
+    first(server)
+    health = server.health()
+    pids = {"worker": health["worker"]["pid"], "scheduler": health["engine"]["pid"], "http": server.process.pid}
+    steps: list[Callable[[], None]] = [lambda: WAYS[way](files, other)]
+    if killed != "nothing":
+        steps.insert(chance.randrange(2), lambda: _kill(pids[killed]))
+    asking = threading.Thread(target=beside, args=(server,))
+    asking.start()
+    for step in steps:
+        time.sleep(chance.uniform(0, 0.1))
+        step()
+    asking.join()
+    if killed == "http":
+        server.process.wait()
+        _start_again(rounds)
+    else:
+        is_ready = _settle(server)
+        for _ in range(2):
+            rounds.question()(server)
+        if is_ready and server.request("GET", "/health")[0] == 200:
+            return  # it goes on with the original's bytes
+    rounds.end_server()
+    rounds.compare()
+
+
+def _start_again(rounds: Rounds) -> None:
+    """Have a supervisor start the server again: what the path leads to now has its own digest, or is no model."""
+    with contextlib.suppress(*Failed):
+        server = rounds.new_server()
+        try:
+            rounds.question(is_original=rounds.files.has_weights_of_original())(server)
+        finally:
+            _end(server)
 
 
 def _kill(pid: int) -> None:
@@ -180,32 +207,28 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _settle(server: RunningServer) -> None:
-    """Wait until the server answers again, or says that it will not."""
+def _settle(server: RunningServer) -> bool:
+    """Wait until the server answers again (True), or says that it will not."""
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         status, body, _ = server.request("GET", "/health")
         if status == 200 or body["engine"]["state"] == "stopped":
-            return
+            return status == 200
         time.sleep(0.05)
     raise SystemExit(f"the server neither answers nor gives up:\n{server.log}")
 
 
-def run(options: argparse.Namespace) -> Tally:
-    chance = random.Random(options.seed)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-model-")))
-        daemon = stack.enter_context(bench_daemon(*_SETTINGS))
-        rounds = Rounds(folder, daemon, chance, stack)
-        for number in range(1, options.rounds + 1):
-            way, killed = chance.choice(options.ways), chance.choice(options.killed)
-            one_round(rounds, way, killed)
-            rounds.compare()
-            tally = rounds.tally
-            tally.rounds, tally.ways[way], tally.killed[killed] = number, tally.ways[way] + 1, tally.killed[killed] + 1
-            came = f"{tally.compared} blocks and {sum(tally.answers.values())} answers, {tally.wrong} wrong"
-            progress(f"round {number} of {options.rounds} ({way}; {killed} killed): {came}")
-        return rounds.tally
+def run(options: argparse.Namespace, rounds: Rounds) -> None:
+    """All rounds; what they find is in the tally, also if they are interrupted."""
+    tally, chance = rounds.tally, rounds.chance
+    for number in range(1, options.rounds + 1):
+        way, killed = chance.choice(options.ways), chance.choice(options.killed)
+        one_round(rounds, way, killed)
+        tally.rounds, tally.ways[way], tally.killed[killed] = number, tally.ways[way] + 1, tally.killed[killed] + 1
+        came = f"{tally.compared} blocks and {sum(tally.answers.values())} answers, {tally.wrong} wrong"
+        progress(f"round {number} of {options.rounds} ({way}; {killed} killed): {came}")
+    rounds.end_server()
+    rounds.compare()
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -233,10 +256,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background job has it ignored
         signal.signal(number, signal.default_int_handler)
     began_s = time.monotonic()
-    tally = run(options)
-    result = {"seed": options.seed, **tally.as_json(), "seconds": round(time.monotonic() - began_s, 1)}
+    status = 0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-model-")))
+        daemon = stack.enter_context(bench_daemon(*_SETTINGS))
+        rounds = Rounds(folder, daemon, random.Random(options.seed), stack)
+        try:
+            run(options, rounds)
+        except KeyboardInterrupt:
+            status = 130
+    result = {"seed": options.seed, **rounds.tally.as_json(), "seconds": round(time.monotonic() - began_s, 1)}
     print(json.dumps(result) if options.json else render_facts([(key, str(value)) for key, value in result.items()]))
-    return int(tally.wrong > 0)
+    return status or int(rounds.tally.wrong > 0)
 
 
 if __name__ == "__main__":

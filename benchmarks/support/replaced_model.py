@@ -42,7 +42,7 @@ _OTHERS = {
 
 
 class ModelFiles:
-    """The served model `path` in `folder`, new for each round; `original` and `others` stay as they are."""
+    """The served model `path` in `folder`; `original` and `others` stay as they are."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self._target = folder / "live.gguf", folder / "target.gguf"
@@ -50,17 +50,24 @@ class ModelFiles:
         self.others = {
             name: write_model(folder / f"{name.replace(' ', '-')}.gguf", model) for name, model in _OTHERS.items()
         }
-        self._new = folder / "new.gguf"
+        self._new, self._link, self._kept = (folder / f"{name}.gguf" for name in ("new", "link", "kept"))
 
-    def place(self, *, behind_a_link: bool) -> None:
-        """The original at `path`, as a file of its own, or behind a symbolic link."""
-        for path in (self.path, self._target, self.path.with_suffix(".link")):
+    def place(self, *, is_new: bool, behind_a_link: bool) -> None:
+        """The original at `path`, as a file of its own or behind a symbolic link: a new copy of it, or the one of
+        before, which a server has open."""
+        for path in (self.path, self._target, self._link):
             path.unlink(missing_ok=True)
+        if is_new:
+            self._kept.unlink(missing_ok=True)
+            shutil.copy(self.original, self._kept)
+        (self._target if behind_a_link else self.path).hardlink_to(self._kept)
         if behind_a_link:
-            shutil.copy(self.original, self._target)
             self.path.symlink_to(self._target)
-        else:
-            shutil.copy(self.original, self.path)
+
+    def another_name(self) -> Path:
+        """A second name of the served file."""
+        self._link.hardlink_to(self.served)
+        return self._link
 
     def prepared(self, other: str) -> Path:
         """A fresh copy of another model, to be moved or copied over the served one."""
@@ -105,9 +112,7 @@ def _overwritten_with_its_time(files: ModelFiles, other: str) -> None:
 
 
 def _overwritten_by_another_name(files: ModelFiles, other: str) -> None:
-    link = files.path.with_suffix(".link")
-    link.hardlink_to(files.served)
-    link.write_bytes(files.others[other].read_bytes())
+    files.another_name().write_bytes(files.others[other].read_bytes())
 
 
 def _overwritten_by_a_map(files: ModelFiles, other: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.running_server import RunningServer
 from tests.reference.skips import skip_without_ggml
+from tests.tidy.tree import ROOT
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("httptools", reason="the extra server is not installed")
@@ -254,3 +258,15 @@ def test_a_generator_stores_and_answers_nothing_of_a_changed_file(
         made = [model.generator.generate(Prompt(prompt), _settings()) for prompt in _PROMPTS]
     assert [each.text for each in made] == answers
     assert made[0].restore.tokens == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_blocks_and_finds_nothing_wrong() -> None:
+    options = ["--rounds", "4", "--ways", "renamed over,overwritten", "--seed", "5", "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "model_replaced.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["rounds"] == 4
+    assert not any(row[name] for name in ("blocks_different", "blocks_of_no_asked_prompt", "answers_wrong"))
+    assert row["blocks_compared"] > 0
