@@ -23,6 +23,7 @@ import http.client
 import json
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -173,6 +174,7 @@ def one_round(rounds: Rounds, way: str, killed: str) -> None:
     steps: list[Callable[[], None]] = [lambda: WAYS[way](files, other)]
     if killed != "nothing":
         steps.insert(chance.randrange(2), lambda: _kill(pids[killed]))
+    scheduler = os.pidfd_open(pids["scheduler"])
     asking = threading.Thread(target=beside, args=(server,))
     asking.start()
     for step in steps:
@@ -180,7 +182,9 @@ def one_round(rounds: Rounds, way: str, killed: str) -> None:
         step()
     asking.join()
     if killed == "http":
-        server.process.wait()
+        select.select([scheduler], [], [], _READY_S)  # it still stores what it has computed, then it ends
+    os.close(scheduler)
+    if killed == "http":
         _start_again(rounds)
     else:
         is_ready = _settle(server)
