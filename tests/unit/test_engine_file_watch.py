@@ -49,6 +49,11 @@ def _touched(path: Path) -> None:
     os.utime(path)
 
 
+def _with_the_same_times(path: Path) -> None:
+    """As a backup that puts the time of the last access back."""
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+
+
 def _of_another_mode(path: Path) -> None:
     path.chmod(0o600)
 
@@ -102,8 +107,11 @@ def _a_byte_by_a_map(path: Path) -> None:
         mapped[len(mapped) - 8] = other
 
 
-_HARMLESS = [_moved_over, _deleted, _linked, _touched, _of_another_mode, _appended, _written_again_as_it_was]
+_HARMLESS = [_moved_over, _deleted, _linked, _of_another_mode, _with_the_same_times]
 _CHANGES = [
+    _touched,
+    _appended,
+    _written_again_as_it_was,
     _overwritten,
     _overwritten_in_secret,
     _overwritten_through_a_link,
@@ -143,7 +151,7 @@ def test_a_change_is_noticed_and_final(path: Path, change: Callable[[Path], None
                 again()
 
 
-@pytest.mark.parametrize("touch", [_HARMLESS[0], _CHANGES[0]])
+@pytest.mark.parametrize("touch", [_moved_over, _overwritten])
 def test_without_a_digest_nothing_is_known_of_a_touched_file(path: Path, touch: Callable[[Path], None]) -> None:
     with GGUFFile.open(path) as file:
         watch = FileWatch(file)
@@ -156,7 +164,7 @@ def test_a_touch_that_the_digest_saw_first_still_counts(path: Path) -> None:
     with GGUFFile.open(path) as file:
         watch = FileWatch(file)
         watch.digest()
-        _touched(path)
+        _of_another_mode(path)
         watch.digest()
         assert not watch.check(), "what the caller of check has read in between may be wrong"
         assert watch.check()

@@ -1,8 +1,9 @@
 """Notices that a model's file was changed while it is in use.
 
 Owns the digest that stands for all that the engine reads of the file, and the identity that the file had when it was
-last known to hold just that. While the identity stays, the bytes do. Where it moved, the file is read again: a rename,
-a link or a changed owner leave the digest as it was.
+last known to hold just that. While the identity stays, the bytes do. Where its size or time of writing moved, it was
+written to. Where the time of change alone moved, the file is read again: a rename, a link or a changed owner leave the
+digest as it was.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class FileWatch:
             for _ in range(_ATTEMPTS):
                 try:
                     before = self.file.source.settled_identity()
-                    if self._is_final or (self._digest is None and before != self._known):
+                    if self._is_final or not before.may_hold_the_same(self._known):
+                        raise self._changed()
+                    if self._digest is None and before != self._known:
                         raise self._changed()
                     found = self.file.digest()
                 except FileChanged:

@@ -36,6 +36,11 @@ class FileIdentity(NamedTuple):
     modified_ns: int
     changed_ns: int
 
+    def may_hold_the_same(self, other: FileIdentity) -> bool:
+        """Return whether the two differ in no more than `changed_ns`. Else the file was written to, and a write that
+        has begun may not have ended: reading the file again proves nothing."""
+        return self[:-1] == other[:-1]
+
 
 class OpenFile:
     """A regular file open for reading. `path` is what messages call it. `identity`: as it was when it was opened."""
