@@ -20,10 +20,12 @@ from kvstore_engine.batching import Event, Finished, Request, Token, Usage
 from kvstore_engine.cli import serve_arguments
 from kvstore_engine.cli.main import main
 from kvstore_engine.errors import UsageError
+from kvstore_engine.gguf import FileChanged
 from kvstore_engine.sampler import SamplingSettings
-from kvstore_engine.server import frames
+from kvstore_engine.server import engine_client, frames
+from kvstore_engine.server.api_errors import ApiError
 from kvstore_engine.server.assembly import Serving
-from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.engine_client import EngineClient, EventQueue
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_headers, unpack_events
@@ -272,6 +274,38 @@ def test_an_engine_that_cannot_be_started_again_is_tried_again_for_any_reason(
     assert client.trouble == "a frame of 4 GiB"
 
 
+@pytest.mark.parametrize("when", ["running", "restarting"])
+def test_a_changed_model_file_ends_the_restarts(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, spawned = EngineClient(EngineOptions("m.gguf")), []
+
+    async def changed(*_: object) -> None:
+        spawned.append(client.state)
+        raise FileChanged("it was changed")
+
+    async def ended() -> None:
+        return None
+
+    async def run() -> ApiError:
+        client.state = "ready"
+        monkeypatch.setattr(client, "_spawn", changed)
+        monkeypatch.setattr(client, "_receive", changed if when == "running" else ended)
+        monkeypatch.setattr(engine_client, "_FIRST_PAUSE_S", 0.0)
+        client._waiting["a"] = waiting = EventQueue()
+        await client._keep_alive()
+        with pytest.raises(ApiError) as caught:
+            await waiting.next()
+        assert (client.state, client.trouble, len(spawned)) == ("stopped", "it was changed", 1)
+        if when == "running":
+            assert str(caught.value) == "it was changed"
+        with pytest.raises(ApiError) as refused:
+            client.submit([Ask("b", np.array([1], np.int32), 5, SamplingSettings())])
+        await client.close()
+        return refused.value
+
+    error = asyncio.run(run())
+    assert (error.status, error.code, str(error)) == (503, "engine_unavailable", "it was changed")
+
+
 class _Broken:
     """An engine, and a maker of constraints, that fail unexpectedly."""
 
@@ -282,7 +316,7 @@ class _Broken:
 def test_a_request_that_cannot_be_taken_in_leaves_the_others_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        serving = Serving(_Broken(), None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
+        serving = Serving(_Broken(), None, None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
         ask = Ask("a", np.array([1], np.int32), 5, SamplingSettings())
         EngineLoop(ours)._add(serving, ask.header(), frames.pack_tokens(ask.tokens))
         ((header, _),) = frames.FrameReader(theirs).receive()

@@ -22,6 +22,7 @@ from kvstore_engine.server.tools import Turn, next_step
 from kvstore_engine.tokenizer import Tokenizer
 
 Refusal = Literal["usage", "overloaded", "failed"]
+Failure = Literal["usage", "operation", "changed"]  # of the scheduler; "changed": no other will do better
 _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
 
 

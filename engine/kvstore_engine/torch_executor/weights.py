@@ -132,7 +132,8 @@ class TorchModel:
         return matrix
 
     def _floats(self, name: str) -> npt.NDArray[np.float32]:
-        return self.file.tensor_bytes(name).view(np.float32)
+        """A copy: nothing here reads the file once it is loaded."""
+        return self.file.tensor_bytes(name).view(np.float32).copy()
 
     def _vector(self, name: str) -> Any:
         """float32 on the device, None if the file has none."""
