@@ -83,7 +83,7 @@ class Views:
             rss_bytes=resident_bytes(),
             clients=len(parts.sessions),
             blocks=len(parts.residency),
-            leases=len(parts.leases),
+            leases=parts.leases.live,
             limbo_bytes=parts.leases.limbo_bytes(),
             prefault_done_bytes=done_bytes,
             prefault_total_bytes=total_bytes,

@@ -28,6 +28,7 @@ class Session(Client):
     give_back_staging: Callable[[int], None]
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
+    is_over_leases: bool = False  # once it was, which is logged
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
