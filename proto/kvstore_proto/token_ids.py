@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_proto.errors import InvalidValue
+from kvstore_proto.errors import ErrorKind, KVStoreError
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 """Whole numbers from -2^31 to 2^31 - 1, one after the other: a list, a tuple, a range, or an array, buffer or tensor of
@@ -35,8 +35,8 @@ def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
     return _of_array(_array(tokens))
 
 
-def _refused(why: str) -> InvalidValue:
-    return InvalidValue(f"tokens must be a flat run of int32 token ids: {why}")
+def _refused(why: str) -> KVStoreError:
+    return KVStoreError(ErrorKind.INVALID, f"tokens must be a flat run of int32 token ids: {why}")
 
 
 def _of_numbers(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
@@ -73,7 +73,7 @@ def _array(tokens: Any) -> npt.NDArray[Any]:
         if isinstance(tokens, Mapping) or not (hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")):
             raise _refused(f"{what}: give a list or an array")
         return _of_numbers(list(tokens))
-    except InvalidValue:
+    except KVStoreError:
         raise
     except Exception as error:  # each library of arrays has its own ways to refuse
         raise _refused(f"{what}: {error}") from None
