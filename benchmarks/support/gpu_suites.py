@@ -43,6 +43,7 @@ _GRACE_S = 10.0  # after an interruption
 _END_S = 60.0  # of kills: what is looked at after the last one
 _FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with
 _SUMMARY = re.compile(r"^=+ \w+ SUMMARY: .*$", re.MULTILINE)
+_IN_ALL = re.compile(r"\d+ \w+.* in [\d.]+s\b")  # pytest's last line but what an interruption of its end adds
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error|errors)")
 
 
@@ -64,13 +65,14 @@ def judged(name: str, status: int | None, text: str, limit_s: float) -> Answer:
     """By what pytest printed. Unknown where nothing passed and nothing failed, where a package is not installed, and of
     a file that was not done in time as far as all passed."""
     lines = text.strip().splitlines() or ["nothing was printed"]
-    counts = {word.removesuffix("s"): float(number) for number, word in _COUNTS.findall(lines[-1])}
+    last = next((line for line in reversed(lines) if _IN_ALL.search(line)), lines[-1])
+    counts = {word.removesuffix("s"): float(number) for number, word in _COUNTS.findall(last)}
     passed, broken = counts.get("passed", 0.0), counts.get("failed", 0.0) + counts.get("error", 0.0)
     reasons = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     missing = lacking(text)
     if missing and (not passed or (reasons and all(map(lacking, reasons)))):
         return Answer(None, f"{name}: not asked: {missing}", counts)
-    said = [lines[-1].strip("= "), *reasons[:2]]
+    said = [last.strip("= "), *reasons[:2]]
     if status is None:
         holds = None if passed and not broken else False
         return Answer(holds, f"{name}: not done within {limit_s:.0f} s; {'; '.join(said)}", counts)

@@ -29,7 +29,7 @@ def worker_kills(device: int, sizes: Sizes) -> Answer:
     began_s, driver = time.monotonic(), Driver(device)
     before = settled_bytes(driver)
     tier = GpuTier(sizes.rooms_bytes, device=device, chunk_bytes=2 << 20, bounce_bytes=2 << 20)
-    killed = 0
+    killed = copies = 0
     with closing(tier):
         slots = {number: put(tier, *block(number, PAYLOAD_BYTES)) for number in range(1, 1 + sizes.blocks // 4)}
         taken = settled_bytes(driver)
@@ -41,6 +41,7 @@ def worker_kills(device: int, sizes: Sizes) -> Answer:
             number = 1 + killed % len(slots)
             if not _is_there(tier, number, slots[number]):
                 return Answer(False, f"block {number} was lost by kill -9 of the worker number {killed}")
+            copies += 1
             if killed % _TELL_EACH == 0:
                 known(f"{killed} kill -9 of the worker, no block lost so far", {"kills": killed})
         kept = sum(_is_there(tier, number, slot) for number, slot in slots.items())
@@ -50,7 +51,7 @@ def worker_kills(device: int, sizes: Sizes) -> Answer:
         f"{killed} of {sizes.kills} kill -9 of the worker: {kept} of {len(slots)} blocks kept, {grown} bytes of device "
         f"memory more while the tier is open, {lost} lost once it is closed"
     )
-    figures = {"kills": killed, "lost bytes": lost, "grown bytes": grown, "kept": kept}
+    figures = {"kills": killed, "lost bytes": lost, "grown bytes": grown, "kept": kept, "copies between deaths": copies}
     return Answer(kept == len(slots) and grown == lost == 0, says, figures)
 
 

@@ -50,6 +50,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (1, "ModuleNotFoundError: No module named 'kvstored.rpc'\n1 error in 1.00s", False, "1 error in 1.00s"),
         (None, "!! KeyboardInterrupt !!\n2 passed in 9.00s", None, "not done within 9 s; 2 passed in 9.00s"),
         (None, "FAILED a.py::b\n1 failed, 2 passed in 9.00s", False, "not done within 9 s; 1 failed"),
+        (None, "2 passed in 7.00s\nin rmtree\nKeyboardInterrupt", None, "not done within 9 s; 2 passed in 7.00s"),
         (None, "", False, "not done within 9 s"),
     ],
 )  # fmt: skip
