@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.server import tools
 from kvstore_engine.server.api_errors import ApiError, invalid, unknown_model
@@ -42,7 +42,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def open(cls, path: Path, name: str, aliases: tuple[str, ...]) -> ServedModel:
+    def open(cls, path: Path | OpenFile, name: str, aliases: tuple[str, ...]) -> ServedModel:
         """Read the file's metadata. Raises GGUFError, UnsupportedModel and TokenizerError."""
         with GGUFFile.open(path) as file:
             config = ModelConfig.from_gguf(file)
@@ -55,7 +55,7 @@ class ServedModel:
             with contextlib.suppress(TemplateError):  # each chat is told
                 template.prepare()
         calls_tools = template is not None and tools.understands(template.tool_source)
-        others = frozenset({name, path.stem, *aliases})
+        others = frozenset({name, file.path.stem, *aliases})
         longest = max(len(tokenizer.piece(token)) for token in range(len(tokenizer.vocabulary.tokens)))
         return cls(
             name, others, tokenizer, template, config.vocabulary, calls_tools, tools.CallMarks.of(tokenizer), longest
