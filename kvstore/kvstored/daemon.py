@@ -259,7 +259,7 @@ class Daemon:
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
         indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
         residency.observe(indexes)
-        open_events(config.events, self._tenants, store, self._stack)
+        open_events(config.events, config.daemon.state_dir, self._tenants, store, self._stack)
         self._shares = TenantShares(self._tenants, residency, store.policies)
         self._shares.set_all()
         staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)

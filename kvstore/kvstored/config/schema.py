@@ -106,6 +106,7 @@ class EventsSection:
     encoding: str
     tokens: bool
     buffer: int
+    connections: int
 
 
 @dataclass(frozen=True)
