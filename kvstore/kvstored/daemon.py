@@ -268,7 +268,7 @@ class Daemon:
             config, self._factory, ArenaGrants(store.host, config, store.exporter_of), indexes, self._streams,
             store.counters, end_session, store.tiers_on, self._former,
         )  # fmt: skip
-        self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
+        self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown,
             self.memory.after_stop,
@@ -292,9 +292,10 @@ class Daemon:
         paths = {name: sockets / f"{name}.sock" for name in names}
         for path in paths.values():
             clear_stale(path)
-        admin = await self._serve_grpc(paths["admin"])
+        limits = self.config.limits
+        admin = await self._serve_grpc(paths["admin"], limits.admin_connections)
         serve_admin(self._admin_calls(), admin)
-        data = await self._serve_grpc(paths["data"])
+        data = await self._serve_grpc(paths["data"], limits.stream_connections)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
         services = (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
         health = Health(self.lifetime, services, store.modes, store.residency.tiers)
@@ -309,7 +310,7 @@ class Daemon:
         if self.config.metrics.listen:
             from kvstored.admin.metrics_endpoint import MetricsEndpoint  # 40 ms and 3 MB, only where it is asked for
 
-            metrics = MetricsEndpoint(self.config.metrics.listen, self._views, store.flows, self._latencies)
+            metrics = MetricsEndpoint(self.config.metrics, self._views, store.flows, self._latencies)
             self._stack.push_async_callback(asyncio.to_thread, metrics.close)
         self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
         self._stack.push_async_callback(self._streams.close)
@@ -366,8 +367,8 @@ class Daemon:
             self._stack.push_async_callback(server.stop, 0.5)
             await server.start()
 
-    async def _serve_grpc(self, path: Path) -> grpc.aio.Server:
-        server = bind_grpc(path, max_message_bytes=self.config.limits.message_bytes)
+    async def _serve_grpc(self, path: Path, connections: int) -> grpc.aio.Server:
+        server = bind_grpc(path, max_message_bytes=self.config.limits.message_bytes, connections=connections)
         self._stack.push_async_callback(server.stop, 0.5)
         return server
 

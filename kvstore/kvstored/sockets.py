@@ -12,6 +12,7 @@ import socket
 import stat
 from pathlib import Path
 
+BACKLOG = 1024  # a client that finds it full has to try again
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
 
@@ -83,7 +84,7 @@ def listen_seqpacket(path: Path, group: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
-        listener.listen(64)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise SocketError(f"cannot listen on {path}: {error.strerror or error}") from None

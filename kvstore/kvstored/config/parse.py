@@ -75,6 +75,7 @@ def _build(raw: Table, source: str, is_our_staging: bool) -> Config:
 
 
 def _check_unary(unary: UnarySection) -> None:
+    need(unary.connections > 0, "unary.connections must be more than 0")
     need(unary.calls > 0, "unary.calls must be more than 0; to have no unary calls set unary.enabled = false")
     need(
         MIN_UNARY_MESSAGE_BYTES <= unary.message_bytes <= MAX_UNARY_MESSAGE_BYTES,
@@ -115,6 +116,7 @@ def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
         address_of("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
+    need(config.metrics.connections > 0, "metrics.connections must be more than 0")
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)

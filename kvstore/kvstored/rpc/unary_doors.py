@@ -21,6 +21,7 @@ from kvstored.config import ConfigError
 from kvstored.config.schema import UnarySection
 from kvstored.rpc import health, unary
 from kvstored.rpc.callers import Callers, Guard
+from kvstored.rpc.grpc_socket import connection_options
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 
@@ -59,6 +60,7 @@ class UnaryDoors:
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
                 ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
+                *connection_options(self.config.connections),
             ],
             maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
         )
