@@ -37,6 +37,7 @@ from kvstored.admin.sampler import Sampler
 from kvstored.admin.views import Parts, Views
 from kvstored.background import run_until_closed
 from kvstored.clients.arena_grants import ArenaGrants
+from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.reception import Reception
@@ -346,7 +347,8 @@ class Daemon:
             resizes[name] = TierResize(name, nvme, store.rooms[store.residency.durable], slabs.give_back)
             self._stack.push_async_callback(resizes[name].close)
         tenants = LiveTenants(self._tenants, store.residency, self._shares, self._handshake, self._tokens)
-        return Reload(self.config, self._read, LiveSettings(store, resizes, tenants))
+        self._certificates = Certificates.of(self.config.unary) if self.config.unary.enabled else None
+        return Reload(self.config, self._read, LiveSettings(store, resizes, tenants, self._certificates))
 
     async def _listen_unary(self, path: Path, health: Health) -> None:
         lifetime, config = self.lifetime, self.config
@@ -359,7 +361,7 @@ class Daemon:
                 calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
             lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
-            self._tokens, health,
+            self._tokens, self._certificates, health,
         )  # fmt: skip
         with private_umask():
             servers = doors.bind()

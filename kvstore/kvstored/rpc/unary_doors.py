@@ -6,7 +6,6 @@ without tokens.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.v1 import unary_pb2_grpc
+from kvstored.clients.certificates import Certificates
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.tenants.tokens import Tokens
 from kvstored.config import ConfigError
@@ -38,6 +38,7 @@ class UnaryDoors:
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
     tokens: Tokens | None
+    certificates: Certificates | None
     health: Health
 
     def bind(self) -> list[grpc.aio.Server]:
@@ -49,7 +50,7 @@ class UnaryDoors:
         if not config.listen:
             return [local]
         remote = self._server(Callers(self.tokens, None))
-        _bind(remote, config.listen, _credentials(config))
+        _bind(remote, config.listen, self.certificates.credentials() if self.certificates else None)
         return [local, remote]
 
     def _server(self, callers: Callers) -> grpc.aio.Server:
@@ -78,16 +79,3 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
             server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from None
-
-
-def _credentials(config: UnarySection) -> grpc.ServerCredentials | None:
-    """TLS, if it is configured: the pair is tried first, since gRPC itself would only say so when a client comes."""
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
-        return grpc.ssl_server_credentials([(config.tls_key.read_bytes(), config.tls_cert.read_bytes())])
-    except ssl.SSLError as error:
-        raise ConfigError(f"unary.tls_cert and unary.tls_key do not make a pair: {error.reason or error}") from None
-    except OSError as error:
-        raise ConfigError(f"unary.tls_cert or unary.tls_key cannot be read: {error.strerror}") from None
