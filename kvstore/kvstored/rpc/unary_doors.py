@@ -21,7 +21,7 @@ from kvstored.config import ConfigError
 from kvstored.config.schema import UnarySection
 from kvstored.rpc import health, unary
 from kvstored.rpc.callers import Callers, Guard
-from kvstored.rpc.grpc_socket import connection_options
+from kvstored.rpc.grpc_socket import connection_options, private_umask
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 
@@ -34,24 +34,24 @@ class UnaryDoors:
     """`make_service` gives the service for the callers of one socket; `own` finds the tenant of our own user."""
 
     config: UnarySection
-    path: Path
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
     tokens: Tokens | None
     certificates: Certificates | None
     health: Health
 
-    def bind(self) -> list[grpc.aio.Server]:
-        """Servers that are bound and not yet started; the caller keeps others from the socket meanwhile. Raises
-        ConfigError for what the configuration names and cannot be used."""
-        config = self.config
+    def bind_local(self, path: Path) -> grpc.aio.Server:
+        """A server that is bound to `path`, for our own user alone, and not yet started. Raises ConfigError."""
         local = self._server(Callers(self.tokens, self.own))
-        _bind(local, f"unix:{self.path}", None)
-        if not config.listen:
-            return [local]
+        with private_umask():
+            _bind(local, f"unix:{path}", None)
+        return local
+
+    def bind_remote(self) -> grpc.aio.Server:
+        """As `bind_local`, of the TCP port."""
         remote = self._server(Callers(self.tokens, None))
-        _bind(remote, config.listen, self.certificates.credentials() if self.certificates else None)
-        return [local, remote]
+        _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
+        return remote
 
     def _server(self, callers: Callers) -> grpc.aio.Server:
         message_bytes = self.config.message_bytes
