@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.conversations import model, put_conversation
+from tests.reference.conversations import model, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, connected_as, eventually, free_port, running_daemon
+from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model()
 STRANGERS = 60
@@ -106,3 +108,17 @@ def test_a_user_with_handshakes_that_never_end_locks_nobody_out() -> None:
                 assert daemon.status().clients == 0 or eventually(lambda: daemon.status().clients == 0)
         finally:
             os.seteuid(0)
+
+
+def test_removed_sockets_are_there_again_and_connected_clients_go_on() -> None:
+    with running_daemon("nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
+        put_conversation(session, 1, 2)
+        modes = {path.name: path.stat().st_mode for path in daemon.socket_dir.glob("*.sock")}
+        shutil.rmtree(daemon.socket_dir)
+        assert eventually(lambda: {p.name: p.stat().st_mode for p in daemon.socket_dir.glob("*.sock")} == modes)
+        put_conversation(session, 2, 2)
+        with daemon.connect(MODEL) as other:
+            assert other.lookup(tokens_of(2, 2)).blocks == 2
+        assert daemon.status().clients == 1
+        with unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
+            assert client.lookup(by_tokens(MODEL, tokens_of(2, 2))).keys
