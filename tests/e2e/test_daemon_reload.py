@@ -15,6 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore_client.cli.doctor.certificate import certificate
+from kvstore_client.cli.doctor.finding import Level
+from kvstore_client.cli.doctor.settings import Settings
+from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import FAILED
 from tests.e2e.test_daemon_eviction import Watcher
 from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
@@ -240,7 +244,13 @@ def test_a_renewed_certificate_is_served_and_a_broken_one_is_not(tmp_path: Path,
         assert served() == first
         renew()
         second = chain.read_text().strip()
+        settings = {"unary.listen": f"[::1]:{port}", "unary.tls_cert": str(chain)}
+        around = Surroundings(daemon.socket_dir, Settings("a test", settings), daemon.status())
+        (found,) = certificate(around)
+        assert found.level is Level.WARN and f"another one than {chain} has" in found.seen
         assert [each["name"] for each in kvctl.json("reload")["applied"]] == ["unary.tls_cert", "unary.tls_key"]
+        (found,) = certificate(around)
+        assert found.level is Level.WARN and "it ends in 2 days" in found.seen
         assert served() == second != first
         whole = chain.read_text()
         for broken in (whole[: len(whole) // 2], first, ""):

@@ -26,6 +26,7 @@ from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
+AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
 _ANSWER_SLACK_BYTES = 64 << 10
 
 
@@ -61,6 +62,8 @@ class UnaryDoors:
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
                 ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
+                ("grpc.max_connection_age_ms", AGE_MS),  # its client connects again; a message that trickles in ends
+                ("grpc.max_connection_age_grace_ms", GRACE_MS),
                 *connection_options(self.config.connections),
             ],
             maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
