@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore_client.restore.learned import LearnedCosts
+from kvstore_engine.batching import VerifiedCompute
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
@@ -65,13 +66,7 @@ class LoadedModel:
 
     def chat_template(self) -> ChatTemplate:
         """The model's chat template; TemplateError if it has none."""
-        tokenizer = self.generator.tokenizer
-        vocabulary = tokenizer.vocabulary
-        bos, eos = (
-            "" if token_id is None else vocabulary.tokens[token_id]
-            for token_id in (vocabulary.bos_id, vocabulary.eos_id)
-        )
-        return ChatTemplate.from_metadata(self.template_source.metadata, bos, eos)
+        return ChatTemplate.from_metadata(self.template_source.metadata, self.generator.tokenizer.vocabulary)
 
 
 @contextlib.contextmanager
@@ -92,6 +87,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         if observer is not None:
             stack.callback(observer.close)
         file = GGUFFile.open(path)
+        watch = FileWatch(file)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         config = ModelConfig.from_gguf(file)
         context = context_tokens(options.context, config.context_length)
@@ -100,11 +96,12 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16")
         sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
         executor = stack.enter_context(_open_executor(file, device, options.stages, setup, sizes))
-        store = stack.enter_context(_open_store(options, file, tokenizer, executor, device))
+        store = stack.enter_context(_open_store(options, watch, tokenizer, executor, device))
+        watch.require_untouched()  # since it was opened: some weights are copies
         generator = Generator(
             tokenizer=tokenizer,
             pool=executor.pool,
-            executor=executor,
+            executor=VerifiedCompute(executor, watch.check),
             context=context,
             session=store.session,
             copies=store.copies,
@@ -156,7 +153,7 @@ class _Store:
 @contextlib.contextmanager
 def _open_store(
     options: LoadOptions,
-    file: GGUFFile,
+    watch: FileWatch,
     tokenizer: Tokenizer,
     executor: "StepExecutor | Pipeline",
     device: "DeviceName",
@@ -166,8 +163,8 @@ def _open_store(
         yield _Store()
         return
     # The digest reads all the weights, so it is computed only where it is needed.
-    digest, stages = file.weights_digest(), options.stages
-    fingerprint = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, digest, device)
+    digest, stages = watch.digest().weights, options.stages
+    fingerprint = fingerprint_of(watch.file, executor.model.config, tokenizer, executor.pool, digest, device)
     profile = partial(profile_path, cache_root(), digest, _threads(options) * stages, device.name)
     connect = partial(_connect, options.kvstore)
     with contextlib.ExitStack() as stack:
@@ -178,7 +175,9 @@ def _open_store(
 
             assert isinstance(executor, Pipeline), "several stages are computed by a pipeline"
             profiles = [profile(part=f"stage{number}of{stages}") for number in range(stages)]
-            prompts = open_staged_prompts(executor, fingerprint, connect, profiles, keeps_inputs=options.hidden_states)
+            prompts = open_staged_prompts(
+                executor, fingerprint, connect, profiles, keeps_inputs=options.hidden_states, check=watch.check
+            )
             yield _Store(stages=stack.enter_context(prompts), costs=costs)
         else:
             from kvstore_engine.opening import open_copies

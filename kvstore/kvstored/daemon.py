@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +46,7 @@ from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session, SessionTable
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
-from kvstored.clients.tenants import Peer
+from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
@@ -240,7 +239,7 @@ class Daemon:
         self._verbs = Verbs(store, operations, self._misses, self._deleting, self._explain.own)
         if config.daemon.record is not None:
             self._verbs = recorded(self._verbs, config.daemon.record, clock, self._stack)
-        self._integrity = Integrity(store, self._is_idle)
+        self._integrity = Integrity(store, self._is_idle, self._storage.unsaved)
         self._latencies = Latencies()
         self._answering = StreamServices(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
@@ -370,7 +369,7 @@ class Daemon:
         resizes = {store.host.info.name: self._host_resize}
         self._tokens = None
         if tokens_file is not None:
-            self._tokens = load_tokens(tokens_file, self._tenants.named)
+            self._tokens = load_tokens(tokens_file, self._tenants.named, self._tenants.is_named)
         if store.nvme is not None:
             nvme = cast("NvmeTier", store.nvme)
             name, slabs = nvme.info.name, SlabsBack(nvme, self._completions)
@@ -390,7 +389,7 @@ class Daemon:
             lambda callers: unary.UnaryService(
                 calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
-            lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
+            lambda: self._tenants.resolve(ourselves()),
             self._tokens, self._certificates, self._health,
         )  # fmt: skip
 
@@ -411,7 +410,7 @@ class Daemon:
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
-            store.endurance,
+            store.endurance, self._storage.unsaved,
         )  # fmt: skip
 
     def _is_idle(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstored.sockets import SocketError
+from kvstored.sockets import SocketError, remove_socket
 
 log = logging.getLogger(__name__)
 LOOK_S = 2.0
@@ -57,7 +57,7 @@ class SocketFiles:
             await asyncio.gather(self._binding, return_exceptions=True)
         for file in self._files:
             if file.identity is not None and _identity(file.path) == file.identity:
-                file.path.unlink(missing_ok=True)
+                remove_socket(file.path)
         self._files.clear()
 
     def _is_missing(self, file: _File) -> bool:

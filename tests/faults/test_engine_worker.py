@@ -17,7 +17,7 @@ import pytest
 
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executor import Executor
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model import load_model
 from kvstore_engine.model.config import ModelConfig
@@ -25,6 +25,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker import RemoteExecutor, StepFailed, StepSizes, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
+from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -52,11 +53,11 @@ class _Impatient(StepPatience):
 
 
 def _open(model: Path) -> _Setting:
-    with GGUFFile.open(model) as file:
-        config = ModelConfig.from_gguf(file, _CONTEXT)
+    file = GGUFFile.open(model)
+    config = ModelConfig.from_gguf(file, _CONTEXT)
     memory = SharedMemory("test-pool", touched=True)
     pool = BlockPool(config, _BLOCKS, memory=memory.allocate)
-    executor = RemoteExecutor(str(model), config, pool, memory, StepSizes(1, 64, 4, _CONTEXT))
+    executor = RemoteExecutor(FileWatch(file), config, pool, memory, StepSizes(1, 64, 4, _CONTEXT))
     return _Setting(model, pool, executor)
 
 
@@ -201,12 +202,11 @@ def test_a_worker_that_hangs_is_killed(setting: _Setting) -> None:
 def test_a_model_that_cannot_be_loaded_is_said_by_the_worker(model: Path, tmp_path: Path) -> None:
     with GGUFFile.open(model) as file:
         config = ModelConfig.from_gguf(file, _CONTEXT)
-    damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(model.read_bytes()[:2000])
+    other = write_model(tmp_path / "other.gguf", TinyModel(metadata={"general.architecture": "mamba"}))
     memory = SharedMemory("test-pool", touched=False)
     pool = BlockPool(config, _BLOCKS, memory=memory.allocate)
-    with pytest.raises(UsageError, match=r"damaged\.gguf"):
-        RemoteExecutor(str(damaged), config, pool, memory, StepSizes())
+    with GGUFFile.open(other) as file, pytest.raises(UsageError, match="mamba"):
+        RemoteExecutor(FileWatch(file), config, pool, memory, StepSizes())
 
 
 _PARENT = """

@@ -20,10 +20,12 @@ from kvstore_engine.batching import Event, Finished, Request, Token, Usage
 from kvstore_engine.cli import serve_arguments
 from kvstore_engine.cli.main import main
 from kvstore_engine.errors import UsageError
+from kvstore_engine.gguf import FileChanged
 from kvstore_engine.sampler import SamplingSettings
-from kvstore_engine.server import frames
+from kvstore_engine.server import engine_client, frames
+from kvstore_engine.server.api_errors import ApiError
 from kvstore_engine.server.assembly import Serving
-from kvstore_engine.server.engine_client import EngineClient
+from kvstore_engine.server.engine_client import EngineClient, EventQueue
 from kvstore_engine.server.engine_loop import EngineLoop
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_headers, unpack_events
@@ -31,7 +33,6 @@ from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.run import _bound, _on_signals
 from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
-from kvstore_engine.server.tools import ToolCall, ToolCallReader
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -121,41 +122,6 @@ def test_answers_that_come_all_at_once_travel_in_several_frames() -> None:
     ask = Ask("a", np.array([1, 2, 70000], np.int32), 5, SamplingSettings(0.5, 3, 0.9, 7), stop=("x",), tenant="t")
     assert json.loads(json.dumps(ask.header()))["sampling"]["seed"] == 7
     assert frames.unpack_tokens(frames.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
-
-
-def _read(pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolCallReader()
-    found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-    text = "".join(part for part in found if isinstance(part, str))
-    return text, [(part.name, json.loads(part.arguments)) for part in found if isinstance(part, ToolCall)]
-
-
-_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "calls"),
-    [
-        ("plain text", "plain text", []),
-        (_CALL, "", [("f", {"x": "<b>"})]),
-        (f"Let me see. {_CALL}\n{_CALL}\n", "Let me see. ", [("f", {"x": "<b>"})] * 2),
-        (_CALL.removesuffix("</tool_call>"), "", [("f", {"x": "<b>"})]),
-        ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
-        ('<tool_call>{"name": 5}</tool_call> x', '<tool_call>{"name": 5}</tool_call> x', []),
-        ("a <tool_call> cut off", "a <tool_call> cut off", []),
-        ("1 < 2 <tool", "1 < 2 <tool", []),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_tool_calls_are_read_however_the_text_is_cut(answer: str, text: str, calls: list[Any], size: int) -> None:
-    assert _read([answer[first : first + size] for first in range(0, len(answer), size)]) == (text, calls)
-
-
-@given(st.text(alphabet="<tool_call>/ {}", max_size=60), st.integers(1, 9))
-def test_no_character_of_an_answer_is_lost(answer: str, size: int) -> None:
-    text, calls = _read([answer[first : first + size] for first in range(0, len(answer), size)])
-    assert calls == []
-    assert text == answer
 
 
 _STATUS = {
@@ -308,6 +274,38 @@ def test_an_engine_that_cannot_be_started_again_is_tried_again_for_any_reason(
     assert client.trouble == "a frame of 4 GiB"
 
 
+@pytest.mark.parametrize("when", ["running", "restarting"])
+def test_a_changed_model_file_ends_the_restarts(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, spawned = EngineClient(EngineOptions("m.gguf")), []
+
+    async def changed(*_: object) -> None:
+        spawned.append(client.state)
+        raise FileChanged("it was changed")
+
+    async def ended() -> None:
+        return None
+
+    async def run() -> ApiError:
+        client.state = "ready"
+        monkeypatch.setattr(client, "_spawn", changed)
+        monkeypatch.setattr(client, "_receive", changed if when == "running" else ended)
+        monkeypatch.setattr(engine_client, "_FIRST_PAUSE_S", 0.0)
+        client._waiting["a"] = waiting = EventQueue()
+        await client._keep_alive()
+        with pytest.raises(ApiError) as caught:
+            await waiting.next()
+        assert (client.state, client.trouble, len(spawned)) == ("stopped", "it was changed", 1)
+        if when == "running":
+            assert str(caught.value) == "it was changed"
+        with pytest.raises(ApiError) as refused:
+            client.submit([Ask("b", np.array([1], np.int32), 5, SamplingSettings())])
+        await client.close()
+        return refused.value
+
+    error = asyncio.run(run())
+    assert (error.status, error.code, str(error)) == (503, "engine_unavailable", "it was changed")
+
+
 class _Broken:
     """An engine, and a maker of constraints, that fail unexpectedly."""
 
@@ -318,7 +316,7 @@ class _Broken:
 def test_a_request_that_cannot_be_taken_in_leaves_the_others_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        serving = Serving(_Broken(), None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
+        serving = Serving(_Broken(), None, None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
         ask = Ask("a", np.array([1], np.int32), 5, SamplingSettings())
         EngineLoop(ours)._add(serving, ask.header(), frames.pack_tokens(ask.tokens))
         ((header, _),) = frames.FrameReader(theirs).receive()

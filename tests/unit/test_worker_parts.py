@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_engine.gguf import FileChanged
 from kvstore_engine.graph.step import SequenceSlice
-from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, StepSizes, WorkerSetup
+from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, StepSizes, WorkerSetup, remote
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
@@ -126,6 +127,51 @@ def _executor(worker: _Worker, *, starts: Callable[[], None] = lambda: None) -> 
     made._step, made._patience, made.threads = 0, StepPatience(), 1
     made._start = starts  # type: ignore[method-assign]
     return made
+
+
+class _Watch:
+    """The watch of a file that is touched, or changed, when a script says so."""
+
+    def __init__(self, *answers: bool | FileChanged) -> None:
+        self._answers = list(answers)
+
+    def check(self) -> bool:
+        answer = self._answers.pop(0)
+        if isinstance(answer, FileChanged):
+            raise answer
+        return answer
+
+
+def _starting(watch: _Watch, monkeypatch: pytest.MonkeyPatch) -> tuple[RemoteExecutor, list[_Worker]]:
+    """An executor that has served, and the workers that it starts."""
+    workers: list[_Worker] = []
+
+    def worker(*_: object) -> _Worker:
+        workers.append(_Worker(Status.DONE))
+        return workers[-1]
+
+    monkeypatch.setattr(remote, "WorkerProcess", worker)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    made = object.__new__(RemoteExecutor)
+    made._watch, made._on_notice = watch, lambda notice: None  # type: ignore[assignment]  # as above
+    made._descriptors, made._setup = lambda: (0, 0, 0), None  # type: ignore[assignment,method-assign]
+    made.deaths, made._has_served, made._worker = 0, True, None
+    return made, workers
+
+
+def test_a_worker_that_loaded_a_file_while_it_was_touched_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, workers = _starting(_Watch(True, False, True, True), monkeypatch)
+    executor._start()
+    assert [worker.is_ended for worker in workers] == [True, False]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_worker_is_not_used_with_a_file_that_was_changed(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = FileChanged("it was changed")
+    executor, workers = _starting(_Watch(changed) if before else _Watch(True, changed), monkeypatch)
+    with pytest.raises(FileChanged):
+        executor._start()
+    assert len(workers) == (0 if before else 1)
 
 
 def test_a_step_that_is_taken_apart_blames_the_slice_that_fails_and_not_the_first() -> None:

@@ -7,6 +7,7 @@ from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
 from kvstore_engine.batching.request import BeamSettings, Request, RequestSettings
 from kvstore_engine.batching.settings import POLICIES, EngineSettings
+from kvstore_engine.batching.verified_compute import VerifiedCompute
 from kvstore_engine.policies import Overloaded
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "StepRecord",
     "Token",
     "Usage",
+    "VerifiedCompute",
 ]

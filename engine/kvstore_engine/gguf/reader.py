@@ -15,16 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_engine.errors import OperationError
 from kvstore_engine.gguf.cursor import Cursor, GGUFError
+from kvstore_engine.gguf.open_file import FileChanged, OpenFile
 from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 
-__all__ = ["GGUFError", "GGUFFile", "TensorInfo"]
+__all__ = ["FileDigest", "GGUFError", "GGUFFile", "TensorInfo"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -36,7 +38,7 @@ _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_ELEMENTS = 1 << 48
 _MIN_METADATA_BYTES = 8 + 4 + 1  # empty key, type, one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # empty name, no dimensions, type, offset
-_HASH_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20  # read and hashed at a time: it stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +53,55 @@ class TensorInfo:
     nbytes: int
 
 
+class FileDigest(NamedTuple):
+    """What a file holds. `weights`: as `GGUFFile.weights_digest`. `header`: 32 hex digits over all that is before the
+    tensors, with the tokenizer and the chat template."""
+
+    weights: str
+    header: str
+
+
 class GGUFFile:
     """An open GGUF file. Use as a context manager, or call `close`.
 
-    `metadata` maps keys to bool, int, float, str, list[str] or 1-d numpy arrays; `tensors` maps names to
-    `TensorInfo`; `data` is the whole file as a read-only uint8 memory map.
+    `source` is the open file itself; with `owns_source` it is closed with this. `metadata` maps keys to bool, int,
+    float, str, list[str] or 1-d numpy arrays; `tensors` maps names to `TensorInfo`; `data` is the whole file as a
+    read-only uint8 memory map.
     """
 
     def __init__(
         self,
-        path: Path,
+        source: OpenFile,
         data: npt.NDArray[np.uint8],
         metadata: Mapping[str, object],
         tensors: Mapping[str, TensorInfo],
+        *,
+        owns_source: bool = True,
     ) -> None:
-        self.path = path
+        self.source, self._owns_source = source, owns_source
         self.data = data
         self.metadata = MappingProxyType(dict(metadata))
         self.tensors = MappingProxyType(dict(tensors))
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Map and parse `path`; raises GGUFError with a one-line reason if it is not a usable file."""
-        path = Path(path)
+    def open(cls, file: str | os.PathLike[str] | OpenFile) -> Self:
+        """Map and parse a path, or a file that is open and stays the caller's; GGUFError with a one-line reason if it
+        is not a usable file."""
+        if isinstance(file, OpenFile):
+            return cls._parsed(file, owns_source=False)
+        source = OpenFile.open(file)
         try:
-            data = np.memmap(path, np.uint8, mode="r")
+            return cls._parsed(source, owns_source=True)
+        except BaseException:
+            source.close()
+            raise
+
+    @classmethod
+    def _parsed(cls, source: OpenFile, *, owns_source: bool) -> Self:
+        path = source.path
+        try:
+            with open(source.descriptor, "rb", closefd=False) as handle:
+                data = np.memmap(handle, np.uint8, mode="r")
         except OSError as error:
             raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
         except ValueError:  # numpy refuses to map an empty file
@@ -84,7 +110,12 @@ class GGUFFile:
         metadata_count, tensor_count = _read_header(cursor)
         metadata = _read_metadata(cursor, metadata_count)
         tensors = _read_tensors(cursor, tensor_count, _alignment_bytes(cursor, metadata))
-        return cls(path, data, metadata, tensors)
+        return cls(source, data, metadata, tensors, owns_source=owns_source)
+
+    @property
+    def path(self) -> Path:
+        """What messages call the file."""
+        return self.source.path
 
     def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """The stored bytes of tensor `name`, uint8 [nbytes], in place. KeyError if there is none."""
@@ -96,20 +127,37 @@ class GGUFFile:
 
         These are the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
         descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory speed, and
-        loading reads the same pages; so nothing is cached next to the file, where it could become stale. None of it is
-        resident afterwards. It guards against mix-ups, not against forgery: tenants are kept apart by the key's root
-        and not by this digest.
+        loading reads the same pages; so nothing is cached next to the file, where it could become stale. It guards
+        against mix-ups, not against forgery: tenants are kept apart by the key's root and not by this digest.
         """
         architecture = self.metadata.get("general.architecture", "")
         relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
         table = [(t.name, t.ggml_type, t.shape) for t in self.tensors.values()]
         digest = xxhash.xxh3_128(json.dumps([architecture, relevant, table], sort_keys=True).encode())
-        for name in self.tensors:
-            tensor = self.tensor_bytes(name)
-            for start in range(0, tensor.size, _HASH_CHUNK_BYTES):
-                digest.update(tensor[start : start + _HASH_CHUNK_BYTES].data)
-        self.release()
+        for info in self.tensors.values():
+            self._hash(digest, info.offset_bytes, info.nbytes)
         return digest.hexdigest()
+
+    def digest(self) -> FileDigest:
+        """Read all that anything here depends on. FileChanged if the file has become too short for its tensors."""
+        header = xxhash.xxh3_128()
+        self._hash(header, 0, min((info.offset_bytes for info in self.tensors.values()), default=self.data.size))
+        return FileDigest(self.weights_digest(), header.hexdigest())
+
+    def _hash(self, digest: xxhash.xxh3_128, start: int, count: int) -> None:
+        """Add `count` bytes of the file from `start` on. They are read, not mapped: where a mapped file ends too early,
+        the process does."""
+        buffer = memoryview(bytearray(min(count, _CHUNK_BYTES)))
+        end = start + count
+        while start < end:
+            try:
+                got = os.preadv(self.source.descriptor, [buffer[: end - start]], start)
+            except OSError as error:
+                raise OperationError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+            if not got:
+                raise FileChanged(f"the model file {self.path} has become shorter than its tensors: start again")
+            digest.update(buffer[:got])
+            start += got
 
     def release(self) -> None:
         """Drop the file's pages from this process's resident memory. They stay mapped, and in the system's cache."""
@@ -119,6 +167,8 @@ class GGUFFile:
     def close(self) -> None:
         """Release the map. It is unmapped with the last array that views it."""
         self.data = np.empty(0, np.uint8)
+        if self._owns_source:
+            self.source.close()
 
     def __enter__(self) -> Self:
         return self

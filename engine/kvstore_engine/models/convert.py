@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from kvstore_engine.errors import UsageError
-from kvstore_engine.gguf import TENSOR_TYPES, GGUFFile, TensorInfo
+from kvstore_engine.gguf import TENSOR_TYPES, FileWatch, GGUFFile, TensorInfo
 from kvstore_engine.gguf.cursor import Cursor
 from kvstore_engine.models.cache import appearing, exclusive
 from kvstore_engine.models.quants import BLOCK, READABLE, dequantise, quantise
@@ -103,6 +103,7 @@ def _write(file: GGUFFile, target_type: str, path: Path) -> None:
         offset = -(-end // alignment) * alignment
         targets.append(_Target(info, type_name, offset, nbytes))
         end = offset + nbytes
+    watch = FileWatch(file)
     with appearing(path) as out:
         header = _header(file, targets, target_type)
         start = -(-len(header) // alignment) * alignment
@@ -113,6 +114,7 @@ def _write(file: GGUFFile, target_type: str, path: Path) -> None:
                 out.write(piece)
                 at += piece.nbytes
         out.write(bytes(-at % alignment))
+        watch.require_untouched()  # since it was opened: the name of the result holds its digest
 
 
 def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:

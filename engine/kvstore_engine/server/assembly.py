@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import kvstore_client
 from kvstore_client.restore.learned import LearnedCosts
-from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
+from kvstore_engine.batching import BatchEngine, EngineSettings, Observer, VerifiedCompute
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors import StepSizes
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import FileDigest, FileWatch
 from kvstore_engine.loaded_model import check_vocabulary, context_tokens, fingerprint_of
 from kvstore_engine.model import ModelConfig
 from kvstore_engine.models.cache import cache_root
@@ -26,6 +27,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.server.computing import open_computing
+from kvstore_engine.server.handed_file import HandedFile
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.sessions import TenantSessions
 from kvstore_engine.threads import default_threads
@@ -38,7 +40,7 @@ _STEP_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class Serving:
     """All that the loop drives and reports on. `worker` is None where this process computes, `sessions` without a
-    daemon's folder.
+    daemon's folder. `digest`: of the file that `watch` watches.
     """
 
     engine: BatchEngine
@@ -47,24 +49,31 @@ class Serving:
     constrainer: Constrainer
     tokenizer: Tokenizer
     sessions: TenantSessions | None
+    watch: FileWatch
+    digest: FileDigest
 
 
 @contextlib.contextmanager
-def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], None]) -> Iterator[Serving]:
-    """Everything, until the block ends. UsageError and OperationError say in one line what is wrong."""
+def open_serving(
+    options: EngineOptions, model: HandedFile, on_notice: Callable[[WorkerNotice], None]
+) -> Iterator[Serving]:
+    """Everything, until the block ends. UsageError and OperationError say in one line what is wrong, FileChanged that
+    the model's file is not what was handed over."""
     threads = default_threads() if options.threads is None else options.threads
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(GGUFFile.open(Path(options.model)))
+        watch = stack.enter_context(model.taken_over())
+        file = watch.file
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(watch.digest)  # beside the worker, which loads
         context = context_tokens(options.context, ModelConfig.from_gguf(file).context_length)
         tokenizer = Tokenizer.from_metadata(file.metadata)
         config = ModelConfig.from_gguf(file, context)  # LongRoPE depends on how long sequences may become
         check_vocabulary(tokenizer, config.vocabulary)
         sizes = StepSizes(threads, _STEP_TOKENS + options.max_sequences, options.max_sequences, context)
-        computing = stack.enter_context(open_computing(file, config, options, sizes, on_notice))
-        sessions, copies, costs = None, None, LearnedCosts()
+        computing = stack.enter_context(open_computing(watch, config, options, sizes, on_notice))
+        digest, sessions, copies, costs = reading.result(), None, None, LearnedCosts()
         if options.kvstore is not None:
-            device, digest = DeviceName.parse(options.device), file.weights_digest()
-            fingerprint = fingerprint_of(file, config, tokenizer, computing.pool, digest, device)
+            device = DeviceName.parse(options.device)
+            fingerprint = fingerprint_of(file, config, tokenizer, computing.pool, digest.weights, device)
             copies = stack.enter_context(computing.open_copies())
             connect = partial(kvstore_client.connect, device=copies.device)
             sessions = TenantSessions(Path(options.kvstore), fingerprint, connect)
@@ -72,7 +81,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             stack.callback(sessions.close)
             if not options.has_tenants:
                 sessions("")
-            profile = profile_path(cache_root(), digest, threads, device.name)
+            profile = profile_path(cache_root(), digest.weights, threads, device.name)
             costs = LearnedCosts.load(profile)
             stack.callback(costs.save, profile)
         observer = Observer()
@@ -80,7 +89,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
             observer = tracing = TracingObserver(Path(options.trace))
             stack.callback(tracing.close)
         engine = BatchEngine(
-            computing.compute,
+            VerifiedCompute(computing.compute, watch.check),
             computing.pool,
             tokenizer,
             settings=_settings(options),
@@ -92,7 +101,7 @@ def open_serving(options: EngineOptions, on_notice: Callable[[WorkerNotice], Non
         stack.callback(engine.close)
         constrainer = Constrainer(tokenizer, config.vocabulary)
         threading.Thread(target=_prepare, args=(constrainer,), daemon=True).start()
-        yield Serving(engine, computing.worker, computing.pool, constrainer, tokenizer, sessions)
+        yield Serving(engine, computing.worker, computing.pool, constrainer, tokenizer, sessions, watch, digest)
 
 
 def _settings(options: EngineOptions) -> EngineSettings:

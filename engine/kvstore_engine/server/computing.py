@@ -16,7 +16,7 @@ from kvstore_engine.batching.compute import Compute
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import PoolSetup, StepSizes
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import FileWatch
 from kvstore_engine.host_memory import available_bytes
 from kvstore_engine.model import ModelConfig, copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
@@ -46,45 +46,46 @@ class Computing:
 
 @contextlib.contextmanager
 def open_computing(
-    file: GGUFFile,
+    watch: FileWatch,
     config: ModelConfig,
     options: EngineOptions,
     sizes: StepSizes,
     on_notice: Callable[[WorkerNotice], None],
 ) -> Iterator[Computing]:
-    """On the device of `options`, until the block ends; it may close `file` then. UsageError and OperationError say in
-    one line what is wrong."""
+    """On the device of `options`, until the block ends; it may close the file of `watch` then. UsageError and
+    OperationError say in one line what is wrong, and FileChanged that the weights may not be those of the file."""
     device = DeviceName.parse(options.device)
     if device.is_torch:
-        with _on_device(file, config, options, device, sizes) as computing:
+        with _on_device(watch, config, options, device, sizes) as computing:
             yield computing
         return
     with contextlib.ExitStack() as stack:
         memory = SharedMemory("kvengine-pool", touched=True)
         stack.callback(memory.close)
-        free = max(0, available_bytes() - copied_bytes(file))
+        free = max(0, available_bytes() - copied_bytes(watch.file))
         blocks = pool_blocks(config, options, sizes.max_context, free)
         pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate)
         patience = StepPatience(options.hung_after_s)
         worker = stack.enter_context(
-            RemoteExecutor(options.model, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
+            RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
         )
         yield Computing(worker, pool, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
 
 
 @contextlib.contextmanager
 def _on_device(
-    file: GGUFFile, config: ModelConfig, options: EngineOptions, device: DeviceName, sizes: StepSizes
+    watch: FileWatch, config: ModelConfig, options: EngineOptions, device: DeviceName, sizes: StepSizes
 ) -> Iterator[Computing]:
     from kvstore_engine.torch_executor import room_for_pool
 
-    blocks = pool_blocks(config, options, sizes.max_context, room_for_pool(file, config, device))
+    blocks = pool_blocks(config, options, sizes.max_context, room_for_pool(watch.file, config, device))
     setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, options.kv_dtype)
     with (
-        open_executor(file, device, setup, sizes) as executor,
-        contextlib.closing(HangWatch(StepPatience(options.hung_after_s))) as watch,
+        open_executor(watch.file, device, setup, sizes) as executor,
+        contextlib.closing(HangWatch(StepPatience(options.hung_after_s))) as hang_watch,
     ):
-        computing = InProcess(executor, watch)
+        watch.require_untouched()  # the weights were copied
+        computing = InProcess(executor, hang_watch)
         computing.warm_up()
         _log.warning(
             "steps run on %s in the scheduler's process: if that ends, running answers end with it", device.name

@@ -3,7 +3,8 @@
 Owns the child process, its socket, and which request waits for what. It never parses HTTP.
 
 When the child dies, its requests fail; those that arrive before the next child is ready are refused. A child that
-cannot start ends the server the first time. Later starts are tried again: the cause may go away.
+cannot start ends the server the first time. Later starts are tried again: the cause may go away. Once the model's file
+was found changed there are none: the tokenizer and the template here are the old file's.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from typing import Any, Literal, TypeAlias
 
 from kvstore_engine.batching import Event, Finished
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.gguf import FileChanged, FileDigest, OpenFile
 from kvstore_engine.server import frames
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable
-from kvstore_engine.server.messages import Ask, unpack_events
+from kvstore_engine.server.handed_file import HandedFile
+from kvstore_engine.server.messages import Ask, Failure, unpack_events
 from kvstore_engine.server.options import EngineOptions
 
-State = Literal["starting", "ready", "restarting", "closed"]
+State = Literal["starting", "ready", "restarting", "stopped", "closed"]
 _Item: TypeAlias = list[Event] | ApiError | None
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _CALM_S = 60.0  # an engine that lived this long may be restarted at once again
 _END_TIMEOUT_S = 10.0
+_STOPPED_RETRY_S = 60.0
 # In steps. More than the socket's buffers hold: a client that reads at all is never that far behind.
 _MOST_BEHIND = 8192
 _log = logging.getLogger(__name__)
@@ -73,6 +77,8 @@ class EngineClient:
         self.context = 0
         self.restarts = 0
         self.trouble = ""  # why the engine is not ready
+        self._file: OpenFile | None = None
+        self._digest: FileDigest | None = None  # of the file, from the first child on
         self.worker: dict[str, Any] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -92,8 +98,10 @@ class EngineClient:
         """Requests that wait for events."""
         return len(self._waiting)
 
-    async def start(self) -> None:
-        """Returns when the engine is ready. UsageError and OperationError if it cannot be."""
+    async def start(self, file: OpenFile) -> None:
+        """Returns when the engine is ready with the model in `file`, which stays open until the end. UsageError and
+        OperationError if it cannot be."""
+        self._file = file
         try:
             await self._spawn()
         except BaseException:
@@ -103,6 +111,8 @@ class EngineClient:
 
     def submit(self, asks: Sequence[Ask]) -> EventQueue:
         """Send requests that are answered together. ApiError 503 while the engine is not ready."""
+        if self.state == "stopped":
+            raise unavailable(self.trouble, _STOPPED_RETRY_S)
         if self.state != "ready" or self._writer is None:
             raise unavailable(f"the engine is {self.state}: try again in a moment")
         queue = EventQueue()
@@ -149,6 +159,8 @@ class EngineClient:
         await self._end(patiently=was_ready)
 
     async def _spawn(self) -> None:
+        assert self._file is not None
+        model = HandedFile.of(self._file, self._digest)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -158,8 +170,9 @@ class EngineClient:
                 "kvstore_engine.server.engine_process",
                 str(theirs.fileno()),
                 json.dumps(self._options.encode()),
+                model.encode(),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), model.descriptor],
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         while self.state != "ready":
@@ -170,6 +183,17 @@ class EngineClient:
 
     async def _keep_alive(self) -> None:
         """Read until the child dies, start another, and so on."""
+        try:
+            await self._restart_for_ever()
+        except FileChanged as error:
+            self.state, self.trouble = "stopped", str(error)
+            self.worker = self.worker and {**self.worker, "state": "dead"}
+            _log.error("%s; nothing more is answered or stored", self.trouble)
+            self._fail_all(unavailable(self.trouble, _STOPPED_RETRY_S))
+            await self._end(patiently=True)
+
+    async def _restart_for_ever(self) -> None:
+        """FileChanged once that is of no use."""
         pause_s = _FIRST_PAUSE_S
         while True:
             begin_s, self.trouble = time.monotonic(), ""
@@ -177,6 +201,8 @@ class EngineClient:
             try:
                 while (header := await self._receive()) is not None:
                     self._handle(header)
+            except FileChanged:
+                raise
             except (UsageError, OperationError) as error:  # the reason is the child's own
                 reason = str(error)
             except Exception as error:  # of any kind: without a reader no request would ever end
@@ -197,6 +223,8 @@ class EngineClient:
         self.restarts += 1
         try:
             await self._spawn()
+        except FileChanged:
+            raise
         except Exception as error:  # of any kind: without another try no request would ever be answered
             self.trouble = str(error) or type(error).__name__
             _log.error("the engine cannot be started again: %s", error)
@@ -229,11 +257,11 @@ class EngineClient:
         elif "worker" in header:
             self.worker = header["worker"]
         elif "ready" in header:
-            self.context = header["ready"]["context"]
+            self.context, self._digest = header["ready"]["context"], FileDigest(*header["ready"]["model"])
             self.state = "ready"
         elif "fatal" in header:
             kind, message = header["fatal"]["kind"], header["fatal"]["message"]
-            raise UsageError(message) if kind == "usage" else OperationError(message)
+            raise _FAILURES[kind](message)
 
     def _deliver(self, events: list[Event]) -> None:
         """Each waiting answer gets its share of a step in one piece: one wake-up, one write to its client."""
@@ -276,6 +304,13 @@ class EngineClient:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+_FAILURES: dict[Failure, type[Exception]] = {
+    "usage": UsageError,
+    "operation": OperationError,
+    "changed": FileChanged,
+}
 
 
 def _refusal(header: frames.Header) -> ApiError:

@@ -3,7 +3,7 @@
 Owns the order of those three, in one thread, and the reports on health and counters. It never tokenises or renders.
 
 Between two steps it looks, without waiting, at the socket: so a cancellation holds from the next step on. With nothing
-to compute it waits for the socket and for the end of the worker, where there is one.
+to compute it waits for the socket and for the end of the worker, where there is one, and looks at the model's file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvstore_engine.batching import Event, Finished, Overloaded
-from kvstore_engine.errors import UsageError
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.gguf import FileChanged
 from kvstore_engine.server.assembly import Serving
 from kvstore_engine.server.frames import FrameReader, Header, encode, unpack_tokens
-from kvstore_engine.server.messages import Refusal, events_headers, request_of
+from kvstore_engine.server.messages import Failure, Refusal, events_headers, request_of
 from kvstore_engine.worker import WorkerNotice
 
+_LOOK_S = 1  # between two looks at the model's file while nothing is computed
 _log = logging.getLogger(__name__)
 
 
@@ -59,17 +61,25 @@ class EngineLoop:
         """Notify the HTTP process at once: this process is about to wait for the new worker."""
         self.send({"worker": asdict(notice)})
 
+    def fail(self, error: Exception) -> None:
+        """Say why nothing is computed any more."""
+        is_operation = isinstance(error, OperationError)
+        kind: Failure = "changed" if isinstance(error, FileChanged) else "operation" if is_operation else "usage"
+        self.send({"fatal": {"kind": kind, "message": str(error)}})
+
     def run(self, serving: Serving) -> None:
-        """Until the HTTP process closes its end."""
+        """Drive `serving` until the HTTP process closes its end, or the model's file has changed. That is sent at once:
+        what was computed before the change is still to be stored."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
+        look_s = time.monotonic() + _LOOK_S
         try:
             while True:
                 worker = serving.worker
                 handles = [] if worker is None else [worker.fileno()]
                 for handle in handles:
                     poll.register(handle, select.POLLIN)
-                ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else None)}
+                ready = {handle for handle, _ in poll.poll(0 if serving.engine.has_work else 1000 * _LOOK_S)}
                 for handle in handles:
                     poll.unregister(handle)
                 if self._connection.fileno() in ready:
@@ -78,6 +88,11 @@ class EngineLoop:
                     worker.revive()
                 if serving.engine.has_work:
                     self._step(serving)
+                elif time.monotonic() >= look_s:
+                    serving.watch.check()
+                    look_s = time.monotonic() + _LOOK_S
+        except FileChanged as error:
+            self.fail(error)
         except (EOFError, ConnectionError):
             _log.debug("the HTTP process has closed its end")
 

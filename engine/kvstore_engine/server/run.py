@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from kvstore_console.log_format import log_to_stderr
 from kvstore_console.printable import printable
 from kvstore_engine.errors import UsageError
+from kvstore_engine.gguf import OpenFile
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.options import ServerOptions
 
@@ -46,12 +47,15 @@ def run(options: ServerOptions) -> int:
         raise UsageError(
             f"without --api-keys only this machine is served: give --host 127.0.0.1, or keys to serve {options.host}"
         )
-    model = ServedModel.open(Path(options.engine.model), options.model_name, options.aliases)
-    with _bound(options.host, options.port) as bound:
-        return asyncio.run(_serve(options, keys, model, bound))
+    with OpenFile.open(options.engine.model) as file:
+        model = ServedModel.open(file, options.model_name, options.aliases)
+        with _bound(options.host, options.port) as bound:
+            return asyncio.run(_serve(options, keys, model, file, bound))
 
 
-async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, bound: socket.socket) -> int:
+async def _serve(
+    options: ServerOptions, keys: KeyRing, model: ServedModel, file: OpenFile, bound: socket.socket
+) -> int:
     from kvstore_engine.server.app import application
     from kvstore_engine.server.engine_client import EngineClient
     from kvstore_engine.server.listener import Listener
@@ -61,7 +65,7 @@ async def _serve(options: ServerOptions, keys: KeyRing, model: ServedModel, boun
     engine = EngineClient(options.engine)
     service = Service(model, engine, keys, Metrics(), options.max_body_bytes)
     stopping = asyncio.Event()
-    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    starting, stopped = asyncio.create_task(engine.start(file)), asyncio.create_task(stopping.wait())
     _on_signals(stopping, starting.done)
     try:
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -30,11 +30,13 @@ def open_staged_prompts(
     profiles: Sequence[Path],
     *,
     keeps_inputs: bool = True,
+    check: Callable[[], bool] = lambda: True,
 ) -> Iterator[StagedPrompts]:
     """What restores and stores the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
 
-    `profiles`: the file of each stage's costs. A stage has two sessions, the first stage one. Each may fill a few
-    blocks of its own size at a time: the daemon has memory for all of them where it had enough for one engine.
+    `profiles`: the file of each stage's costs. `check`: as of `StagedPrompts`. A stage has two sessions, the first
+    stage one. Each may fill a few blocks of its own size at a time: the daemon has memory for all of them where it had
+    enough for one engine.
     """
     layers = [stage.layers for stage in pipeline.stages]
     with ExitStack() as stack:
@@ -51,4 +53,4 @@ def open_staged_prompts(
         costs = [LearnedCosts.load(path) for path in profiles]
         for each, path in zip(costs, profiles, strict=True):
             stack.callback(each.save, path)
-        yield stack.enter_context(StagedPrompts(pipeline, stores, costs, keeps_inputs=keeps_inputs))
+        yield stack.enter_context(StagedPrompts(pipeline, stores, costs, keeps_inputs=keeps_inputs, check=check))

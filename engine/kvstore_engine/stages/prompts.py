@@ -45,7 +45,8 @@ class RestoredPrompt:
 
 
 class StagedPrompts:
-    """`stores`, `costs`: of each stage of `pipeline`. `keeps_inputs`: hidden states at boundaries are stored, too."""
+    """`stores`, `costs`: of each stage of `pipeline`. `keeps_inputs`: hidden states at boundaries are stored, too.
+    `check`: as `FileWatch.check`, called after the stages have computed; False: they compute again."""
 
     def __init__(
         self,
@@ -54,11 +55,12 @@ class StagedPrompts:
         costs: Sequence[LearnedCosts] | None = None,
         *,
         keeps_inputs: bool = True,
+        check: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pipeline, self._stores, self._clock = pipeline, tuple(stores), clock
         self._restorer = StagedRestorer(pipeline, stores, costs, clock=clock)
-        self._keeps_inputs = keeps_inputs
+        self._keeps_inputs, self._check = keeps_inputs, check
         self._inputs: tuple[dict[int, FloatArray], ...] = ()
 
     @property
@@ -86,6 +88,8 @@ class StagedPrompts:
         try:
             keeps = is_stored and self._keeps_inputs
             restored = self._restorer.restore(tokens, table.ids, keeps_inputs=keeps, request_id=request_id)
+            while not self._check():
+                restored = self._restorer.restore(tokens, table.ids, keeps_inputs=keeps, request_id=request_id)
             space.seal(table, tokens, 0, whole)
         finally:
             space.release(table)

@@ -132,7 +132,8 @@ class TorchModel:
         return matrix
 
     def _floats(self, name: str) -> npt.NDArray[np.float32]:
-        return self.file.tensor_bytes(name).view(np.float32)
+        """A copy: nothing here reads the file once it is loaded."""
+        return self.file.tensor_bytes(name).view(np.float32).copy()
 
     def _vector(self, name: str) -> Any:
         """float32 on the device, None if the file has none."""
@@ -151,7 +152,7 @@ class TorchModel:
 def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
     """Memory of the weights on `device`."""
     elements = sum(int(np.prod(info.shape)) for info in file.tensors.values())
-    output = config.width * config.vocabulary
+    output = config.width * (config.vocabulary + config.padding)
     if device.is_cuda:
         return 2 * elements
     return 2 * elements + (4 * output if config.tied_embeddings else 2 * output)

@@ -1,4 +1,4 @@
-"""`python -m kvstore_engine.worker SOCKET POOL MAILBOX`: three inherited descriptors. Started by `WorkerProcess`."""
+"""`python -m kvstore_engine.worker SOCKET MODEL POOL MAILBOX`: four inherited descriptors."""
 
 import socket
 import sys
@@ -6,5 +6,5 @@ import sys
 from kvstore_engine.worker.child import serve
 
 if __name__ == "__main__":
-    handle, pool, mailbox = map(int, sys.argv[1:4])
-    serve(socket.socket(fileno=handle), pool, mailbox)
+    handle, model, pool, mailbox = map(int, sys.argv[1:5])
+    serve(socket.socket(fileno=handle), model, pool, mailbox)

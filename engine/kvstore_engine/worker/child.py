@@ -22,7 +22,7 @@ from pathlib import Path
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors import DeviceName, StepExecutor
-from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.opening import open_executor
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import attach
@@ -33,8 +33,8 @@ _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _FIRST_VICTIM = "300"  # when memory runs out, the process that can be replaced at no loss goes before its parent
 
 
-def serve(connection: socket.socket, pool_descriptor: int, mailbox_descriptor: int) -> None:
-    """Answer orders until the parent closes its end."""
+def serve(connection: socket.socket, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int) -> None:
+    """Answer orders until the parent closes its end. The parent watches the model's file."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -43,7 +43,8 @@ def serve(connection: socket.socket, pool_descriptor: int, mailbox_descriptor: i
     setup = WorkerSetup.decode(connection.recv(MAX_PACKET_BYTES))
     with contextlib.ExitStack() as stack:
         try:
-            file, memory = GGUFFile.open(setup.model), partial(attach, pool_descriptor)
+            file = GGUFFile.open(OpenFile.inherited(setup.model, model_descriptor))
+            memory = partial(attach, pool_descriptor)
             executor = stack.enter_context(open_executor(file, DeviceName(CPU), setup.pool, setup.sizes, memory))
         except UsageError as error:
             connection.send(Reply(0, Status.USAGE, message=str(error)).encode())

@@ -13,6 +13,12 @@ import sys
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply
 from kvstore_engine.worker.setup import WorkerSetup
 
+_HINTS = {
+    "SIGABRT": ", ggml's assertion is above",
+    "SIGBUS": ", the model file was cut short or cannot be read",
+    "SIGKILL": ", perhaps for lack of memory",
+}
+
 
 class WorkerDied(Exception):
     """The process is gone, or was ended because it did not answer; the message says how."""
@@ -21,11 +27,13 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """A child that is starting; `receive` gives its first reply, the one to the setup."""
 
-    def __init__(self, setup: WorkerSetup, pool_descriptor: int, mailbox_descriptor: int) -> None:
+    def __init__(
+        self, setup: WorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
+    ) -> None:
         # Datagrams with a connection: a packet is whole, and the end of a process is the end of its socket.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            passed = (theirs.fileno(), pool_descriptor, mailbox_descriptor)
+            passed = (theirs.fileno(), model_descriptor, pool_descriptor, mailbox_descriptor)
             # Never a fork of this process: its threads' locks would come along without the threads.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvstore_engine.worker", *map(str, passed)],
@@ -84,5 +92,5 @@ class WorkerProcess:
         if status >= 0:
             return f"it exited with status {status}"
         name = signal.Signals(-status).name
-        hint = {"SIGABRT": ", ggml's assertion is above", "SIGKILL": ", perhaps for lack of memory"}.get(name, "")
+        hint = _HINTS.get(name, "")
         return f"it was ended by {name}{hint}"

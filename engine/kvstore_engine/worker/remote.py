@@ -20,6 +20,7 @@ from typing import Self
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
+from kvstore_engine.gguf import FileWatch
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
@@ -54,7 +55,7 @@ class RemoteExecutor:
 
     def __init__(
         self,
-        model: str,
+        watch: FileWatch,
         config: ModelConfig,
         pool: BlockPool,
         pool_memory: SharedMemory,
@@ -63,8 +64,9 @@ class RemoteExecutor:
         patience: StepPatience | None = None,
         on_notice: Callable[[WorkerNotice], None] | None = None,
     ) -> None:
-        """Start the worker and wait until it has the model. UsageError and OperationError as loading a model raises
-        them.
+        """Start the worker and wait until it has the model, from the open file that is watched. UsageError and
+        OperationError as loading a model raises them; FileChanged, here and later, instead of a worker that would have
+        other weights.
         """
         self.model, self.pool, self.threads = RemoteModel(config), pool, sizes.threads
         self.limits = limits = StepLimits(
@@ -78,7 +80,8 @@ class RemoteExecutor:
         self.deaths = 0
         # Of the last step, as the worker measured it: the rest of `forward` is what the distance costs.
         self.compute_s = 0.0
-        self._setup = WorkerSetup(model, PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
+        self._watch = watch
+        self._setup = WorkerSetup(str(watch.file.path), PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
         self._patience = patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory
@@ -204,10 +207,14 @@ class RemoteExecutor:
             if attempt:
                 time.sleep(pause_s)
                 pause_s *= 4
-            self._worker = WorkerProcess(self._setup, self._pool_memory.descriptor, self._mail_memory.descriptor)
+            self._watch.check()
+            self._worker = WorkerProcess(self._setup, *self._descriptors())
             self._on_notice(WorkerNotice("starting", self.pid, self.deaths))
             try:
-                _raise_refusal(self._worker.receive(_START_TIMEOUT_S))
+                reply = self._worker.receive(_START_TIMEOUT_S)
+                if not self._watch.check():
+                    raise WorkerDied("the model file was touched while it was loaded")
+                _raise_refusal(reply)
             except WorkerDied as error:
                 last = str(error)
                 self._on_worker_death(error)
@@ -218,6 +225,10 @@ class RemoteExecutor:
                 _log.warning("a new ggml worker is ready (pid %d); no K/V was lost", self.pid)
             return
         raise OperationError(f"no ggml worker can be started ({attempts} attempts): {last}")
+
+    def _descriptors(self) -> tuple[int, int, int]:
+        """Of the model, the pool and the mailbox, for a worker to inherit."""
+        return self._watch.file.source.descriptor, self._pool_memory.descriptor, self._mail_memory.descriptor
 
 
 def _raise_refusal(reply: Reply) -> None:

@@ -14,7 +14,7 @@ from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """`model`: the file. `pool`: whose memory the worker maps."""
+    """`model`: what messages call the file, whose descriptor the worker inherits. `pool`: whose memory it maps."""
 
     model: str
     pool: PoolSetup

@@ -1,0 +1,85 @@
+"""Notices that a model's file was changed while it is in use.
+
+Owns the digest that stands for all that the engine reads of the file, and the identity that the file had when it was
+last known to hold just that. While the identity stays, the bytes do. Where its size or time of writing moved, it was
+written to. Where the time of change alone moved, the file is read again: a rename, a link or a changed owner leave the
+digest as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from kvstore_engine.gguf.open_file import FileChanged
+from kvstore_engine.gguf.reader import FileDigest, GGUFFile
+
+_ATTEMPTS = 5  # to read a file that is touched while it is read
+
+
+class FileWatch:
+    """Watches `file`, which the caller closes. `expected` is the digest that another process of this engine computed
+    from the same descriptor. Without one the first `digest` counts, if the file was not touched since it was opened.
+
+    `digest` is for any thread, `check` for the one that computes. A change is final: every later call raises
+    FileChanged, too.
+    """
+
+    def __init__(self, file: GGUFFile, expected: FileDigest | None = None) -> None:
+        self.file = file
+        self._known = file.source.identity
+        self._digest = expected
+        self._lock = threading.Lock()
+        self._is_final, self._is_touched = False, False
+
+    def digest(self) -> FileDigest:
+        """Return the digest; the whole file is read for it the first time. FileChanged if the file is not what was
+        opened."""
+        with self._lock:
+            if self._digest is not None and self._is_as_known():
+                return self._digest
+            for _ in range(_ATTEMPTS):
+                try:
+                    before = self.file.source.settled_identity()
+                    if self._is_final or not before.may_hold_the_same(self._known):
+                        raise self._changed()
+                    if self._digest is None and before != self._known:
+                        raise self._changed()
+                    found = self.file.digest()
+                except FileChanged:
+                    raise self._changed() from None
+                if self._digest not in (None, found):
+                    raise self._changed()
+                if self.file.source.current_identity() == before:
+                    self._is_touched |= before != self._known
+                    self._known, self._digest = before, found
+                    return found
+            raise self._changed()
+
+    def check(self) -> bool:
+        """Return whether the file was left alone since the last `check`, or since it was opened. False: it was touched,
+        and holds the same bytes now, but what was read in between may be wrong. FileChanged if its bytes are others."""
+        if self._is_final:
+            raise self._changed()
+        if self._is_as_known() and not self._is_touched:
+            return True
+        self.digest()
+        self._is_touched = False
+        return False
+
+    def require_untouched(self) -> None:
+        """Raise FileChanged unless `check` is True: for what is read once, and cannot be read again."""
+        if not self.check():
+            raise self._changed()
+
+    def _is_as_known(self) -> bool:
+        return self.file.source.current_identity() == self._known
+
+    def _changed(self) -> FileChanged:
+        self._is_final = True
+        return changed(self.file.path)
+
+
+def changed(path: Path) -> FileChanged:
+    """Return the error for the model's file `path`, which holds something else now."""
+    return FileChanged(f"the model file {path} was changed while it was in use: start again to use what it holds now")

@@ -1,0 +1,110 @@
+"""A model's file by the one descriptor that every process of an engine reads it with, and which file that is.
+
+Owns the descriptor and the identity that `fstat` gives. It never reads what the file holds. A path may lead to another
+file at any time; a descriptor does not, so it is handed on to child processes instead of the path. What is written to
+the file itself changes its identity: Linux sets the time of the last change at every write, and has no call to set it
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from kvstore_engine.errors import OperationError
+from kvstore_engine.gguf.cursor import GGUFError
+
+# Older kernels count a file's times in steps of the timer, of 10 ms at most: two changes in one step look alike.
+_TIMER_STEP_NS = 20_000_000
+_MOST_STEPS = 10  # to wait for a file that is written to
+
+
+class FileChanged(OperationError):
+    """A file in use does not hold any more what was read from it; the message names it."""
+
+
+class FileIdentity(NamedTuple):
+    """What `fstat` says of a file. `changed_ns` also moves with its names, its owner and its mode."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    def may_hold_the_same(self, other: FileIdentity) -> bool:
+        """Return whether the two differ in no more than `changed_ns`. Else the file was written to, and a write that
+        has begun may not have ended: reading the file again proves nothing."""
+        return self[:-1] == other[:-1]
+
+
+class OpenFile:
+    """A regular file open for reading. `path` is what messages call it. `identity`: as it was when it was opened."""
+
+    def __init__(self, path: Path, descriptor: int, identity: FileIdentity) -> None:
+        self.path, self.descriptor, self.identity = path, descriptor, identity
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open `path`. GGUFError if that cannot be done, or it is no regular file; FileChanged for a file that
+        is being written to."""
+        path = Path(path)
+        try:
+            # Not blocking: a pipe would wait for its writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise GGUFError(f"{path}: cannot be opened: it is no regular file")
+        made = cls.inherited(path, descriptor)
+        try:
+            made.identity = made.settled_identity()
+        except FileChanged:
+            made.close()
+            raise
+        return made
+
+    @classmethod
+    def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
+        """Take over `descriptor` from the parent process, which opened `path`."""
+        return cls(Path(path), descriptor, _identity(descriptor))
+
+    def current_identity(self) -> FileIdentity:
+        """Return the identity that the open file has now, in about a microsecond."""
+        return _identity(self.descriptor)
+
+    def settled_identity(self) -> FileIdentity:
+        """Return the identity now, such that every later write leads to another one. FileChanged if the file does not
+        stay as it is for a moment."""
+        for _ in range(_MOST_STEPS):
+            found = _identity(self.descriptor)
+            if abs(time.time_ns() - found.changed_ns) < _TIMER_STEP_NS:
+                time.sleep(_TIMER_STEP_NS / 1e9)
+                continue
+            with contextlib.suppress(OSError):
+                # Writes through a map are noticed at the first one to a page that is on disk: so all pages have to be.
+                os.fdatasync(self.descriptor)
+            return found
+        raise FileChanged(f"{self.path}: another program is writing to this file: wait until it is complete")
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays mapped."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _identity(descriptor: int) -> FileIdentity:
+    found = os.fstat(descriptor)
+    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
