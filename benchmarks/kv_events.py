@@ -48,6 +48,7 @@ from kvstored.config.schema import TenantSection
 from kvstored.config.tiers import Start
 from kvstored.events.encoding import hash_of
 from kvstored.events.feed import EventFeed
+from kvstored.events.history import PublishedBefore
 from kvstored.events.publisher import Publisher
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
@@ -122,8 +123,8 @@ class Bench:
             tenant_id=self.residency.tenant("t"), fingerprint=MODEL, fingerprint_digest=MODEL.digest(),
             fingerprint_id=1, roots={0: ROOT},
         )  # fmt: skip
-        settings = {**addresses, "encoding": "map", "buffer": 100, "places": [["CPU", ""]]}
-        self.publisher = Publisher(settings, self.store.counters)
+        settings = {**addresses, "encoding": "map", "buffer": 100, "places": [["CPU", ""]], "connections": 16}
+        self.publisher = Publisher(settings, PublishedBefore(None), self.store.counters)
         stack.callback(self.publisher.close)
         self.feed = EventFeed(
             self.residency, tiers, lambda kind: (TOPIC, TOKENS), self.publisher,

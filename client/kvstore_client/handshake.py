@@ -25,6 +25,7 @@ from kvstore_client.paths import explain_unreachable
 from kvstore_proto.v1 import handshake_pb2 as wire
 
 PROTOCOL_VERSION = 1
+CROWDED_S = 0.01  # from one try to connect to the next
 MAX_PACKET_BYTES = 128 * 1024
 NO_WAIT_S = 0.001  # for a system call that is not expected to wait
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
@@ -196,6 +197,17 @@ class Handshake:
         self._socket.send(packet.SerializeToString())
 
 
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    """Connect; where many others wait to be taken the kernel refuses at once, and asking again is up to us."""
+    while True:
+        try:
+            return connection.connect(os.fspath(path))
+        except BlockingIOError:
+            if time.monotonic() + CROWDED_S >= deadline:
+                raise
+            time.sleep(CROWDED_S)
+
+
 def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
     """Connect and introduce ourselves. Raises ConnectError with a message for people."""
     deadline = time.monotonic() + timeout_s
@@ -205,7 +217,7 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
         raise ConnectError(f"no socket can be made: {error.strerror}") from None
     try:
         connection.settimeout(_remaining(deadline))
-        connection.connect(os.fspath(path))
+        _connect(connection, path, deadline)
         connection.send(wire.ClientPacket(hello=hello).SerializeToString())
         packet, descriptor = _receive(connection, deadline)
     except OSError as error:

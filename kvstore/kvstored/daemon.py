@@ -11,7 +11,9 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -36,6 +38,7 @@ from kvstored.admin.sampler import Sampler
 from kvstored.admin.views import Parts, Views
 from kvstored.background import run_until_closed
 from kvstored.clients.arena_grants import ArenaGrants
+from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.reception import Reception
@@ -65,7 +68,7 @@ from kvstored.process import end_without_order, since_process_start_s
 from kvstored.rpc import unary
 from kvstored.rpc.admin import Call, admin_calls, serve_admin
 from kvstored.rpc.direct_stream import DirectStreams
-from kvstored.rpc.grpc_socket import bind_grpc, private_umask
+from kvstored.rpc.grpc_socket import bind_grpc
 from kvstored.rpc.health import Health
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import SessionService
@@ -74,13 +77,13 @@ from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.recorded import recorded
+from kvstored.socket_files import SocketFiles
 from kvstored.sockets import (
     SocketError,
     clear_stale,
     listen_seqpacket,
     open_to_group,
     prepare_directory,
-    remove_socket,
     restrict_to_admins,
 )
 from kvstored.storage import NodeStorage
@@ -244,9 +247,13 @@ class Daemon:
         sizer = self._host_sizer()
         self._host_resize = TierResize(store.host.info.name, store.host, store.room, sizer.give_back)
         self._stack.push_async_callback(self._host_resize.close)
+        daemon = config.daemon
+        self._socket_files = SocketFiles(
+            partial(prepare_directory, daemon.socket_dir, daemon.socket_group), time.monotonic
+        )
         self._maintenance = Maintenance(
             store.leases, store.policies, store.rooms, store.host, clock, store.counters, self._sampler.sample,
-            (store.tick, sizer.tick, deletions.tick),
+            (store.tick, sizer.tick, deletions.tick, self._socket_files.tick),
         )  # fmt: skip
 
         def end_session(session: Session) -> None:
@@ -259,7 +266,7 @@ class Daemon:
         index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
         indexes = LookupIndexes(config.index.slots, index_bytes, residency, asyncio.get_running_loop().call_soon)
         residency.observe(indexes)
-        open_events(config.events, self._tenants, store, self._stack)
+        open_events(config.events, config.daemon.state_dir, self._tenants, store, self._stack)
         self._shares = TenantShares(self._tenants, residency, store.policies)
         self._shares.set_all()
         staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
@@ -268,7 +275,7 @@ class Daemon:
             config, self._factory, ArenaGrants(store.host, config, store.exporter_of), indexes, self._streams,
             store.counters, end_session, store.tiers_on, self._former,
         )  # fmt: skip
-        self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits.max_clients)
+        self._handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
         self.lifetime = Lifetime(
             self._handshake, self._sessions, store.leases, residency, store.writeback, self._on_shutdown,
             self.memory.after_stop,
@@ -287,35 +294,59 @@ class Daemon:
 
     async def _listen(self) -> None:
         assert self.lifetime is not None
-        store, sockets = self._store, self.config.daemon.socket_dir
-        names = ["handshake", "data", "admin"] + (["unary"] if self.config.unary.enabled else [])
-        paths = {name: sockets / f"{name}.sock" for name in names}
-        for path in paths.values():
-            clear_stale(path)
-        admin = await self._serve_grpc(paths["admin"])
-        serve_admin(self._admin_calls(), admin)
-        data = await self._serve_grpc(paths["data"])
-        kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), data)
+        store, config = self._store, self.config
+        sockets, group = config.daemon.socket_dir, config.daemon.socket_group
+        binds = {"admin": self._bind_admin, "data": self._bind_data, "unary": self._bind_unary}
+        if not config.unary.enabled:
+            del binds["unary"]
+        for name in ("handshake", *binds):
+            clear_stale(sockets / f"{name}.sock")
+        self._calls = self._admin_calls()
         services = (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
-        health = Health(self.lifetime, services, store.modes, store.residency.tiers)
-        health.serve_on(admin)
-        health.serve_on(data)
-        await admin.start()
-        restrict_to_admins(paths["admin"], self.config.daemon.admin_group)
-        await data.start()
-        open_to_group(paths["data"], self.config.daemon.socket_group)
-        if self.config.unary.enabled:
-            await self._listen_unary(paths["unary"], health)
-        if self.config.metrics.listen:
+        self._health = Health(self.lifetime, services, store.modes, store.residency.tiers)
+        self._doors = self._unary_doors()
+        for name, bind in binds.items():
+            path = sockets / f"{name}.sock"
+            await self._socket_files.bind(path, partial(bind, path))
+        if config.unary.enabled and config.unary.listen:
+            await self._start_server(self._doors.bind_remote())
+        if config.metrics.listen:
             from kvstored.admin.metrics_endpoint import MetricsEndpoint  # 40 ms and 3 MB, only where it is asked for
 
-            metrics = MetricsEndpoint(self.config.metrics.listen, self._views, store.flows, self._latencies)
+            metrics = MetricsEndpoint(config.metrics, self._views, store.flows, self._latencies)
             self._stack.push_async_callback(asyncio.to_thread, metrics.close)
-        self._handshake.start(listen_seqpacket(paths["handshake"], self.config.daemon.socket_group))
+
+        async def bind_handshake() -> None:
+            self._handshake.start(listen_seqpacket(self._handshake.path, group))
+
+        await self._socket_files.bind(self._handshake.path, bind_handshake)
         self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)
-        for path in paths.values():
-            self._stack.callback(remove_socket, path)
+        self._stack.push_async_callback(self._socket_files.close)
+
+    async def _bind_admin(self, path: Path) -> None:
+        limits = self.config.limits
+        server = bind_grpc(path, max_message_bytes=limits.message_bytes, connections=limits.admin_connections)
+        serve_admin(self._calls, server)
+        self._health.serve_on(server)
+        await self._start_server(server)
+        restrict_to_admins(path, self.config.daemon.admin_group)
+
+    async def _bind_data(self, path: Path) -> None:
+        limits = self.config.limits
+        server = bind_grpc(path, max_message_bytes=limits.message_bytes, connections=limits.stream_connections)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), server)
+        self._health.serve_on(server)
+        await self._start_server(server)
+        open_to_group(path, self.config.daemon.socket_group)
+
+    async def _bind_unary(self, path: Path) -> None:
+        await self._start_server(self._doors.bind_local(path))
+
+    async def _start_server(self, server: grpc.aio.Server) -> None:
+        """Start a server that is bound. One whose file was removed serves those that it has until the daemon stops."""
+        self._stack.push_async_callback(server.stop, 0.5)
+        await server.start()
 
     def _admin_calls(self) -> dict[str, Call]:
         assert self.lifetime is not None
@@ -345,31 +376,22 @@ class Daemon:
             resizes[name] = TierResize(name, nvme, store.rooms[store.residency.durable], slabs.give_back)
             self._stack.push_async_callback(resizes[name].close)
         tenants = LiveTenants(self._tenants, store.residency, self._shares, self._handshake, self._tokens)
-        return Reload(self.config, self._read, LiveSettings(store, resizes, tenants))
+        self._certificates = Certificates.of(self.config.unary) if self.config.unary.enabled else None
+        return Reload(self.config, self._read, LiveSettings(store, resizes, tenants, self._certificates))
 
-    async def _listen_unary(self, path: Path, health: Health) -> None:
+    def _unary_doors(self) -> UnaryDoors:
         lifetime, config = self.lifetime, self.config
         assert lifetime is not None
         calls = InlineCalls(self._verbs, self._deleting, self._store, message_bytes=config.unary.message_bytes)
         limit = unary.CallLimit(config.unary.calls)
-        doors = UnaryDoors(
-            config.unary, path,
+        return UnaryDoors(
+            config.unary,
             lambda callers: unary.UnaryService(
                 calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
             lambda: self._tenants.resolve(ourselves()),
-            self._tokens, health,
+            self._tokens, self._certificates, self._health,
         )  # fmt: skip
-        with private_umask():
-            servers = doors.bind()
-        for server in servers:
-            self._stack.push_async_callback(server.stop, 0.5)
-            await server.start()
-
-    async def _serve_grpc(self, path: Path) -> grpc.aio.Server:
-        server = bind_grpc(path, max_message_bytes=self.config.limits.message_bytes)
-        self._stack.push_async_callback(server.stop, 0.5)
-        return server
 
     def _start_tasks(self) -> None:
         runs = {"maintenance": self._maintenance.run, "names": self._tenants.run, "usage": self._storage.usage.run}

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvstored.exits import EXIT_HANGS
 
 log = logging.getLogger(__name__)
+LEAST_CONNECTIONS = 4
 
 
 def raise_descriptor_limit() -> None:
@@ -19,6 +20,12 @@ def raise_descriptor_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connections_within(most: int) -> int:
+    """Return how many connections a listener takes at once: `most`, and at most a sixteenth of the descriptors that
+    this process may have, so that all listeners together leave most of them to engines."""
+    return max(LEAST_CONNECTIONS, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
 
 def set_priority(nice: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvstored.clients.tenants.user_namespace import is_unmapped
 
 log = logging.getLogger(__name__)
+BACKLOG = 1024  # a client that finds it full has to try again
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
 
@@ -91,7 +92,7 @@ def listen_seqpacket(path: Path, group: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
-        listener.listen(64)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise SocketError(f"cannot listen on {path}: {error.strerror or error}") from None

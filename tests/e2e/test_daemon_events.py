@@ -22,6 +22,7 @@ import zmq
 from kvstore_client.cli.main import main as kvctl_main
 from kvstore_proto.v1 import admin_pb2
 from kvstored.events.encoding import hash_of
+from kvstored.events.history import EPOCH_BITS
 from tests.reference.conversations import model, put_conversation, tokens_of
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, eventually, running_daemon
 from tests.reference.vllm_kv_events import Subscriber
@@ -208,3 +209,26 @@ def test_kvctl_says_where_events_are_or_that_they_are_off(tmp_path: Path, capfd:
     with running_daemon() as daemon:
         assert kvctl_main(["--socket-dir", str(daemon.socket_dir), "events"]) == 1
         assert "KV events are off; set events.listen" in capfd.readouterr().err
+
+
+def test_a_start_with_the_clock_behind_is_noticed_by_who_stayed(tmp_path: Path) -> None:
+    """A subscriber takes gaps for what they are, older numbers for nothing, and nobody stores anything any more."""
+    with publishing(tmp_path, "nvme.enabled=false", "host.warm_restart=off") as daemon, Watcher(tmp_path) as watcher:
+        with daemon.connect(MODEL) as session:
+            put_conversation(session, 1, 4)
+            assert eventually(lambda: agrees(daemon, watcher)) and watcher.hashes()
+        history = daemon.state_dir / "events.json"
+        daemon.stop()
+        former = json.loads(history.read_text())
+        history.write_text(json.dumps({**former, "epoch": former["epoch"] + 3600}))  # as if time had been ahead
+        watcher.subscriber.last += 3600 << EPOCH_BITS
+        daemon.start()
+
+        def has_noticed() -> bool:
+            while watcher.live.poll(0):
+                _, number, _ = watcher.live.recv_multipart()
+                if watcher.subscriber.misses(int.from_bytes(number, "big")):
+                    watcher.replay(watcher.subscriber.last + 1)
+            return not watcher.hashes()
+
+        assert eventually(has_noticed)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,15 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore_client.cli.doctor.certificate import certificate
+from kvstore_client.cli.doctor.finding import Level
+from kvstore_client.cli.doctor.settings import Settings
+from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import FAILED
 from tests.e2e.test_daemon_eviction import Watcher
 from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
-from tests.reference.running_daemon import MIB, RunningDaemon, eventually, running_daemon
+from tests.reference.running_daemon import MIB, RunningDaemon, eventually, free_port, running_daemon
 from tests.reference.unary_client import by_tokens, unary_client
 
 MODEL = model(kib_a_block=64)
@@ -202,11 +209,71 @@ def test_tokens_are_read_again(file: Path, tmp_path: Path, capfdbinary: Any) -> 
         kvctl = Kvctl(daemon, capfdbinary)
         assert is_taken(daemon, "first") and not is_taken(daemon, "second")
         write_tokens("second")
+        assert [each["name"] for each in kvctl.json("reload")["applied"]] == ["unary.tokens_file"]
         assert "no setting differs" in kvctl("reload").out
         assert is_taken(daemon, "second") and not is_taken(daemon, "first")
         tokens.write_text("nonsense\n")
         assert "line 1" in kvctl("reload", exit_code=FAILED).err
         assert is_taken(daemon, "second"), "what cannot be read changes nothing"
+
+
+def test_a_renewed_certificate_is_served_and_a_broken_one_is_not(tmp_path: Path, capfdbinary: Any) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed: no certificate can be made")
+    chain, secret, tokens, port = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "tokens", free_port()
+
+    def renew() -> None:
+        subprocess.run(
+            [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+             "-subj", "/CN=localhost", "-keyout", secret, "-out", chain], check=True, capture_output=True,
+        )  # fmt: skip
+
+    def served() -> str:
+        return ssl.get_server_certificate(("::1", port), timeout=30).strip()
+
+    renew()
+    tokens.write_text(f"uid-7 {hashlib.sha256(b'x').hexdigest()}\n")
+    tokens.chmod(0o600)
+    with running_daemon(
+        f"unary.listen=[::1]:{port}", f"unary.tokens_file={tokens}", f"unary.tls_cert={chain}",
+        f"unary.tls_key={secret}", "nvme.enabled=false",
+    ) as daemon:  # fmt: skip
+        kvctl = Kvctl(daemon, capfdbinary)
+        first = chain.read_text().strip()
+        assert served() == first
+        renew()
+        second = chain.read_text().strip()
+        settings = {"unary.listen": f"[::1]:{port}", "unary.tls_cert": str(chain)}
+        around = Surroundings(daemon.socket_dir, Settings("a test", settings), daemon.status())
+        (found,) = certificate(around)
+        assert found.level is Level.WARN and f"another one than {chain} has" in found.seen
+        assert [each["name"] for each in kvctl.json("reload")["applied"]] == ["unary.tls_cert", "unary.tls_key"]
+        (found,) = certificate(around)
+        assert found.level is Level.WARN and "it ends in 2 days" in found.seen
+        assert served() == second != first
+        whole = chain.read_text()
+        for broken in (whole[: len(whole) // 2], first, ""):
+            chain.write_text(broken)
+            assert "do not make a pair" in kvctl("reload", exit_code=FAILED).err
+            assert served() == second, "the one before goes on"
+        chain.unlink()
+        assert f"{chain} cannot be read: No such file" in kvctl("reload", exit_code=FAILED).err
+        chain.write_text(whole)
+        assert "no setting differs" in kvctl("reload").out
+
+
+def test_a_file_that_only_a_start_reads_is_named_when_it_changed(tmp_path: Path, capfdbinary: Any) -> None:
+    secret = tmp_path / "cluster"
+    secret.write_text("a" * 64)
+    secret.chmod(0o600)
+    with running_daemon(f"cluster.secret_file={secret}", "nvme.enabled=false") as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        assert "no setting differs" in kvctl("reload").out
+        secret.write_text("b" * 64)
+        for _ in range(2):
+            said = kvctl.json("reload")
+            assert [each["name"] for each in said["after_restart"]] == ["cluster.secret_file"] and not said["applied"]
 
 
 def is_taken(daemon: RunningDaemon, token: str) -> bool:

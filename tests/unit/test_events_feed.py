@@ -155,6 +155,16 @@ def test_a_new_publisher_hears_everything_again() -> None:
     assert [block.key for block in changes.stored] == [key(1), key(2)]
 
 
+def test_a_new_publisher_hears_of_kinds_of_which_nothing_is_stored_any_more() -> None:
+    feeding = Feeding()
+    feeding.shelf.store(1)
+    feeding.sent()
+    feeding.remove(1)  # while the publisher is dead
+    feeding.outlet.sent.clear()
+    feeding.feed.announce_all()
+    assert feeding.sent() == [ResetRecord(), KindRecord(0, 2, 0, b"topic")], "subscribers may have the block"
+
+
 def test_after_a_mistake_everything_is_announced_again() -> None:
     feeding = Feeding()
     feeding.shelf.store(1)

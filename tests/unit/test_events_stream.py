@@ -165,7 +165,7 @@ def test_batches_for_replay_are_bounded_by_their_bytes() -> None:
         events_of(made, stored(number, kind=number % 2))
         assert made.kept_bytes <= 1000
         for topic in made.topics:
-            kept = made.replay(1, topic)
+            kept = list(made.replay(1, topic))
             assert len(kept) == 1 or sum(len(batch.payload) for batch in kept) <= 1000
     late = Subscriber()
     for batch in made.replay(0, TOPIC):
@@ -188,7 +188,7 @@ def test_replay_has_the_batches_or_the_whole_state() -> None:
     for number in range(1, 6):
         events_of(made, stored(number))
     assert [batch.number for batch in made.replay(4)] == [4, 5]
-    assert made.replay(6) == [], "nothing is missed"
+    assert list(made.replay(6)) == [], "nothing is missed"
     (whole,) = made.replay(0)
     assert whole.number == 5 and made.snapshots == 1
     late = Subscriber()
@@ -203,9 +203,74 @@ def test_a_replay_without_a_topic_is_of_the_only_one() -> None:
     assert [batch.topic for batch in made.replay(0)] == [TOPIC]
     made.apply([KindRecord(1, 2, 0, b"kv@n.other@m")])
     list(made.batches())
-    assert made.replay(0) == [], "another tenant's events would be taken for this one's"
+    assert list(made.replay(0)) == [], "another tenant's events would be taken for this one's"
     assert [batch.topic for batch in made.replay(0, b"kv@n.other@m")] == [b"kv@n.other@m"]
-    assert made.replay(0, b"kv@n") == []
+
+
+def test_of_an_unknown_topic_a_replay_says_that_nothing_is_stored() -> None:
+    made = EventStream(PLACES, encoder("map"), 10, lambda: 0.0, first_number=1 << 31)
+    (cleared,) = made.replay(7, b"kv@n.former@m")
+    assert msgspec.msgpack.decode(cleared.payload)[1] == [{"type": "AllBlocksCleared"}]
+    assert cleared.number == (1 << 31) - 1, "above every number before, and below the topic's first, should it come"
+    assert list(made.replay(7)) == []
+
+
+def test_topics_of_a_process_before_are_cleared_at_once() -> None:
+    made = EventStream(PLACES, encoder("map"), 10, lambda: 0.0, first_number=5, former_topics=["kv@n.former@m"])
+    made.apply([KIND])
+    assert [(batch.topic, batch.number) for batch in made.batches()] == [(b"kv@n.former@m", 5), (TOPIC, 5)]
+    assert [batch.topic for batch in made.replay(0)] == [TOPIC], "the only one that is published now"
+
+
+def test_a_silent_topic_goes_on_counting() -> None:
+    made = stream()
+    assert list(made.beats()) == [], "it had a batch since the last call"
+    (beat,) = made.beats()
+    assert beat.number == 1 and msgspec.msgpack.decode(beat.payload)[1] == []
+    assert [batch.number for batch in made.replay(0)] == [0, 1], "without a gap"
+    events_of(made, stored(1))
+    assert list(made.beats()) == []
+
+
+def test_a_snapshot_has_parents_first_in_whichever_place() -> None:
+    made = stream(buffer=1)
+    made.apply([KindRecord(1, 2, 3, TOPIC)])
+    events_of(made, stored(3, 0b101, parent=2), stored(1, 0b100), stored(2, 0b100, parent=1), stored(4, 1, parent=3))
+    events_of(made, stored(11, 0b100, kind=1), stored(12, 1, parent=11, kind=1), stored(21, 1, parent=20))
+    (whole,) = made.replay(0)
+    known: set[int | None] = {None, hash_of(key(20))}  # which is stored nowhere
+    places: dict[str, set[int]] = {}
+    for event in msgspec.msgpack.decode(whole.payload)[1][1:]:
+        assert event["parent_block_hash"] in known
+        known |= set(event["block_hashes"])
+        places.setdefault(event["medium"], set()).update(event["block_hashes"])
+    assert places == {
+        "CPU": {hash_of(key(number)) for number in (3, 4, 12, 21)},
+        "STORAGE": {hash_of(key(number)) for number in (1, 2, 3, 11)},
+    }
+
+
+def test_a_chain_in_two_places_is_two_events_of_a_snapshot() -> None:
+    made = stream(buffer=1)
+    events_of(made, stored(1, 0b101))
+    events_of(made, stored(2, 0b101, parent=1))
+    (whole,) = made.replay(0)
+    events = msgspec.msgpack.decode(whole.payload)[1]
+    assert events == [{"type": "AllBlocksCleared"}, block_stored(1, 2), block_stored(1, 2, medium="STORAGE")]
+
+
+def test_a_replay_that_is_read_slowly_ends_with_what_is_stored() -> None:
+    made = stream(buffer=3)
+    for number in range(1, 4):
+        events_of(made, stored(number))
+    slow = made.replay(1)
+    late = Subscriber()
+    first = next(slow)
+    for number in range(4, 9):
+        events_of(made, stored(number))
+    for batch in (first, *slow):
+        late.apply(batch.number, batch.payload)
+    assert set(late.held()["CPU", ""]) == {hash_of(key(number)) for number in range(1, 9)} and late.last == 8
 
 
 def test_after_a_reset_everything_is_cleared_first() -> None:

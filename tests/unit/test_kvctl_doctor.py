@@ -495,3 +495,31 @@ def test_the_text_and_the_document_hold_every_finding() -> None:
     assert document(areas)["checks"][1] == {
         "area": "one", "name": "bb", "level": "fail", "seen": "seen b", "advice": "do this",
     }  # fmt: skip
+
+
+# A daemon that runs without sockets
+
+
+@pytest.mark.parametrize("missing", ["handshake.sock", "directory"])
+def test_a_daemon_that_runs_without_its_sockets_is_not_started_twice(around: Surroundings, missing: str) -> None:
+    lock = around.settings.path("daemon.state_dir")
+    assert lock is not None
+    write(lock / "lock", "4242\n")
+    status = (lock / "lock").stat()
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    write(
+        around.proc / "locks",
+        f"1: POSIX  ADVISORY  READ 1 {inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 4242 {inode} 0 EOF\n",
+    )
+    found = only(_without_sockets(around, missing), missing)
+    assert "a daemon runs, pid 4242: start no second one" in found.advice and "kvstored serve" not in found.advice
+    write(around.proc / "locks", f"1: FLOCK  ADVISORY  WRITE 4242 {inode}7 0 EOF\n")
+    assert only(_without_sockets(around, missing), missing).advice.startswith("start the daemon: kvstored serve")
+    (around.proc / "locks").unlink()
+    assert "only if none does" in only(_without_sockets(around, missing), missing).advice, "it cannot be known"
+
+
+def _without_sockets(around: Surroundings, missing: str) -> list[Finding]:
+    if missing == "directory":
+        return list(sockets.directory(replace(around, socket_dir=around.socket_dir / "removed")))
+    return list(sockets.sockets(around))

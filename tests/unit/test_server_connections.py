@@ -42,9 +42,9 @@ class _Echo:
 
 
 @contextlib.asynccontextmanager
-async def _listening(application: Application) -> AsyncIterator[tuple[int, Listener]]:
+async def _listening(application: Application, connections: int = 64) -> AsyncIterator[tuple[int, Listener]]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        listener = Listener(application, bound, 1.0)
+        listener = Listener(application, bound, 1.0, connections)
         serving = asyncio.create_task(listener.run_until_stopped())
         yield bound.getsockname()[1], listener
         listener.should_exit = True
@@ -263,5 +263,49 @@ def test_what_is_not_http_gets_status_400() -> None:
         async with _listening(_Echo()) as (port, _):
             for raw in (b"NONSENSE\r\n\r\n", b"CONNECT a:80 HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"):
                 assert (await _answer(port, raw)).startswith(b"HTTP/1.1 400 ")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET / HT", _request(b"")], ids=["nothing", "half", "answered"])
+def test_connections_that_ask_for_nothing_keep_nobody_out(begin: bytes) -> None:
+    most = 8
+
+    async def run() -> None:
+        echo = _Echo()
+        async with _listening(echo, most) as (port, listener):
+            _, waits = await asyncio.open_connection("127.0.0.1", port)
+            waits.write(_request(b"wait"))
+            while not echo.waiting:
+                await asyncio.sleep(0)
+            idle = []
+            for _ in range(5 * most):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(begin)
+                idle.append((reader, writer))
+            assert b"hello" in await _answer(port, _request(b"hello", b"connection: close"))
+            assert len(listener.server_state.connections) <= most
+            assert echo.left == 0, "one that waits for its answer stays"
+            for _, writer in [*idle, (None, waits)]:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_where_all_wait_for_answers_a_newcomer_is_closed() -> None:
+    async def run() -> None:
+        echo = _Echo()
+        async with _listening(echo, 2) as (port, _):
+            writers = []
+            for number in (1, 2):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(_request(b"wait"))
+                writers.append(writer)
+                while echo.waiting < number:
+                    await asyncio.sleep(0)
+            assert await _answer(port, _request(b"hello")) == b""
+            assert echo.left == 0
+            for writer in writers:
+                writer.close()
 
     asyncio.run(run())

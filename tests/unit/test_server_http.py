@@ -552,3 +552,13 @@ def test_keys_decide_tenant_and_priority(model: ServedModel, tmp_path: Path) -> 
         assert ask(wrong) == 401
     assert asyncio.run(call(application(service), "GET", "/health")).status == 200
     assert asyncio.run(call(application(service), "GET", "/metrics")).status == 401
+
+
+def test_bodies_that_arrive_slowly_have_a_bound_together() -> None:
+    room = request_body.BodyRoom(100)
+    room.take(all_bytes := 100 * request_body.BodyRoom.BODIES)
+    with pytest.raises(ApiError) as caught:
+        room.take(1)
+    assert caught.value.status == 503
+    room.give_back(all_bytes)
+    room.take(1)

@@ -17,6 +17,7 @@ from kvstore_proto.v1 import admin_pb2 as wire
 
 EXTRA: Final = "events"
 POLL_MS: Final = 200
+_HERE: Final = (("//*:", "//127.0.0.1:"), ("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"))
 _COUNTERS: Final = ("published_events", "replayed_batches", "event_snapshots", "event_restarts")
 _FIELDS: Final = {  # of events that are arrays, in order
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -62,7 +63,10 @@ def _follow(address: str, arguments: argparse.Namespace) -> None:
         raise CommandError(FAILED, f"events --follow needs {error.name}: pip install 'kvstored[{EXTRA}]'") from None
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
-    subscriber.connect(address.replace("//*:", "//127.0.0.1:"))
+    subscriber.setsockopt(zmq.IPV6, 1)
+    for anywhere, here in _HERE:
+        address = address.replace(anywhere, here)
+    subscriber.connect(address)
     subscriber.subscribe(b"")
     left = arguments.count or -1
     try:

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
             port=options.port,
             api_keys=str(options.api_keys) if options.api_keys else None,
             drain_s=options.drain_s,
+            max_connections=options.max_connections,
             access_log=not options.no_access_log,
         )
     )

@@ -56,6 +56,13 @@ def _add_http(command: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--port", type=_port, default=8080, metavar="PORT", help="port; 0 takes a free one (default 8080)"
     )
+    http.add_argument(
+        "--max-connections",
+        type=whole_number(1, 1 << 20),
+        default=1024,
+        metavar="N",
+        help="connections at once; over that the one that has asked for nothing for longest ends (default 1024)",
+    )
     http.add_argument("--api-keys", type=Path, metavar="FILE", help="who may use the server, and as which tenant")
     http.add_argument(
         "--served-name",

@@ -21,7 +21,7 @@ from kvstore_engine.restore.record import RECORDS
 from kvstore_engine.server import chat, completions, texts
 from kvstore_engine.server.answers import Answers
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
-from kvstore_engine.server.body import read_fields
+from kvstore_engine.server.body import BodyRoom, read_fields
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.metrics import CONTENT_TYPE
 from kvstore_engine.server.middleware import CLIENT_LEFT, RequestLog, RequireKey
@@ -68,6 +68,7 @@ def application(service: Service) -> Starlette:
 class _Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._bodies = BodyRoom(service.max_body_bytes)
 
     def answering(self, planner: Planner) -> Endpoint:
         async def answer(request: Request) -> Response:
@@ -116,7 +117,7 @@ class _Endpoints:
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         try:
-            return await read_fields(request, self._service.max_body_bytes)
+            return await read_fields(request, self._bodies)
         except ClientDisconnect:
             self._service.metrics.disconnected()
             raise

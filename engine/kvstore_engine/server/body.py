@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from kvstore_engine.server.api_errors import ApiError, invalid
+from kvstore_engine.server.api_errors import ApiError, invalid, unavailable
 
 M = TypeVar("M", bound=BaseModel)
 BODY_TIMEOUT_S = 120.0
@@ -68,13 +68,32 @@ def not_supported(name: str, why: str) -> ApiError:
     return invalid(f"{name} is not supported: {why}", name, code="unsupported_parameter")
 
 
-async def read_fields(request: Request, most_bytes: int) -> dict[str, Any]:
-    """The fields of the object that the body is. ApiError 400 for anything else, 413 if it is larger than `most_bytes`,
-    without reading the rest, 408 if it takes too long to arrive.
+class BodyRoom:
+    """Memory for bodies that are arriving: at most `most_bytes` of each, `BODIES` times as much of all."""
+
+    BODIES = 16
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._used_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Raises ApiError 503 where there is no room now."""
+        if self._used_bytes + nbytes > self.BODIES * self.most_bytes:
+            raise unavailable("too many large bodies are arriving at once")
+        self._used_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self._used_bytes -= nbytes
+
+
+async def read_fields(request: Request, room: BodyRoom) -> dict[str, Any]:
+    """The fields of the object that the body is. ApiError 400 for anything else, 413 if it is larger than there is
+    `room`, without reading the rest, 503 if others have the room, 408 if it takes too long to arrive.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            raw = await _whole_body(request, most_bytes)
+            raw = await _whole_body(request, room)
     except TimeoutError:
         message = f"the body was not complete within {BODY_TIMEOUT_S:g} s"
         raise ApiError(408, message, code="request_timeout") from None
@@ -87,22 +106,27 @@ async def read_fields(request: Request, most_bytes: int) -> dict[str, Any]:
     return {name: field for name, field in value.items() if field is not None}
 
 
-async def _whole_body(request: Request, most_bytes: int) -> bytes:
+async def _whole_body(request: Request, room: BodyRoom) -> bytes:
     """Not by Starlette's `max_body_size`: that answers in plain text."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal():
         raise invalid("the Content-Length header is not a number")
-    pieces, total = [], int(announced)
-    if total <= most_bytes:
-        total = 0
-        async for piece in request.stream():
-            pieces.append(piece)
-            total += len(piece)
-            if total > most_bytes:
-                break
-    if total > most_bytes:
-        raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="request_too_large")
-    return b"".join(pieces)
+    pieces, total, taken = [], int(announced), 0
+    try:
+        if total <= room.most_bytes:
+            total = 0
+            async for piece in request.stream():
+                room.take(len(piece))
+                taken += len(piece)
+                pieces.append(piece)
+                total += len(piece)
+                if total > room.most_bytes:
+                    break
+        if total > room.most_bytes:
+            raise ApiError(413, f"the body is larger than {room.most_bytes} bytes", code="request_too_large")
+        return b"".join(pieces)
+    finally:
+        room.give_back(taken)
 
 
 def read(model: type[M], fields: dict[str, Any]) -> M:

@@ -6,6 +6,7 @@
 | a client that stops reading keeps its connection and its answer | until `WRITE_TIMEOUT_S` |
 | a request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body | keeps it |
 | of a client with pipelined requests, the end is seen after the first answer | at once |
+| as many connections as there are descriptors | `most`; the one that is without a whole request for longest ends |
 
 uvicorn over h11 has a limit on the head, and none of the others.
 """
@@ -28,8 +29,11 @@ _OFFER = (b"connection", b"upgrade", b"http2-settings")
 class Connection(HttpToolsProtocol):
     """Made by uvicorn, one for each client."""
 
+    most = 1024  # at once
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._idle_since_s = 0.0
         self._incomplete_bytes = 0  # since the last part of a request that was whole
         self._offers_other = False
         self._earlier: list[Any] = []
@@ -38,7 +42,23 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self._idle_since_s = self.loop.time()
         self._watch_the_clock()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Where there are too many connections, end an idle one: this one, if no other is."""
+        if len(self.connections) > self.most:
+            idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
+            leaves = min(idle, key=lambda one: one._idle_since_s)
+            self.connections.discard(leaves)
+            leaves.transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way that has come as a whole."""
+        cycle = self.cycle
+        return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_the_clock()
@@ -59,6 +79,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._idle_since_s = self.loop.time()
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._watch_the_write_clock()
 

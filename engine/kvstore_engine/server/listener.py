@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -11,19 +12,22 @@ from starlette.types import ASGIApp
 
 from kvstore_engine.server.connection import Connection
 
-_BACKLOG = 1024
+_BACKLOG = 128  # also the most that are accepted before one is closed
 _KEEP_ALIVE_S = 75
 
 
 class Listener(uvicorn.Server):
     """Serves `application` on `bound`, a socket that listens, until `should_exit` is set and what ran has ended or was
-    cut off after `drain_s`.
+    cut off after `drain_s`. At most `connections` at once, and half of the descriptors that there may be.
     """
 
-    def __init__(self, application: ASGIApp, bound: socket.socket, drain_s: float) -> None:
+    def __init__(
+        self, application: ASGIApp, bound: socket.socket, drain_s: float, connections: int = Connection.most
+    ) -> None:
+        most = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         config = uvicorn.Config(
             application,
-            http=Connection,
+            http=type("BoundedConnection", (Connection,), {"most": most}),
             ws="none",
             lifespan="off",  # a start that a signal may interrupt, and that may fail with one line, is `run`'s
             interface="asgi3",

@@ -65,3 +65,4 @@ class ServerOptions:
     drain_s: float = 30.0
     access_log: bool = True
     max_body_bytes: int = 16 << 20
+    max_connections: int = 1024

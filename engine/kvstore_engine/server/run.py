@@ -73,7 +73,7 @@ async def _serve(
             starting.cancel()
             return 0
         starting.result()
-        listener = Listener(application(service), bound, options.drain_s)
+        listener = Listener(application(service), bound, options.drain_s, options.max_connections)
         serving = asyncio.create_task(listener.run_until_stopped())
         _say(_address(bound), model.name)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -102,6 +102,7 @@ def _on_signals(stopping: asyncio.Event, has_started: Callable[[], bool]) -> Non
 
 def _bound(host: str, port: int) -> socket.socket:
     """A socket that listens: connections made before the engine is ready wait. UsageError if the address is taken."""
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -136,7 +137,7 @@ def _is_local(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 

@@ -10,22 +10,31 @@ from collections.abc import Mapping
 
 from kvstore_console.units import human_bytes
 from kvstored.admin.live_tenants import LiveTenants
+from kvstored.clients.certificates import Certificates
 from kvstored.config import Config, ConfigError
 from kvstored.config.tiers import TierSection
 from kvstored.store.assembly import Store
 from kvstored.store.transfer.resize import TierResize
 
 POLICY = frozenset({"policy", "ttl_s", "keep_worth"})  # of each tier
+CERTIFICATE = frozenset({"unary.tls_cert", "unary.tls_key"})
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 
 
 class LiveSettings:
-    """`resizes`: of the tiers whose capacity can change, by name."""
+    """`resizes`: of the tiers whose capacity can change, by name. `certificates`: of the listener with TLS, if any."""
 
-    def __init__(self, store: Store, resizes: Mapping[str, TierResize], tenants: LiveTenants) -> None:
+    def __init__(
+        self,
+        store: Store,
+        resizes: Mapping[str, TierResize],
+        tenants: LiveTenants,
+        certificates: Certificates | None,
+    ) -> None:
         self._store = store
         self._resizes = resizes
         self._tenants = tenants
+        self._certificates = certificates
 
     def prepare(self, config: Config) -> None:
         """Raises ConfigError for what cannot be applied to this daemon, having changed nothing."""
@@ -36,6 +45,8 @@ class LiveSettings:
                 f"host.capacity {human_bytes(config.host.capacity_bytes)} does not hold one arena beside the "
                 f"{human_bytes(host.charged_bytes)} of staging and ledger of this daemon; restart it for so little"
             )
+        if self._certificates is not None:
+            self._certificates.prepare(config.unary)
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
@@ -45,6 +56,11 @@ class LiveSettings:
         if applied & TENANTS:  # first, since it alone may fail
             self._tenants.relist(config)
         self._tenants.renew_tokens()  # their file may have changed although no setting did
+        if self._tenants.has_tokens and config.unary.tokens_file is not None:
+            applied |= names & {"unary.tokens_file"}
+        if self._certificates is not None and config.unary.tls_cert is not None:
+            self._certificates.renew()
+            applied |= names & CERTIFICATE
         if "daemon.log_level" in applied:
             logging.getLogger().setLevel(config.daemon.log_level.upper())
         for position, tier in enumerate(self._store.residency.tiers):

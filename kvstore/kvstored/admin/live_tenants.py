@@ -39,6 +39,10 @@ class LiveTenants:
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
 
+    @property
+    def has_tokens(self) -> bool:
+        return self._tokens is not None
+
     def prepare(self, config: Config) -> None:
         """Read the tokens. Raises ConfigError, with everything as it was."""
         path = config.unary.tokens_file

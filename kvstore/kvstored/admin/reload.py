@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
+from kvstored.admin.named_files import Content, contents_of
 from kvstored.config import Config, ConfigError, TenantSection, Written
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
@@ -41,6 +42,7 @@ class Reload:
         self.waiting: tuple[Difference, ...] = ()  # what the file says by now, and waits for a restart
         self._read = read
         self._live = live
+        self._contents = contents_of(config)
 
     def reload(self) -> pb.ReloadReply:
         """Raises KVStoreError, with everything as it was, when the configuration cannot be used."""
@@ -61,7 +63,9 @@ class Reload:
         try:
             config = self._read()
             self._live.prepare(config)
-            changed = {each.name: each for each in differences(self.config, config)}
+            contents = contents_of(config)
+            changed = {each.name: each for each in changed_files(self._contents, contents)}
+            changed |= {each.name: each for each in differences(self.config, config)}
             applied = self._live.apply(config, set(changed))
         except ConfigError as error:
             log.error("reload: nothing was changed: %s", error)
@@ -76,7 +80,8 @@ class Reload:
             )  # fmt: skip
         self.waiting = tuple(each for name, each in changed.items() if name not in applied)
         if not changed:
-            log.info("reload: the settings are as they were")
+            log.info("reload: the settings are as they were, and the files that they name")
+        self._contents |= {name: contents[name] for name in applied & set(contents)}
         self.config = _merged(self.config, config, applied)
         return reply
 
@@ -98,6 +103,14 @@ def differences(before: Config, after: Config) -> Iterator[Difference]:
                     yield from _in_section(tier.name, tier, changed)
         elif section.name not in ("source", "written"):
             yield from _in_section(section.name, old, new)
+
+
+def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -> Iterator[Difference]:
+    """Yield the settings that name the same file as before, which holds something else by now."""
+    for name, old in before.items():
+        new = after.get(name, old)
+        if new.path == old.path and new.digest != old.digest:
+            yield Difference(name, old.seen, new.seen)
 
 
 def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,38 +23,49 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import read_peer
+from kvstored.config.schema import LimitsSection
 
 log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 128 * 1024
 ACCEPT_PAUSE_S = 0.5
 HELLO_TIMEOUT_S = 10.0  # a connection that says nothing must not keep a place for ever
 MAX_REJECTED = 64
+ACCEPTED_A_TURN = 64
+ANYBODYS_PLACES = 32
+OTHERS_SHARE = 8  # of the places over those this fraction is never one user's alone
+_UCRED = struct.Struct("3i")
 
 
 class HandshakeServer:
-    """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session."""
+    """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session. Of one
+    user at most `limits.handshakes_per_user` connections may not have said hello yet: the oldest makes room."""
 
-    def __init__(self, path: Path, reception: Reception, max_clients: int) -> None:
+    def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
         self.path = path
         self._reception = reception
-        self._max_clients = max_clients
+        self._limits = limits
         self._listener: socket.socket | None = None
-        self._connections: set[_Connection] = set()
-        self._rejected: set[_Connection] = set()  # each gets its refusal after its hello
+        self._connections: dict[_Connection, None] = {}  # oldest first
+        self._rejected: dict[_Connection, None] = {}  # each gets its refusal after its hello
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
+        """Take clients from `listener`, and none from one before it; those that are connected stay."""
+        self._stop_listening()
         listener.setblocking(False)
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
+        self._stop_listening()
+        for connection in [*self._connections, *self._rejected]:
+            connection.end()
+
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for connection in [*self._connections, *self._rejected]:
-            connection.end()
 
     def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
         """End the sessions for which `is_meant` holds; how many. Their clients notice, and may reconnect."""
@@ -64,9 +76,10 @@ class HandshakeServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while True:
+        for _ in range(ACCEPTED_A_TURN):
             try:
                 accepted, _ = self._listener.accept()
+                _, uid, _ = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             except BlockingIOError:
                 return
             except OSError as error:  # out of descriptors: look again later instead of spinning on a readable socket
@@ -74,23 +87,35 @@ class HandshakeServer:
                 self._pause()
                 return
             accepted.setblocking(False)
-            refusal = self._refusal()
+            self._end_oldest_waiting(uid)
+            refusal = self._refusal(uid)
             group = self._connections if refusal is None else self._rejected
             if refusal is not None and len(group) >= MAX_REJECTED:
                 accepted.close()
                 continue
-            connection = _Connection(accepted, self._reception, group.discard, refusal)
-            group.add(connection)
+            connection = _Connection(accepted, uid, self._reception, group.pop, refusal)
+            group[connection] = None
             connection.start()
 
-    def _refusal(self) -> KVStoreError | None:
+    def _end_oldest_waiting(self, uid: int) -> None:
+        waiting = [each for each in self._connections if each.uid == uid and not each.has_session]
+        if len(waiting) >= self._limits.handshakes_per_user:
+            waiting[0].end()
+
+    def _refusal(self, uid: int) -> KVStoreError | None:
         """Why a new client is not taken now, if so."""
         if not self.accepting:
             return KVStoreError(
                 ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"
             )
-        if len(self._connections) >= self._max_clients:
-            return KVStoreError(ErrorKind.THROTTLED, f"{self._max_clients} clients are connected already")
+        most = self._limits.max_clients
+        if len(self._connections) >= most:
+            return KVStoreError(ErrorKind.THROTTLED, f"{most} clients are connected already")
+        own = sum(each.uid == uid for each in self._connections)
+        if own >= most - max(0, most - ANYBODYS_PLACES) // OTHERS_SHARE:
+            return KVStoreError(
+                ErrorKind.THROTTLED, f"{own} clients of this user are connected already; the other places are others'"
+            )
         return None
 
     def _pause(self) -> None:
@@ -115,10 +140,12 @@ class _Connection:
     def __init__(
         self,
         sock: socket.socket,
+        uid: int,
         reception: Reception,
-        on_end: Callable[[_Connection], None],
+        on_end: Callable[[_Connection], object],
         refusal: KVStoreError | None,
     ) -> None:
+        self.uid = uid
         self._socket = sock
         self._reception = reception
         self._on_end = on_end
@@ -140,6 +167,10 @@ class _Connection:
         self._on_end(self)
         if self._session is not None:
             self._reception.farewell(self._session)
+
+    @property
+    def has_session(self) -> bool:
+        return self._session is not None
 
     def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
         return self._session is not None and is_meant(self._session)

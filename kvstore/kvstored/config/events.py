@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import string
 
+from kvstored.config.addresses import address_of
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.schema import EventsSection
 
 ENCODINGS = ("map", "array")
 TOPIC_FIELDS = ("node", "tenant", "model")
 MAX_BUFFER_BATCHES = 1_000_000
-_TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
+TCP = "tcp://"
+MAX_CONNECTIONS = 4096
 _IPC = re.compile(r"ipc:///[^\0]{1,100}\Z")
 
 
@@ -19,10 +21,13 @@ def check_events(events: EventsSection) -> None:
     """Raises ConfigError."""
     for name in ("listen", "replay"):
         address = getattr(events, name)
+        example = f"tcp://127.0.0.1:{5557 if name == 'listen' else 5558}"
+        if address.startswith(TCP):
+            address_of(f"events.{name}", address, example, TCP)
         need(
-            not address or _is_address(address),
+            not address or address.startswith(TCP) or bool(_IPC.match(address)),
             f'events.{name} {address!r} is no address: write "tcp://HOST:PORT" or "ipc:///PATH", for instance '
-            f'"tcp://127.0.0.1:{5557 if name == "listen" else 5558}"',
+            f'"{example}"',
         )
     need(not events.replay or bool(events.listen), "events.replay does nothing without events.listen: set both")
     need(
@@ -33,12 +38,11 @@ def check_events(events: EventsSection) -> None:
         1 <= events.buffer <= MAX_BUFFER_BATCHES,
         f"events.buffer must be 1 to {MAX_BUFFER_BATCHES}, got {events.buffer}",
     )
+    need(
+        1 <= events.connections <= MAX_CONNECTIONS,
+        f"events.connections must be 1 to {MAX_CONNECTIONS}, got {events.connections}",
+    )
     _check_topic(events)
-
-
-def _is_address(address: str) -> bool:
-    tcp = _TCP.match(address)
-    return 0 < int(tcp[2]) < 65536 if tcp else bool(_IPC.match(address))
 
 
 def _check_topic(events: EventsSection) -> None:

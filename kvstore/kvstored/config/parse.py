@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvstore_console.units import human_bytes
+from kvstored.config.addresses import address_of
 from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, need, one_of
@@ -32,7 +32,6 @@ MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 HORIZON_MAX_S = 86_400
-_LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})\Z")
 DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
@@ -76,6 +75,7 @@ def _build(raw: Table, source: str, is_our_staging: bool) -> Config:
 
 
 def _check_unary(unary: UnarySection) -> None:
+    need(unary.connections > 0, "unary.connections must be more than 0")
     need(unary.calls > 0, "unary.calls must be more than 0; to have no unary calls set unary.enabled = false")
     need(
         MIN_UNARY_MESSAGE_BYTES <= unary.message_bytes <= MAX_UNARY_MESSAGE_BYTES,
@@ -83,7 +83,7 @@ def _check_unary(unary: UnarySection) -> None:
         f"got {human_bytes(unary.message_bytes)}",
     )
     if unary.listen:
-        _check_address("unary.listen", unary.listen, "127.0.0.1:7443")
+        address_of("unary.listen", unary.listen, "127.0.0.1:7443")
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
             unary.tokens_file is not None,
@@ -94,14 +94,6 @@ def _check_unary(unary: UnarySection) -> None:
         "unary.tls_cert and unary.tls_key belong together: set both or none",
     )
     need(unary.tls_cert is None or bool(unary.listen), "unary.tls_cert does nothing without unary.listen")
-
-
-def _check_address(name: str, value: str, example: str) -> None:
-    address = _LISTEN.match(value)
-    need(
-        address is not None and 0 < int(address[2]) < 65536,
-        f'{name} {value!r} is no address: write "host:port", for instance "{example}"',
-    )
 
 
 def _check_prefetch(prefetch: PrefetchSection) -> None:
@@ -123,7 +115,8 @@ def _check_prefetch(prefetch: PrefetchSection) -> None:
 def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
-        _check_address("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
+        address_of("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
+    need(config.metrics.connections > 0, "metrics.connections must be more than 0")
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)

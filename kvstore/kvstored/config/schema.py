@@ -47,6 +47,9 @@ class PutSection:
 @dataclass(frozen=True)
 class LimitsSection:
     max_clients: int
+    handshakes_per_user: int
+    stream_connections: int
+    admin_connections: int
     max_keys: int
     max_block_bytes: int
     staging_per_client_bytes: int
@@ -92,6 +95,7 @@ class MetricsSection:
     """`listen` is host:port of the HTTP endpoint, "" for none."""
 
     listen: str
+    connections: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class EventsSection:
     encoding: str
     tokens: bool
     buffer: int
+    connections: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class UnarySection:
     enabled: bool
     message_bytes: int
     calls: int
+    connections: int
     listen: str
     tokens_file: Path | None
     tls_cert: Path | None

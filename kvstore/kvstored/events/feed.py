@@ -78,6 +78,7 @@ class EventFeed:
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
         self._outlet.send(bytes([RESET]))
+        self._learn_kinds()  # of which nothing may be stored any more, and subscribers may have blocks
         self._is_on = True
         self._wait_for(np.flatnonzero(np.frombuffer(rows.mask, np.uint8)))
         self._wake()
@@ -149,8 +150,7 @@ class EventFeed:
         """What these rows are now."""
         columns = self._residency.rows
         self._grow(columns.capacity)
-        if len(self._residency.kinds) > len(self._published):
-            self._learn_kinds()
+        self._learn_kinds()
         wanted = self._published[np.frombuffer(columns.kind, np.uint32)[noted]] | self._known[noted]
         rows = self._parents_first(noted[wanted != 0])
         mask = np.frombuffer(columns.mask, np.uint8)[rows]
@@ -233,6 +233,8 @@ class EventFeed:
     def _learn_kinds(self) -> None:
         """Which kinds of rows are published; the publisher hears of them first."""
         kinds = self._residency.kinds
+        if len(kinds) == len(self._published):
+            return
         texts = [self._kind_text(number) for number in range(len(self._published), len(kinds))]
         for number, text in enumerate(texts, len(self._published)):
             if text is not None:

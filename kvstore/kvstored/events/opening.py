@@ -9,12 +9,17 @@ import re
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstore_tiers.base import TierInfo
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.config import ConfigError
+from kvstored.config.addresses import address_of, numeric
+from kvstored.config.events import TCP
 from kvstored.config.schema import EventsSection
 from kvstored.events.encoding import Place
 from kvstored.events.feed import EventFeed
+from kvstored.events.history import PublishedBefore
 from kvstored.events.publisher import EXTRA, Publisher, PublisherError
 from kvstored.store.assembly import Store
 
@@ -45,7 +50,9 @@ class TopicNames:
         return self.section.topic.format_map(plain).encode()
 
 
-def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, stack: AsyncExitStack) -> None:
+def open_events(
+    section: EventsSection, state_dir: Path, tenants: TenantDirectory, store: Store, stack: AsyncExitStack
+) -> None:
     """Publish from now on, where the configuration says so; `stack` ends it. Raises PublisherError."""
     if not section.listen:
         return
@@ -58,12 +65,14 @@ def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, 
         log.warning("KV events with token ids are published on %s: who connects there reads prompts", section.listen)
     residency, names = store.residency, TopicNames(section, section.node or socket.gethostname())
     places = [place_of(tier.info) for tier in store.tiers]
+    before = PublishedBefore(state_dir)
     publisher = Publisher(
         {
-            "listen": section.listen, "replay": section.replay, "encoding": section.encoding,
-            "buffer": section.buffer, "places": places,
+            "listen": _numeric("listen", section.listen), "replay": _numeric("replay", section.replay),
+            "encoding": section.encoding, "buffer": section.buffer, "places": places,
+            "connections": section.connections,
         },
-        store.counters,
+        before, store.counters,
     )  # fmt: skip
     stack.callback(publisher.close)
 
@@ -74,9 +83,10 @@ def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, 
             return None
         digest = tenants.fingerprint_digest(kind.fingerprint_id)
         fingerprint = tenants.fingerprint(digest)
-        if fingerprint is None:
-            return names.topic(tenant, digest.hex()[:12]), 0
-        return names.topic(tenant, fingerprint.model_name), fingerprint.block_tokens
+        model = digest.hex()[:12] if fingerprint is None else fingerprint.model_name
+        topic = names.topic(tenant, model)
+        before.note(topic.decode())
+        return topic, 0 if fingerprint is None else fingerprint.block_tokens
 
     call_later = asyncio.get_running_loop().call_later
     feed = EventFeed(residency, store.tiers if section.tokens else (), kind_text, publisher, call_later)
@@ -84,6 +94,17 @@ def open_events(section: EventsSection, tenants: TenantDirectory, store: Store, 
     stack.callback(feed.stop)
     feed.announce_all()
     log.info("KV events are published on %s", section.listen)
+
+
+def _numeric(name: str, address: str) -> str:
+    """Return a ZMQ address to bind: ZMQ binds no names of hosts. Raise PublisherError for a name that nobody knows."""
+    if not address.startswith(TCP):
+        return address
+    setting = f"events.{name}"
+    try:
+        return f"{TCP}{numeric(setting, address_of(setting, address, '', TCP))}"
+    except ConfigError as error:
+        raise PublisherError(str(error)) from None
 
 
 def _is_there(module: str) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore_tiers.child_variables import variables_of_children
+from kvstored.events.history import PublishedBefore
 from kvstored.events.records import STATISTICS
 from kvstored.telemetry import Counters
 
@@ -34,10 +35,11 @@ class PublisherError(ValueError):
 
 
 class Publisher:
-    """`settings`: as the worker takes them."""
+    """`settings`: as the worker takes them, less what `before` says of the processes before."""
 
-    def __init__(self, settings: Mapping[str, Any], counters: Counters) -> None:
+    def __init__(self, settings: Mapping[str, Any], before: PublishedBefore, counters: Counters) -> None:
         self._settings = settings
+        self._before = before
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._announce_all: Callable[[], None] = lambda: None
@@ -86,7 +88,8 @@ class Publisher:
                 [sys.executable, "-m", "kvstored.events.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), env=variables_of_children(), stdin=subprocess.DEVNULL,
             )  # fmt: skip
-        raw = json.dumps(dict(self._settings)).encode()
+        before = {"first_number": self._before.next_first_number(), "topics": self._before.topics}
+        raw = json.dumps({**self._settings, **before}).encode()
         ours.sendall(struct.pack("<I", len(raw)) + raw)  # which a new socket takes at once
         return ours
 

@@ -47,12 +47,14 @@ class _Topic:
     blocks: dict[bytes, Block] = field(default_factory=dict)
     events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
     last_key: bytes = b""  # of the last block in the last event
+    is_current: bool = True  # else a process before this one published it, and this one has no block of it
+    is_silent: bool = False  # since the last `beats`
 
 
 class EventStream:
     """`places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` those of all. `now_s`: wall time.
     `first_number`: of each topic; larger than any of a process before this one, so that a subscriber that lost the end
-    of the one and the beginning of the other sees a gap."""
+    of the one and the beginning of the other sees a gap. `former_topics`: published by processes before this one."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class EventStream:
         now_s: Callable[[], float],
         first_number: int = 0,
         kept_bytes: int = KEPT_BYTES,
+        former_topics: Iterable[str] = (),
     ) -> None:
         self._first_number = first_number
         self._places = list(dict.fromkeys(places))
@@ -78,7 +81,8 @@ class EventStream:
         self._rows: dict[int, tuple[_Topic, bytes]] = {}
         self._now_s = now_s
         self._kinds: dict[int, KindRecord] = {}
-        self._topics: dict[bytes, _Topic] = {}
+        self._topics = {name.encode(): _Topic(name.encode(), first_number, is_current=False) for name in former_topics}
+        self._whole: Batch | None = None  # the last snapshot, while its number is the latest
         self._topic_of_kind: dict[int, _Topic] = {}
         self.published_events = self.replayed_batches = self.snapshots = 0
 
@@ -98,6 +102,7 @@ class EventStream:
                     self._stored(block)
             elif isinstance(record, KindRecord):
                 topic = self._topics.setdefault(record.topic, _Topic(record.topic, self._first_number))
+                topic.is_current = True
                 self._kinds[record.number], self._topic_of_kind[record.number] = record, topic
             elif isinstance(record, ResetRecord):
                 self._rows.clear()
@@ -111,27 +116,63 @@ class EventStream:
         for topic in self._topics.values():
             if topic.events:
                 events, topic.events, topic.last_key = topic.events, [], b""
-                payload, number = self._encode(self._now_s(), events), topic.next_number
-                self._keep(topic, number, payload)
-                topic.next_number += 1
                 self.published_events += len(events)
-                yield Batch(topic.name, number, payload)
+                yield self._batch(topic, events)
 
-    def replay(self, first: int, name: bytes | None = None) -> list[Batch]:
-        """A topic's batches from number `first` on; where some of them are gone, one batch under the last number that
-        clears and then has all that is stored. Without a name: of the only topic, nothing where there are several."""
-        if name is None:
-            name = next(iter(self._topics)) if len(self._topics) == 1 else None
-        topic = self._topics.get(name) if name is not None else None
-        if topic is None or first == topic.next_number or topic.next_number == self._first_number:
-            return []
-        if not topic.kept or not topic.kept[0][0] <= first < topic.next_number:  # or a process before this one's
-            self.snapshots += 1
+    def beats(self) -> Iterator[Batch]:
+        """Yield a batch without events for each topic that had none since the last call: a subscriber that lost the
+        last one, or that connected again late, sees the gap."""
+        for topic in self._topics.values():
+            if topic.is_silent and topic.next_number > self._first_number:
+                yield self._batch(topic, [])
+            topic.is_silent = True
+
+    def replay(self, first: int, name: bytes | None = None) -> Iterator[Batch]:
+        """Yield a topic's batches from number `first` to the latest of now; where some of them are gone, or go while
+        this waits, one batch under the latest number that clears and then has all that is stored. Without a name: of
+        the only topic, nothing where there are several. Of a topic that this process does not have: that nothing is
+        stored, under the number before its first."""
+        topic = self._only_topic() if name is None else self._topics.get(name)
+        if topic is None:
+            if name is not None:
+                self.replayed_batches += 1
+                yield Batch(name, max(0, self._first_number - 1), self._encode(self._now_s(), [Cleared()]))
+            return
+        end = topic.next_number
+        if first == end or end == self._first_number:
+            return
+        while topic.kept and topic.kept[0][0] <= first < end:
             self.replayed_batches += 1
-            return [Batch(topic.name, topic.next_number - 1, self._encode(self._now_s(), self._snapshot(topic)))]
-        found = [Batch(topic.name, number, payload) for number, payload in topic.kept if number >= first]
-        self.replayed_batches += len(found)
-        return found
+            yield Batch(topic.name, *topic.kept[first - topic.kept[0][0]])
+            first += 1
+            if first == end:
+                return
+        self.replayed_batches += 1
+        yield self._snapshot_batch(topic)
+
+    def forget_snapshot(self) -> None:
+        """Free the last snapshot: nobody waits for it."""
+        self._whole = None
+
+    def _only_topic(self) -> _Topic | None:
+        """The topic that a request without a name means."""
+        found = [topic for topic in self._topics.values() if topic.is_current] or list(self._topics.values())
+        return found[0] if len(found) == 1 else None
+
+    def _batch(self, topic: _Topic, events: Sequence[Stored | Removed | Cleared]) -> Batch:
+        payload, number = self._encode(self._now_s(), events), topic.next_number
+        self._keep(topic, number, payload)
+        topic.next_number += 1
+        topic.is_silent = False
+        return Batch(topic.name, number, payload)
+
+    def _snapshot_batch(self, topic: _Topic) -> Batch:
+        number = topic.next_number - 1
+        if self._whole is None or (self._whole.topic, self._whole.number) != (topic.name, number):
+            self._whole = None
+            self.snapshots += 1
+            self._whole = Batch(topic.name, number, self._encode(self._now_s(), self._snapshot(topic)))
+        return self._whole
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
         topic.kept.append((number, payload))
@@ -224,15 +265,22 @@ class EventStream:
     # All blocks
 
     def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
-        whole = _Topic(topic.name, 0)
-        order = list(_parents_first(topic.blocks))
+        """Each block after its parent, in whichever place that is: pieces of chains that are in the same places."""
+        whole, piece = _Topic(topic.name, 0), list[tuple[bytes, Block]]()
+        for key in _parents_first(topic.blocks):
+            block = topic.blocks[key]
+            if piece and (len(piece) == MAX_RUN or block.parent != piece[-1][0] or block.places != piece[-1][1].places):
+                self._add_piece(whole, piece)
+                piece = []
+            piece.append((key, block))
+        self._add_piece(whole, piece)
+        return whole.events
+
+    def _add_piece(self, whole: _Topic, piece: Sequence[tuple[bytes, Block]]) -> None:
         for number, place in enumerate(self._places):
-            for key in order:
-                block = topic.blocks[key]
+            for key, block in piece:
                 if block.places >> number & 1:
                     self._add_stored(whole, key, block, place)
-            whole.last_key = b""
-        return whole.events
 
 
 def _parents_first(blocks: dict[bytes, Block]) -> Iterator[bytes]:

@@ -39,6 +39,7 @@ DEFAULT_LINGER_S = 600.0
 ANSWER_TIMEOUT_S = 10.0
 MAX_NAME_BYTES = 64
 _BACKLOG = 4
+MAX_CONNECTIONS = 16
 MAX_DESCRIPTORS = 65_536
 
 
@@ -94,7 +95,7 @@ class Holder:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                if not is_of_our_user(connection):
+                if not is_of_our_user(connection) or len(self._connections) >= MAX_CONNECTIONS:
                     connection.close()
                     continue
                 self._connections.add(connection)

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import grpc
 
+from kvstored.process import connections_within
 from kvstored.sockets import SocketError
 
 _GRPC_LOGGER = "grpc._cython.cygrpc"
 log = logging.getLogger(__name__)
+HANDSHAKE_MS = 5_000
+IDLE_MS = 300_000
+BEAT_MS, ANSWER_MS = 60_000, 20_000
 
 
 class _Departures(logging.Filter):
@@ -35,13 +39,25 @@ def expect_departures() -> None:
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 
 
-def bind_grpc(path: Path, *, max_message_bytes: int) -> grpc.aio.Server:
+def connection_options(connections: int) -> list[tuple[str, int]]:
+    """Return the options of a server that takes at most `connections` at once: one that says nothing is closed after
+    `HANDSHAKE_MS`, one without a call after `IDLE_MS`, one whose peer does not answer a ping after
+    `BEAT_MS + ANSWER_MS`."""
+    return [
+        ("grpc.max_allowed_incoming_connections", connections_within(connections)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.keepalive_time_ms", BEAT_MS), ("grpc.keepalive_timeout_ms", ANSWER_MS),
+    ]  # fmt: skip
+
+
+def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.aio.Server:
     """A server bound to `path`, not started. Replies may be twice as long as requests. Raises SocketError."""
     expect_departures()
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", 2 * max_message_bytes),
+            *connection_options(connections),
         ]
     )
     with private_umask():

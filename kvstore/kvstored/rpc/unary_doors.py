@@ -6,7 +6,6 @@ without tokens.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,19 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.v1 import unary_pb2_grpc
+from kvstored.clients.certificates import Certificates
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.tenants.tokens import Tokens
 from kvstored.config import ConfigError
 from kvstored.config.schema import UnarySection
 from kvstored.rpc import health, unary
 from kvstored.rpc.callers import Callers, Guard
+from kvstored.rpc.grpc_socket import connection_options, private_umask
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
+AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
 _ANSWER_SLACK_BYTES = 64 << 10
 
 
@@ -33,23 +35,24 @@ class UnaryDoors:
     """`make_service` gives the service for the callers of one socket; `own` finds the tenant of our own user."""
 
     config: UnarySection
-    path: Path
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
     tokens: Tokens | None
+    certificates: Certificates | None
     health: Health
 
-    def bind(self) -> list[grpc.aio.Server]:
-        """Servers that are bound and not yet started; the caller keeps others from the socket meanwhile. Raises
-        ConfigError for what the configuration names and cannot be used."""
-        config = self.config
+    def bind_local(self, path: Path) -> grpc.aio.Server:
+        """A server that is bound to `path`, for our own user alone, and not yet started. Raises ConfigError."""
         local = self._server(Callers(self.tokens, self.own))
-        _bind(local, f"unix:{self.path}", None)
-        if not config.listen:
-            return [local]
+        with private_umask():
+            _bind(local, f"unix:{path}", None)
+        return local
+
+    def bind_remote(self) -> grpc.aio.Server:
+        """As `bind_local`, of the TCP port."""
         remote = self._server(Callers(self.tokens, None))
-        _bind(remote, config.listen, _credentials(config))
-        return [local, remote]
+        _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
+        return remote
 
     def _server(self, callers: Callers) -> grpc.aio.Server:
         message_bytes = self.config.message_bytes
@@ -59,6 +62,9 @@ class UnaryDoors:
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
                 ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
+                ("grpc.max_connection_age_ms", AGE_MS),  # its client connects again; a message that trickles in ends
+                ("grpc.max_connection_age_grace_ms", GRACE_MS),
+                *connection_options(self.config.connections),
             ],
             maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
         )
@@ -76,16 +82,3 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
             server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from None
-
-
-def _credentials(config: UnarySection) -> grpc.ServerCredentials | None:
-    """TLS, if it is configured: the pair is tried first, since gRPC itself would only say so when a client comes."""
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
-        return grpc.ssl_server_credentials([(config.tls_key.read_bytes(), config.tls_cert.read_bytes())])
-    except ssl.SSLError as error:
-        raise ConfigError(f"unary.tls_cert and unary.tls_key do not make a pair: {error.reason or error}") from None
-    except OSError as error:
-        raise ConfigError(f"unary.tls_cert or unary.tls_key cannot be read: {error.strerror}") from None

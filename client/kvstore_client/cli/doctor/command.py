@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore_client.cli.admin import AdminSocket
 from kvstore_client.cli.doctor import (
+    certificate,
     disk,
     disk_speed,
     gpu,
@@ -80,7 +81,7 @@ def _checks(
         ("version", partial(serving.versions, around, installed)),
         ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
         ("systemd", partial(machine.unit, around)), ("settings", partial(_settings, around)),
-        ("secret", partial(secret.secret, around)),
+        ("secret", partial(secret.secret, around)), ("certificate", partial(certificate.certificate, around)),
     ]  # fmt: skip
     yield "limits", [
         ("open files", partial(limits.descriptors, around)), ("locked memory", partial(limits.locked_memory, around)),

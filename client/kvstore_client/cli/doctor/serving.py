@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
+from kvstore_client.cli.doctor.running import how_to_start
 from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.cli.exit_codes import DENIED, CommandError
 from kvstore_client.entry import connect
@@ -28,7 +29,8 @@ def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Fi
         if trouble is not None and trouble.exit_code == DENIED:
             yield warn("admin", "not asked: the admin socket is closed to you", str(trouble))
         else:
-            yield fail("admin", "no answer", str(trouble))
+            reason = str(trouble).partition("; start it with")[0]
+            yield fail("admin", f"no answer: {reason}", how_to_start(around))
         return
     seen = f"pid {status.pid} answers, {status.state}, up {human_seconds(status.uptime_s)}"
     if status.state == "serving":

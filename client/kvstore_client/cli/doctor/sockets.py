@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore_client.cli.doctor.finding import Finding, fail, ok, warn
+from kvstore_client.cli.doctor.running import how_to_start
 from kvstore_client.cli.doctor.surroundings import Surroundings
 from kvstore_client.paths import (
     ADMIN_SOCKET,
@@ -32,14 +33,13 @@ _PROBE_S = 2.0
 
 def directory(around: Surroundings) -> Iterator[Finding]:
     path = around.socket_dir
-    start = f"start the daemon: kvstored serve --socket-dir {path}; or name another with --socket-dir"
     if len(os.fsencode(path / HANDSHAKE_SOCKET)) > MAX_SOCKET_PATH_BYTES:
         yield fail("directory", f"{path} is too long for a Unix socket", "choose a shorter daemon.socket_dir")
         return
     try:
         status = path.stat()
     except FileNotFoundError:
-        yield fail("directory", f"{path} does not exist", start)
+        yield fail("directory", f"{path} does not exist", how_to_start(around, "; or name another with --socket-dir"))
         return
     except PermissionError:
         yield fail("directory", f"{path} cannot be reached by user {user_name(around.uid)}", _join("kvstored"))
@@ -69,13 +69,12 @@ def sockets(around: Surroundings) -> Iterator[Finding]:
 
 def _socket(around: Surroundings, name: str) -> Finding:
     path = around.socket_dir / name
-    start = f"start the daemon: kvstored serve --socket-dir {around.socket_dir}"
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return fail(name, "does not exist", start)
+        return fail(name, "does not exist", how_to_start(around))
     if not stat.S_ISSOCK(status.st_mode):
-        return fail(name, "is in the way and is not a socket", f"remove {path}, then {start}")
+        return fail(name, "is in the way and is not a socket", f"remove {path}, then {how_to_start(around)}")
     seen = _describe(status)
     if status.st_mode & stat.S_IRWXO:
         return fail(name, f"{seen}: open to all users", f"chmod o-rwx {path}")
@@ -90,7 +89,7 @@ def _socket(around: Surroundings, name: str) -> Finding:
     if error is None:
         return ok(name, f"{seen}, a daemon listens")
     if isinstance(error, ConnectionRefusedError):
-        return fail(name, f"{seen}, stale: no daemon listens", f"{start} (it clears stale sockets)")
+        return fail(name, f"{seen}, stale: no daemon listens", how_to_start(around, " (it clears stale sockets)"))
     if isinstance(error, PermissionError):
         group = _group_name(status.st_gid)
         if not status.st_mode & stat.S_IRWXG:

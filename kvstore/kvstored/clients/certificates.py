@@ -1,0 +1,68 @@
+"""The certificate of the TCP listener for unary calls, which a reload renews without closing a connection.
+
+Owns the pair that is served: a new one takes its place only when its files are whole and belong together, so a
+half-written renewal changes nothing.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+from kvstored.config import ConfigError
+from kvstored.config.schema import UnarySection
+
+Pair = tuple[bytes, bytes]  # private key, certificate chain; PEM
+
+
+class Certificates:
+    """Reads the pair of `config`. Raises ConfigError for one that cannot be used."""
+
+    def __init__(self, config: UnarySection) -> None:
+        self._prepared = self._served = read_pair(config)
+
+    @staticmethod
+    def of(config: UnarySection) -> Certificates | None:
+        """None where there is no TLS."""
+        return Certificates(config) if config.listen and config.tls_cert is not None else None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return credentials that each new connection is served the pair of its time by."""
+        return grpc.dynamic_ssl_server_credentials(_configuration(self._served), lambda: _configuration(self._served))
+
+    def prepare(self, config: UnarySection) -> None:
+        """Read the pair again. Raises ConfigError, and the one that is served stays."""
+        self._prepared = read_pair(config) if config.tls_cert is not None else self._served
+
+    def renew(self) -> None:
+        """Serve what `prepare` has read, from the next connection on."""
+        self._served = self._prepared
+
+
+def read_pair(config: UnarySection) -> Pair:
+    """Return key and certificate chain. Raise ConfigError where they cannot be read or do not belong together: gRPC
+    would only say so when a client comes."""
+    assert config.tls_cert is not None and config.tls_key is not None
+    named = f"unary.tls_cert {config.tls_cert} and unary.tls_key {config.tls_key}"
+    try:
+        pair = _bytes_of(config.tls_key, config.tls_cert)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # else it asks at the terminal
+        is_same = pair == _bytes_of(config.tls_key, config.tls_cert)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{named} do not make a pair: {error.reason or error}") from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename or named} cannot be read: {error.strerror}") from None
+    if not is_same:
+        raise ConfigError(f"{named} changed while they were read: reload again")
+    return pair
+
+
+def _bytes_of(key: Path, chain: Path) -> Pair:
+    return key.read_bytes(), chain.read_bytes()
+
+
+def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([pair])

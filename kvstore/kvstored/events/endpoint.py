@@ -1,0 +1,137 @@
+"""An address that subscribers connect to: a ZMQ socket, what a connection of it may cost, and how many there are.
+
+A connection that says nothing ends after `HANDSHAKE_MS`, one that is dead after `DEAD_MS`. ZMQ itself bounds neither
+their number nor what waits for them: those over the number are cut here, by their descriptor, which ZMQ takes for a
+peer that left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import termios
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+HANDSHAKE_MS = 5_000
+BEAT_MS = 10_000  # from one question whether a peer lives to the next
+DEAD_MS = 30_000  # without an answer, or without a byte taken
+MAX_REQUEST_BYTES = 16 << 10
+IPC = "ipc://"
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+class Endpoint:
+    """Listens on `address` as a socket of `kind`, for at most `most` connections at once. Raises ZMQError."""
+
+    def __init__(self, context: Any, kind: int, address: str, most: int, high_water: int) -> None:
+        self._address, self._most = address, most
+        self._connections: dict[int, None] = {}  # descriptors, oldest first
+        self.socket = opened = context.socket(kind)
+        opened.copy_threshold = 0  # so that it is known when a message's memory is free
+        opened.set_hwm(high_water)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.IPV6, 1), (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.HEARTBEAT_IVL, BEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, DEAD_MS), (zmq.TCP_MAXRT, DEAD_MS), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, DEAD_MS // 1000), (zmq.MAXMSGSIZE, MAX_REQUEST_BYTES),
+        ):  # fmt: skip
+            opened.setsockopt(option, value)
+        self.monitor = opened.get_monitor_socket(_WATCHED)
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def send(self, *frames: bytes) -> Any:
+        """Send a message, at once; the memory of the last frame is shared. Return the tracker of that memory, or None
+        for a peer that left or that takes nothing more."""
+        try:
+            for frame in frames[:-1]:
+                self.socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=True)
+            return self.socket.send(frames[-1], zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
+                return None
+            raise
+
+    def look(self) -> None:
+        """Take note of who came and left; cut those that are too many."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections[descriptor] = None
+                if len(self._connections) > self._most:
+                    self.cut(descriptor)
+            else:
+                self._connections.pop(descriptor, None)
+        self.socket.get(zmq.EVENTS)  # lets ZMQ free what waited for those that left
+
+    def cut(self, descriptor: int) -> None:
+        """End a connection; what waits for it is freed."""
+        if descriptor not in self._connections:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def cut_slow(self) -> int:
+        """End the connections that have not read what was sent to them, or all where none can be told from the
+        others. Return how many."""
+        slow = [descriptor for descriptor in self._connections if _unread_bytes(descriptor)]
+        for descriptor in slow or list(self._connections):
+            self.cut(descriptor)
+        return len(slow or self._connections)
+
+    def restore(self) -> None:
+        """Bind anew where the socket's file was removed; its connections end, and come back to the new one."""
+        if not self._address.startswith(IPC) or os.path.exists(self._address.removeprefix(IPC)):
+            return
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.unbind(self._address)
+        with contextlib.suppress(zmq.ZMQError):  # while its directory is missing
+            self._bind()
+
+    def _bind(self) -> None:
+        mask = os.umask(0o077)  # a socket file is its owner's alone
+        try:
+            self.socket.bind(self._address)
+        finally:
+            os.umask(mask)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    try:
+        (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0" * 4))
+    except OSError:
+        return 0
+    return int(count)
+
+
+class Sent:
+    """Messages whose memory ZMQ still holds: for peers that have not read them."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, int]] = []
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, tracker: Any, nbytes: int) -> None:
+        self._held.append((tracker, nbytes))
+        self.held_bytes += nbytes
+
+    def look(self) -> bool:
+        """Forget what is free by now; whether anything was."""
+        left = [each for each in self._held if not each[0].done]
+        is_less = len(left) < len(self._held)
+        if is_less:
+            self._held = left
+            self.held_bytes = sum(nbytes for _, nbytes in left)
+        return is_less

@@ -1,0 +1,80 @@
+"""What outlives the process that publishes events: an epoch that only grows, and the topics that were published.
+
+The numbers of a process's batches begin at its epoch times 2**31, so they are larger than every number of a process
+before it, whatever the wall clock says, and whether the daemon or that process alone was started again. Topics of
+which this daemon has no block are published too, as cleared: subscribers may still have blocks of them.
+
+A file of the state directory has both. Where it cannot be written, numbers grow as long as the daemon lives; where it
+is lost, the wall clock alone orders this daemon's numbers after those before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+FILE = "events.json"
+EPOCH_BITS = 31  # of a number: three years of a hundred batches a second
+MAX_EPOCH = (1 << 32) - 1  # numbers stay below 2**63
+MAX_TOPICS = 256  # those before are forgotten: the oldest first
+_MAX_FILE_BYTES = 1 << 20
+
+
+class PublishedBefore:
+    """`directory` is the state directory, None for none; `now_s` is the wall clock, in seconds."""
+
+    def __init__(self, directory: Path | None, now_s: Callable[[], float] = time.time) -> None:
+        self._path = None if directory is None else directory / FILE
+        self._now_s = now_s
+        self._has_warned = False
+        self._epoch, self.topics = self._read()
+
+    def next_first_number(self) -> int:
+        """Return the first number of a process that begins now, and write its epoch down."""
+        self._epoch = min(MAX_EPOCH, max(self._epoch + 1, int(self._now_s())))
+        self._write()
+        return self._epoch << EPOCH_BITS
+
+    def note(self, topic: str) -> None:
+        """Remember that `topic` is published."""
+        if topic not in self.topics:
+            self.topics = [*self.topics, topic][-MAX_TOPICS:]
+            self._write()
+
+    def _read(self) -> tuple[int, list[str]]:
+        if self._path is None or not self._path.exists():
+            return 0, []
+        try:
+            with self._path.open("rb") as file:
+                found = json.loads(file.read(_MAX_FILE_BYTES))
+            epoch, topics = found["epoch"], found["topics"]
+            if type(epoch) is int and 0 <= epoch <= MAX_EPOCH and all(isinstance(topic, str) for topic in topics):
+                return epoch, list(topics)[-MAX_TOPICS:]
+            why = "it holds no epoch"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = str(error)
+        log.warning("%s cannot be used (%s): numbers of KV events follow the wall clock", self._path, why)
+        return 0, []
+
+    def _write(self) -> None:
+        """Not synced: after a loss of power the wall clock orders the numbers."""
+        if self._path is None:
+            return
+        fresh = self._path.with_suffix(".tmp")
+        try:
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"epoch": self._epoch, "topics": self.topics}, file)
+            fresh.replace(self._path)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "%s cannot be written (%s): should the wall clock step back before the next start, subscribers of "
+                    "KV events may miss that start", self._path, error.strerror,
+                )  # fmt: skip

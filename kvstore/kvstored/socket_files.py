@@ -1,0 +1,91 @@
+"""The socket files of a daemon that serves: one that somebody removed is bound again, its clients stay connected.
+
+Invariant: a file that another process put there is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstored.sockets import SocketError, remove_socket
+
+log = logging.getLogger(__name__)
+LOOK_S = 2.0
+Bind = Callable[[], Awaitable[None]]
+Identity = tuple[int, int]
+
+
+@dataclass
+class _File:
+    path: Path
+    bind: Bind
+    identity: Identity | None = None
+    trouble: str = ""  # that was said already
+
+
+class SocketFiles:
+    """`prepare` makes the directory. `now_s` is a monotonic clock."""
+
+    def __init__(self, prepare: Callable[[], None], now_s: Callable[[], float]) -> None:
+        self._prepare, self._now_s = prepare, now_s
+        self._files: list[_File] = []
+        self._next_s = 0.0
+        self._binding: asyncio.Task[None] | None = None
+
+    async def bind(self, path: Path, bind: Bind) -> None:
+        """Bind `path` by `bind`, now and whenever it is found missing. Raises what `bind` raises."""
+        await bind()
+        self._files.append(_File(path, bind, _identity(path)))
+
+    def tick(self) -> None:
+        """Look at the files, now and then."""
+        if self._now_s() < self._next_s or (self._binding is not None and not self._binding.done()):
+            return
+        self._next_s = self._now_s() + LOOK_S
+        missing = [file for file in self._files if self._is_missing(file)]
+        if missing:
+            self._binding = asyncio.get_running_loop().create_task(self._bind_again(missing))
+
+    async def close(self) -> None:
+        """Bind nothing more, and remove the files that are ours."""
+        if self._binding is not None:
+            self._binding.cancel()
+            await asyncio.gather(self._binding, return_exceptions=True)
+        for file in self._files:
+            if file.identity is not None and _identity(file.path) == file.identity:
+                remove_socket(file.path)
+        self._files.clear()
+
+    def _is_missing(self, file: _File) -> bool:
+        found = _identity(file.path)
+        if found is not None and found != file.identity:
+            self._say(file, "another process has put its own file there; clients that come now reach that one")
+        return found is None
+
+    async def _bind_again(self, missing: list[_File]) -> None:
+        for file in missing:
+            try:
+                self._prepare()
+                await file.bind()
+            except (SocketError, OSError) as error:
+                self._say(file, f"it was removed, and cannot be made again: {error}")
+                continue
+            file.identity, file.trouble = _identity(file.path), ""
+            log.warning("%s was removed by somebody, and is made again; connected clients did not notice", file.path)
+
+    def _say(self, file: _File, trouble: str) -> None:
+        if trouble != file.trouble:
+            file.trouble = trouble
+            log.error("%s: %s", file.path, trouble)
+
+
+def _identity(path: Path) -> Identity | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

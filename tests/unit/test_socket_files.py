@@ -1,0 +1,103 @@
+"""Socket files that somebody removed are bound again; another process's are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvstored.socket_files import LOOK_S, SocketFiles
+from kvstored.sockets import SocketError
+
+
+class Place:
+    """A directory whose files stand for sockets, and a clock that is set."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.now_s, self.bound = directory, 0.0, 0
+        self.files = SocketFiles(self.prepare, lambda: self.now_s)
+
+    def prepare(self) -> None:
+        if (self.directory.parent / "closed").exists():
+            raise SocketError("it is closed")
+        self.directory.mkdir(exist_ok=True)
+
+    async def bind(self, path: Path) -> None:
+        path.touch()
+        self.bound += 1
+
+    async def look(self) -> None:
+        self.now_s += LOOK_S
+        self.files.tick()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path / "run")
+    made.prepare()
+    return made
+
+
+async def started(place: Place) -> list[Path]:
+    paths = [place.directory / name for name in ("a", "b")]
+    for path in paths:
+        await place.files.bind(path, partial(place.bind, path))
+    return paths
+
+
+@pytest.mark.parametrize("what", ["a file", "the directory"])
+def test_what_was_removed_is_made_again(place: Place, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        paths = await started(place)
+        await place.look()
+        assert place.bound == 2 and not caplog.records
+        if what == "a file":
+            paths[0].unlink()
+        else:
+            shutil.rmtree(place.directory)
+        await place.look()
+        assert all(path.exists() for path in paths) and place.bound == (3 if what == "a file" else 4)
+        await place.look()
+        assert place.bound == (3 if what == "a file" else 4), "once"
+        await place.files.close()
+        assert not any(path.exists() for path in paths)
+
+    asyncio.run(run())
+    assert f"{place.directory / 'a'} was removed by somebody" in caplog.text
+
+
+def test_another_process_s_file_is_left_alone_and_said_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        first, _ = await started(place)
+        first.rename(place.directory / "kept")  # so that its inode is not used again
+        first.write_text("theirs")
+        for _ in range(3):
+            await place.look()
+        await place.files.close()
+        assert place.bound == 2 and first.read_text() == "theirs"
+
+    asyncio.run(run())
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_directory_that_cannot_be_made_is_tried_again(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        paths = await started(place)
+        shutil.rmtree(place.directory)
+        (place.directory.parent / "closed").touch()
+        for _ in range(3):
+            await place.look()
+        assert place.bound == 2
+        (place.directory.parent / "closed").unlink()
+        await place.look()
+        assert all(path.exists() for path in paths)
+        await place.files.close()
+
+    asyncio.run(run())
+    assert caplog.text.count("it is closed") == 2, "once a file"
