@@ -120,7 +120,7 @@ $(NVRTC): $(INSTALLED)
 	  'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13' >&2 && mv $@.part $@; }
 
 cubins: $(NVRTC) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
-	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib) && \
+	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} && \
 	  $(PYTHON) -c 'from kvstore_proto import nvrtc; nvrtc.library()' && \
 	  $(PYTHON) -m pytest -m "not slow" -n $(JOBS) tests/unit/test_cuda_compile.py $(ARGS)
 

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_daemon_gpu_tier import workers_of
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import tokens_of
+from tests.reference.free_device_memory import free_bytes
 from tests.reference.held_memory import holder_pid
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -41,7 +41,6 @@ SETTINGS = (
     "tier.vram.bounce=4MiB", "tier.vram.policy=lru",
 )  # fmt: skip
 _FOR_COPIES = 99  # a conversation that comes and goes
-_FREE = "from kvstore_tiers.gpu.driver import Driver; print(Driver(0).memory_bytes()[0])"
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class Losses:
     blocks: int
     found_blocks: int
     lost_bytes: int
-
-
-def free_bytes() -> int:
-    """Device memory that is free, by the driver's account."""
-    return int(subprocess.run([sys.executable, "-c", _FREE], check=True, capture_output=True).stdout)
 
 
 def on_device(daemon: RunningDaemon) -> int:
@@ -106,8 +100,7 @@ def _losses(kills: Sequence[Kill], longest_s: float, killing: AbstractContextMan
         daemon.kill9()
         os.kill(holder, signal.SIGTERM)
         assert eventually(lambda: not holder_pid(state_dir))
-        eventually(lambda: free_bytes() >= before_bytes)
-        lost_bytes = max(0, before_bytes - free_bytes())
+        lost_bytes = max(0, before_bytes - free_bytes(before_bytes))
         daemon.restart()  # for an orderly end
     return Losses(killed, blocks, found, lost_bytes)
 

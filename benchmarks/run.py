@@ -71,6 +71,7 @@ SUITE = (
     Benchmark("startup_scale", _json),
     Benchmark("lookup_latency", _json),
     Benchmark("index_probe", _json),
+    Benchmark("token_containers", _json),
     Benchmark("device_runs", _json),
     Benchmark("get_lease", _json),
     Benchmark("get_layers", _json),

@@ -27,6 +27,7 @@ from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import FULL, Sizes
 from support.gpu_card import Array, Card, Transferred
 from support.gpu_memory import on_device, pinned
+from support.timing import warm
 
 _REPEATS_A_ROUND = 4  # of the rounds: calls in a graph
 _THREAD_LOCAL = 1  # a capture that other threads' calls do not end
@@ -80,27 +81,32 @@ class CudaCard(Card):
     def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
         repeats = _REPEATS_A_ROUND * self._sizes.rounds
         if not in_graph:
+            warm(lambda: self._queued_s(queue, repeats), self._sizes.warm_s)
             return min(self._queued_s(queue, repeats) for _ in range(1 + self._sizes.rounds)) / repeats
         graph = self._graph(queue, repeats)
+        warm(lambda: self._replayed_s(graph), self._sizes.warm_s)
         took = [self._replayed_s(graph) for _ in range(self._sizes.rounds)]
         self._call("cuGraphExecDestroy", graph)
         return min(took) / repeats
 
     def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
         graph = self._graph(queue, launches)
-        warm = self._sizes.rounds
-        took = [self._replayed_s(graph) for _ in range(warm + count)]
+        warm(lambda: self._replayed_s(graph), self._sizes.warm_s)
+        took = [self._replayed_s(graph) for _ in range(count)]
         self._call("cuGraphExecDestroy", graph)
-        return took[warm:]
+        return took
 
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
-        copies, took = Runs.of(Run(*run) for run in runs), []
-        for _ in range(self._sizes.rounds):
+        copies = Runs.of(Run(*run) for run in runs)
+
+        def copied_s() -> float:
             began_s = time.perf_counter()
             self._driver.copy(copies, "to device" if to_device else "to host", self._stream)
             self._driver.synchronize(self._stream)
-            took.append(time.perf_counter() - began_s)
-        return min(took)
+            return time.perf_counter() - began_s
+
+        warm(copied_s, self._sizes.warm_s)
+        return min(copied_s() for _ in range(self._sizes.rounds))
 
     def copied_bytes_s(self) -> float:
         nbytes = self._sizes.copied_bytes

@@ -21,9 +21,10 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig
+from kvstore_proto import nvrtc
 from support.decode_models import Subject, in_transformers
 from support.decode_sides import Decoded, Tokens, by_attention_of_torch, by_generate, our_engine, prompts
-from support.gpu_answers import Answer, Sizes
+from support.gpu_answers import Answer, Sizes, known
 
 OURS, LOOP, DYNAMIC, STATIC = "our engine", "torch's loop", "generate, dynamic cache", "generate, static cache"
 MOST_BEHIND = 0.5  # of a row's spread, that a chosen token's logit may be behind the greatest
@@ -53,6 +54,7 @@ def compared(path: Path, device: str, sizes: Sizes, seconds_left: Callable[[], f
     with our_engine(path, device, max(sizes.decodes), sizes.prompt, sizes.decoded) as decode:
         for batch in sizes.decodes:
             ours[batch] = decode(asked[batch])
+            _tell({(at, OURS): side.per_s for at, side in ours.items()})
     del decode
     _freed(torch)
     model = in_transformers(path, torch_device)
@@ -61,6 +63,7 @@ def compared(path: Path, device: str, sizes: Sizes, seconds_left: Callable[[], f
         sides = {OURS: ours[batch], LOOP: by_attention_of_torch(model, inputs, sizes.decoded), DYNAMIC: generated}
         for name, side in sides.items():
             _note(found, model, inputs, (batch, name), side, generated)
+        _tell({(at, OURS): side.per_s for at, side in ours.items()} | found.per_s)
         _freed(torch)
     if torch_device.startswith("cuda"):
         _note_static(found, model, asked, sizes.decoded, seconds_left)
@@ -105,9 +108,11 @@ def decode_of_engine(device: str, sizes: Sizes, subject: Subject) -> Answer:
         return Answer(None, f"not asked: torch {torch.__version__} finds no CUDA device")
     try:
         with subject.file() as (path, what), _current(torch, device):
-            found = compared(path, device, sizes, lambda: began_s + _COMPILING_S - time.monotonic())
+            compiling_s = min(_COMPILING_S, sizes.tools_s / 2)
+            found = compared(path, device, sizes, lambda: began_s + compiling_s - time.monotonic())
     except (OperationError, UsageError) as error:
-        return Answer(False, f"{subject.name}: our engine does not run: {error}")
+        holds = None if device.startswith("cuda") and not _has_compiler() else False
+        return Answer(holds, f"{subject.name}: our engine does not run: {error}")
     return verdict(what, sizes, found)
 
 
@@ -149,6 +154,23 @@ def _note_static(
             found.left_out = f"no figure for a static cache: {type(error).__name__}: {str(error).splitlines()[:1]}"
             return
         _note(found, model, inputs, (batch, STATIC), side, side)
+        _tell(found.per_s)
+
+
+def _tell(per_s: Mapping[tuple[int, str], float]) -> None:
+    """What has been measured so far."""
+    figures = {f"{batch}, {name}, tokens/s": each for (batch, name), each in sorted(per_s.items())}
+    known(
+        "; ".join(f"{name.removesuffix(', tokens/s')} {each:.0f} tokens/s" for name, each in figures.items()), figures
+    )
+
+
+def _has_compiler() -> bool:
+    try:
+        nvrtc.library()
+    except nvrtc.CompileError:
+        return False
+    return True
 
 
 def _current(torch: Any, device: str) -> contextlib.AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """What a question to a GPU is, what it answers, and at which sizes it is asked.
 
-Owns nothing of a device. An answer holds, does not hold, or could not be found (None), and says why in one line.
+Owns nothing of a device. An answer holds, does not hold, or could not be found (None), and says why in one line. A
+question with several parts says what it knows as soon as it knows it (`known`): its time may end before it does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a question moves and how often. `tools_s`: the longest that a tool or a file of tests may take.
-    `rooms_bytes`: of device memory, for the tiers that a question opens."""
+    """How much a question moves and how often. `tools_s`: the longest that a tool, a file of tests or a question that
+    goes on as long as it may takes. `warm_s`: for how long work is repeated before it is timed, so that the device's
+    clock is up. `rooms_bytes`: of device memory, for the tiers that a question opens."""
 
     copied_bytes: int = 256 << 20
     pieces_bytes: tuple[int, ...] = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
     rounds: int = 5
+    warm_s: float = 0.1
     layers: int = 32
     blocks: int = 64  # storage blocks that are moved at once
     gets: int = 200
@@ -47,10 +50,12 @@ class Sizes:
 FULL = Sizes()
 # What an emulated device, or one that others use, has room for: shows that a question can be asked, measures nothing.
 SMALL = Sizes(
-    copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, layers=2, blocks=4, gets=3, kills=2,
+    copied_bytes=4 << 20, pieces_bytes=(16 << 10, 64 << 10), rounds=1, warm_s=0.0, layers=2, blocks=4, gets=3, kills=2,
     engine_kills=2, rooms_bytes=8 << 20, batch=2, context=64, long_context=64, steps=2, decodes=(1, 3),
     prompt=24, decoded=6, whole_models=False, prompts_tokens=(1024, 1536), tools_s=60.0,
 )  # fmt: skip
+
+Ask = Callable[[int, Sizes], Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,26 @@ class Question:
     name: str
     about: str
     limit_s: float
-    ask: Callable[[int, Sizes], Answer]
+    ask: Ask
+
+
+def _print(answer: Answer) -> None:
+    print(answer.says, flush=True)
+
+
+_hear: Callable[[Answer], None] = _print
+
+
+def known(says: str, figures: dict[str, float] | None = None, *, holds: bool | None = None) -> None:
+    """Tell what is known before the question has ended: printed, where no one listens. `holds`: False where nothing
+    that follows can change that."""
+    _hear(Answer(holds, says, dict(figures or {})))
+
+
+def listen(hear: Callable[[Answer], None]) -> None:
+    """Let `hear` get what is `known` from now on."""
+    global _hear
+    _hear = hear
 
 
 def listed(ratios: dict[int, float]) -> str:

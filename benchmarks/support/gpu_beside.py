@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.gpu_answers import Answer
+from support.gpu_answers import Answer, known
 from support.gpu_card import Card
 from support.gpu_kernels import BF16, Decode
 from support.timing import percentile
@@ -31,6 +31,8 @@ def decode_beside_transfer(
         holds = holds and middle <= TPOT_RATIO
         said.append(f"beside {name} ({rate / 1e9:.1f} GB/s) p50 {middle:.2f}x, p99 {high:.2f}x")
         figures |= {f"{name}, p50": middle, f"{name}, p99": high, f"{name}, GB/s": rate / 1e9}
+        figures[f"{name}, p50 ms"] = middle * middle_s * 1e3
+        known("; ".join(said), figures, holds=None if holds else False)
     says = (
         f"steps of {layers} layers, {batch} x {context}: alone p50 {middle_s * 1e3:.2f} ms, p99 {high_s * 1e3:.2f}; "
         f"{'; '.join(said)} (promised {TPOT_RATIO})"

@@ -12,7 +12,7 @@ from kvstore_client.device.gather import GatherKernel
 from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu.driver import Driver
-from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, on_device, pinned
 
 RUN_BYTES = 4 << 10
@@ -43,6 +43,3 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     note = f"; the arena is registered writable, since {why}" if why else ""
     right = "moves the right bytes" if is_right else "moves WRONG bytes"
     return Answer(is_right, f"the kernel {right}; runs that it copies, at most: {said}{note}", figures)
-
-
-CLIENT_GATHER = Question("client-gather", "the client's kernel for small runs, and their size", 120, client_gather)

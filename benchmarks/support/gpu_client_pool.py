@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -20,24 +21,22 @@ from kvstore_proto.cuda_copies import Runs
 from kvstore_tiers.gpu.driver import Driver
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon
-from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_answers import Answer, Sizes, known
 from support.gpu_copies import PIECE_BYTES, POOL_RATIO
 from support.gpu_memory import copy_s, on_device, pinned, run_of
 
 BLOCKS_OF_ONE = 4  # blocks of 16 tokens in one of `sizes.blocks`, which have 64
 REGISTERED_S = 60.0
+_ARENA_BYTES = 64 << 20
 
 
 def client_pool(device: int, sizes: Sizes) -> Answer:
     """Blocks of 16 tokens of a model of 8 billion parameters, into pages none of which are neighbours, and back."""
     driver, blocks = Driver(device), sizes.blocks * BLOCKS_OF_ONE
     block_bytes = sizes.layers * 2 * PIECE_BYTES
+    timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     nbytes = blocks * block_bytes
-    settings = (
-        f"host.capacity={(4 + sizes.rounds) * nbytes}", f"host.staging={2 * nbytes}",
-        f"limits.staging_per_client={2 * nbytes}", "nvme.enabled=false",
-    )  # fmt: skip
-    with bench_daemon(*settings) as daemon, daemon.connect(model(block_bytes), device=device) as session:
+    with bench_daemon(*daemon_settings(nbytes)) as daemon, daemon.connect(model(block_bytes), device=device) as session:
         at, kept = on_device(driver, 2 * nbytes), payloads(blocks, block_bytes)
         pages = random.Random(0).sample(range(0, 2 * blocks, 2), blocks)
         _, host = pinned(driver, nbytes)
@@ -45,11 +44,11 @@ def client_pool(device: int, sizes: Sizes) -> Answer:
             transfers.means.crossover.settled()
             session.put(tokens_of(1, blocks), payloads=kept)
             load_s = min(_loads_s(session, transfers, pages, sizes.rounds))
+            known(f"load {nbytes / load_s / 1e9:.1f} GB/s", {"load GB/s": nbytes / load_s / 1e9})
             store_s = min(_stores_s(session, transfers, pages, sizes.rounds))
             is_right = _is_stored(session, 2 + sizes.rounds, kept)
         in_s, out_s = (
-            copy_s(driver, [Runs.of([run_of(at, host, nbytes, to_device=way)])], to_device=way, rounds=sizes.rounds)
-            for way in (True, False)
+            timed_s([Runs.of([run_of(at, host, nbytes, to_device=way)])], to_device=way) for way in (True, False)
         )
     load, store = in_s / load_s, out_s / store_s
     says = (
@@ -59,6 +58,17 @@ def client_pool(device: int, sizes: Sizes) -> Answer:
     )
     figures = {"load": load, "store": store, "load GB/s": nbytes / load_s / 1e9, "store GB/s": nbytes / store_s / 1e9}
     return Answer(is_right and min(load, store) >= POOL_RATIO, says, figures)
+
+
+def daemon_settings(nbytes: int) -> tuple[str, ...]:
+    """Of a daemon that holds two conversations of `nbytes` each, the one that is loaded and the one that was stored
+    last. `host.capacity` counts staging, a ledger and whole arenas, whose slots are larger than payloads: so there is
+    room for a third."""
+    staging = 2 * nbytes
+    return (
+        f"host.capacity={staging + 3 * nbytes + _ARENA_BYTES}", f"host.staging={staging}",
+        f"limits.staging_per_client={staging}", "nvme.enabled=false",
+    )  # fmt: skip
 
 
 def _pool(address: int, layers: int, pages: int) -> DevicePool:
@@ -86,6 +96,8 @@ def _stores_s(session: Session, transfers: DeviceTransfers, pages: list[int], ro
     the first, before memory is registered."""
     took_s = []
     for conversation in range(2, 3 + rounds):
+        if conversation > 2:
+            session.delete(tokens_of(conversation - 1, len(pages)))
         watch = _Watch()
         receipt = session.put(
             tokens_of(conversation, len(pages)),
@@ -136,6 +148,3 @@ def _is_stored(session: Session, conversation: int, expected: list[Bytes]) -> bo
         return lease.blocks == len(expected) and all(
             np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected)
         )
-
-
-CLIENT_POOL = Question("client-pool", "leases and puts <-> paged pool by the client, both directions", 180, client_pool)

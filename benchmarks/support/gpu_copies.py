@@ -6,12 +6,13 @@ Speeds are ratios against one large copy of pinned memory in the same run.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 
 from kvstore_proto.cuda_copies import Runs
 from kvstore_tiers.gpu.driver import Driver
-from support.gpu_answers import Answer, Question, Sizes, listed
+from support.gpu_answers import Answer, Sizes, known, listed
 from support.gpu_memory import arena, copy_s, on_device, pinned, run_of
 
 POOL_RATIO = 0.9  # the least that is promised, for blocks that are consecutive in the pool
@@ -24,22 +25,23 @@ _PER_PLANE = STORED_TOKENS // ENGINE_TOKENS
 def pieces(device: int, sizes: Sizes) -> Answer:
     """Copies in pieces, none of which touches another, against one large copy."""
     driver, nbytes = Driver(device), sizes.copied_bytes
+    timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     at = on_device(driver, nbytes)
     _, host = pinned(driver, nbytes)
     said, figures = [], {}
     for to_device in (True, False):
         way = "to the device" if to_device else "to the host"
-        large_s = copy_s(
-            driver, [Runs.of([run_of(at, host, nbytes, to_device=to_device)])], to_device=to_device, rounds=sizes.rounds
-        )
+        large_s = timed_s([Runs.of([run_of(at, host, nbytes, to_device=to_device)])], to_device=to_device)
+        figures[f"{way}, GB/s"] = nbytes / large_s / 1e9
         ratios = {}
         for piece in sizes.pieces_bytes:
             offsets = range(0, nbytes, 2 * piece)
             runs = Runs.of(run_of(at + offset, host + offset, piece, to_device=to_device) for offset in offsets)
-            ratios[piece] = large_s / 2 / copy_s(driver, [runs], to_device=to_device, rounds=sizes.rounds)
+            ratios[piece] = large_s / 2 / timed_s([runs], to_device=to_device)
             figures[f"{way}, {piece >> 10} KiB"] = ratios[piece]
-        figures[f"{way}, GB/s"] = nbytes / large_s / 1e9
-        said.append(f"{way}: one copy {nbytes / large_s / 1e9:.1f} GB/s, batches of {listed(ratios)}")
+            of_way = f"{way}: one copy {nbytes / large_s / 1e9:.1f} GB/s, batches of {listed(ratios)}"
+            known("; ".join([*said, of_way]), figures)
+        said.append(of_way)
     return Answer(True, "; ".join(said), figures)
 
 
@@ -47,6 +49,7 @@ def arena_and_pool(device: int, sizes: Sizes) -> Answer:
     """Storage blocks of a model of 8 billion parameters from an arena into a paged pool, layer by layer, and from the
     pool into staging: where the pool's blocks are consecutive, and where none are neighbours."""
     driver = Driver(device)
+    timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     planes, blocks = 2 * sizes.layers, sizes.blocks
     plane_bytes = blocks * STORED_TOKENS * ROW_BYTES
     nbytes = planes * plane_bytes
@@ -58,21 +61,22 @@ def arena_and_pool(device: int, sizes: Sizes) -> Answer:
     for to_device, host in ((True, source), (False, staging)):
         way = "arena to pool" if to_device else "pool to staging"
         whole = [Runs.of([run_of(pool, host, nbytes, to_device=to_device)])]
-        large_s = copy_s(driver, whole, to_device=to_device, rounds=sizes.rounds)
+        large_s = timed_s(whole, to_device=to_device)
         ratios = {}
         for kind, places in (("consecutive", range(blocks * _PER_PLANE)), ("scattered", scattered)):
             batches = [
                 _plane_runs(pool + plane * 2 * plane_bytes, host, plane, planes, places, to_device=to_device).merged()
                 for plane in range(planes)
             ]
-            ratios[kind] = large_s / copy_s(driver, batches, to_device=to_device, rounds=sizes.rounds)
+            ratios[kind] = large_s / timed_s(batches, to_device=to_device)
             figures[f"{way}, {kind}"] = ratios[kind]
         figures[f"{way}, one copy GB/s"] = nbytes / large_s / 1e9
         holds = holds and ratios["consecutive"] >= POOL_RATIO
         said.append(
-            f"{way} {ratios['consecutive']:.2f}x of one copy (promised {POOL_RATIO}), "
-            f"scattered {PIECE_BYTES >> 10} KiB {ratios['scattered']:.2f}x"
+            f"{way} {ratios['consecutive']:.2f}x of one copy (promised {POOL_RATIO}), scattered "
+            f"{PIECE_BYTES >> 10} KiB {ratios['scattered']:.2f}x, one copy {nbytes / large_s / 1e9:.1f} GB/s"
         )
+        known("; ".join(said), figures)
     if not np.array_equal(np.frombuffer(stored, np.uint8), np.frombuffer(filled, np.uint8)):
         holds = False
         said.append("the bytes that came back are WRONG")
@@ -89,9 +93,3 @@ def _plane_runs(pool: int, host: int, plane: int, planes: int, places: range | l
         offset = block * block_bytes + (plane * _PER_PLANE + part) * PIECE_BYTES
         runs.append(run_of(pool + place * PIECE_BYTES, host + offset, PIECE_BYTES, to_device=to_device))
     return Runs.of(runs)
-
-
-COPIES = (
-    Question("copies", "copies in pieces against one large copy", 90, pieces),
-    Question("arena-pool", "host arena <-> paged pool, both directions, against one copy", 120, arena_and_pool),
-)

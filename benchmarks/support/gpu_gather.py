@@ -6,8 +6,9 @@ import numpy as np
 
 from kvstore_engine.kernels.cuda import BlockMover
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from support.gpu_answers import Answer, listed
+from support.gpu_answers import Answer, known
 from support.gpu_card import Card
+from support.gpu_kernels import speed
 
 PIECES_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 MOVED_BYTES = 64 << 20
@@ -18,21 +19,28 @@ def gather_against_batch(
     card: Card, pieces_bytes: tuple[int, ...] = PIECES_BYTES, moved_bytes: int = MOVED_BYTES
 ) -> Answer:
     """Speed of the kernel in units of the batch's, by piece size, both ways. It only informs: it sets the default."""
-    ways, figures = [], {}
+    ways: list[str] = []
+    figures: dict[str, float] = {}
     for to_pool in (True, False):
-        ratios = {}
+        way, said, below = "host to pool" if to_pool else "pool to host", [], []
         for piece in pieces_bytes:
-            ratios[piece] = _ratio(card, piece, max(2, moved_bytes // piece), to_pool=to_pool)
-        way = "host to pool" if to_pool else "pool to host"
-        below = [piece for piece, ratio in ratios.items() if ratio > 1]
+            count = max(2, moved_bytes // piece)
+            batch_s, kernel_s = _seconds(card, piece, count, to_pool=to_pool)
+            name = f"{piece >> 10} KiB"
+            figures[f"{way}, {name}"] = batch_s / kernel_s
+            fast = speed(figures, f"{way}, {name}, kernel", count * piece, kernel_s)
+            slow = speed(figures, f"{way}, {name}, batch", count * piece, batch_s)
+            said.append(f"{name} {batch_s / kernel_s:.2f}x ({fast}; batch {slow})")
+            below += [piece] * (batch_s > kernel_s)
+            known("; ".join([*ways, f"{way} {', '.join(said)}"]), figures)
         crossover = f"faster up to {max(below) >> 10} KiB" if below else "never faster"
-        ways.append(f"{way} {listed(ratios)} ({crossover})")
-        figures |= {f"{way}, {piece >> 10} KiB": ratio for piece, ratio in ratios.items()}
+        ways.append(f"{way} {', '.join(said)} ({crossover})")
         figures[f"{way}, crossover bytes"] = float(max(below, default=0))
     return Answer(True, f"gather kernel on {FEW_BLOCKS} thread blocks against one batch: {'; '.join(ways)}", figures)
 
 
-def _ratio(card: Card, piece: int, count: int, *, to_pool: bool) -> float:
+def _seconds(card: Card, piece: int, count: int, *, to_pool: bool) -> tuple[float, float]:
+    """Of one batch, and of the kernel, for `count` pieces. Raises RuntimeError where the kernel's bytes are wrong."""
     table = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int32).reshape(count, 1)
     runs = BlockRuns.of_payloads(table, piece)
     content = np.random.default_rng(1).integers(0, 256, (count, piece), np.uint8)
@@ -52,4 +60,4 @@ def _ratio(card: Card, piece: int, count: int, *, to_pool: bool) -> float:
         raise RuntimeError(f"the kernel moved pieces of {piece} bytes wrong")
     ends = [(pool + int(place) * piece, host + number * piece) for number, place in enumerate(table.ravel())]
     copies = [(*(pair if to_pool else pair[::-1]), piece) for pair in ends]
-    return card.batch_s(copies, to_device=to_pool) / kernel_s
+    return card.batch_s(copies, to_device=to_pool), kernel_s

@@ -1,12 +1,13 @@
 """What only a GPU can answer of the engine's CUDA kernels: their speed against copies, their crossover, their errors.
 
-Speeds are bytes of K and V read, against the
-bytes that a large copy within the device reads and writes in the same time, in the same run.
+Speeds are bytes of K and V read, against the bytes that a large copy within the device reads and writes in the same
+time, in the same run; microseconds and bytes a second are beside them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvstore_engine.kernels.cuda import CacheShape, Crossover, NewTokens, PagedA
 from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.reference import paged_attention
-from support.gpu_answers import Answer
+from support.gpu_answers import Answer, known
 from support.gpu_card import Array, Card
 
 BF16, INT8 = CacheShape(32, 8, 128, 16), CacheShape(32, 8, 128, 16, cache="int8")
@@ -79,38 +80,71 @@ class Decode:
 def decode_of_a_batch(card: Card, batch: int = 32, context: int = 4096) -> Answer:
     """bf16 against copies, and int8 against bf16."""
     wide, narrow = (Decode.of(card, shape, batch, context) for shape in (BF16, INT8))
-    wide_s, narrow_s = wide.seconds(), narrow.seconds()
-    ratio = wide.read_bytes / wide_s / card.copied_bytes_s()
-    faster = wide_s / narrow_s
+    wide_s, copied_s = wide.seconds(), card.copied_bytes_s()
+    ratio, figures = wide.read_bytes / wide_s / copied_s, {}
     says = (
         f"decode of {batch} x {context}, bf16, V{wide.attention.version(batch, context)}: {ratio:.2f}x of a copy "
-        f"(promised {BATCH_RATIO}); int8 {faster:.2f}x of bf16 (promised {INT8_RATIO})"
+        f"(promised {BATCH_RATIO})"
     )
-    figures = {"bf16 of a copy": ratio, "int8 of bf16": faster}
+    figures |= {"bf16 of a copy": ratio, "copy GB/s": copied_s / 1e9}
+    speeds = f"bf16 {speed(figures, 'bf16', wide.read_bytes, wide_s)}; the copy {copied_s / 1e9:.1f} GB/s"
+    known(f"{says}; {speeds}", figures, holds=None if ratio >= BATCH_RATIO else False)
+    narrow_s = narrow.seconds()
+    faster = figures["int8 of bf16"] = wide_s / narrow_s
+    speeds += f"; int8 {speed(figures, 'int8', narrow.read_bytes, narrow_s)}"
+    says += f"; int8 {faster:.2f}x of bf16 (promised {INT8_RATIO}); {speeds}"
     return Answer(ratio >= BATCH_RATIO and faster >= INT8_RATIO, says, figures)
 
 
 def decode_of_one(card: Card, context: int = 32768) -> Answer:
     """A single long sequence, in partitions."""
     case = Decode.of(card, BF16, 1, context)
-    ratio = case.read_bytes / case.seconds(version=2) / card.copied_bytes_s()
-    says = f"decode of 1 x {context}, bf16, V2: {ratio:.2f}x of a copy (promised {LONG_RATIO})"
-    return Answer(ratio >= LONG_RATIO, says, {"bf16 of a copy": ratio})
+    took_s, copied_s = case.seconds(version=2), card.copied_bytes_s()
+    ratio, figures = case.read_bytes / took_s / copied_s, {}
+    says = (
+        f"decode of 1 x {context}, bf16, V2: {ratio:.2f}x of a copy (promised {LONG_RATIO}); bf16 "
+        f"{speed(figures, 'bf16', case.read_bytes, took_s)}; the copy {copied_s / 1e9:.1f} GB/s"
+    )
+    return Answer(ratio >= LONG_RATIO, says, figures | {"bf16 of a copy": ratio, "copy GB/s": copied_s / 1e9})
+
+
+def speed(figures: dict[str, float], name: str, nbytes: int, took_s: float) -> str:
+    """How long a call takes that moves `nbytes`, and how fast that is; both are noted in `figures`, too."""
+    figures |= {f"{name} us": took_s * 1e6, f"{name} GB/s": nbytes / took_s / 1e9}
+    return f"{took_s * 1e6:.1f} us, {nbytes / took_s / 1e9:.1f} GB/s"
 
 
 def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), context: int = 4096) -> Answer:
     """From how many thread blocks a multiprocessor on one pass is as fast as partitions, and the engine's default."""
     case = Decode.of(card, BF16, batches[-1], context)
+    took_s: list[float] = []  # V1 and V2 by turns
+    curve: list[str] = []
+    times: list[str] = []
+
+    def seconds(queue: Callable[[int], object]) -> float:
+        took_s.append(card.seconds(lambda: queue(card.stream)))
+        if len(took_s) % 2 == 0:
+            one_s, two_s = took_s[-2:]
+            batch = sorted(batches)[len(took_s) // 2 - 1]
+            curve.append(f"{batch}: {one_s / two_s:.2f}x")
+            times.append(f"{batch}: {one_s * 1e6:.1f} and {two_s * 1e6:.1f}")
+            known(f"V1 against V2 by batch ({', '.join(curve)}); us of both: {', '.join(times)}")
+        return took_s[-1]
+
     ratios = pass_ratios(
-        case.attention, case.planes, card.place, lambda queue: card.seconds(lambda: queue(card.stream)),
+        case.attention, case.planes, card.place, seconds,
         blocks=case.read_bytes // 2 // BF16.block_bytes, rows=batches, context=context,
     )  # fmt: skip
     first = least_rows(ratios)
     measured = case.attention.blocks_per_multiprocessor(first) if first else math.inf
     default = Crossover().blocks_per_multiprocessor
-    curve = ", ".join(f"{batch}: {ratio:.2f}x" for batch, ratio in ratios.items())
-    says = f"V1 against V2 by batch ({curve}): V1 from {measured:.1f} blocks a multiprocessor on (default {default})"
-    return Answer(0.5 <= measured / default <= 2, says, {"blocks a multiprocessor": measured})
+    says = (
+        f"V1 against V2 by batch ({', '.join(curve)}): V1 from {measured:.1f} blocks a multiprocessor on "
+        f"(default {default}); us of both: {', '.join(times)}"
+    )
+    names = [f"{batch}, V{version} us" for batch in ratios for version in (1, 2)]
+    figures = {name: each_s * 1e6 for name, each_s in zip(names, took_s, strict=True)}
+    return Answer(0.5 <= measured / default <= 2, says, figures | {"blocks a multiprocessor": measured})
 
 
 def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Answer:

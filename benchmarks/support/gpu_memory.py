@@ -17,6 +17,7 @@ import numpy as np
 from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
+from support.timing import warm
 
 
 def pinned(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int]:
@@ -59,17 +60,20 @@ def on_device(driver: Driver, nbytes: int) -> int:
     return driver.map(driver.create(rounded), rounded)
 
 
-def copy_s(driver: Driver, batches: Sequence[Runs], *, to_device: bool, rounds: int = 1) -> float:
-    """Seconds until all has ended, from before the first batch is queued: the least of `rounds`."""
+def copy_s(driver: Driver, batches: Sequence[Runs], *, to_device: bool, rounds: int = 1, warm_s: float = 0.0) -> float:
+    """Seconds until all has ended, from before the first batch is queued: the least of `rounds`, once it has been
+    repeated for `warm_s`."""
     stream = driver.stream()
-    took_s = []
-    for _ in range(rounds):
+
+    def copied_s() -> float:
         began_s = time.perf_counter()
         for runs in batches:
             driver.copy(runs, "to device" if to_device else "to host", stream)
         driver.synchronize(stream)
-        took_s.append(time.perf_counter() - began_s)
-    return min(took_s)
+        return time.perf_counter() - began_s
+
+    warm(copied_s, warm_s)
+    return min(copied_s() for _ in range(rounds))
 
 
 def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> Run:

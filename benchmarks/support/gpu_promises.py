@@ -5,22 +5,17 @@ Each question may break its context: it is asked in a process of its own.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import signal
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
-from pathlib import Path
 
 from kvstore_console.units import human_bytes
 from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
-from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, copy_s, on_device, pinned
-
-_CUFILE_NAMES = ("libcufile.so.0", "libcufile.so")
-_FS_STATISTICS = Path("/proc/driver/nvidia-fs/stats")
 
 
 def registers_read_only(device: int, sizes: Sizes) -> Answer:
@@ -76,31 +71,3 @@ def memory_outlives_its_maker(device: int, sizes: Sizes) -> Answer:
     copy_s(driver, [Runs.of([Run(to, at, nbytes)])], to_device=False)
     is_there = back[:] == b"survives" * (nbytes // 8)
     return Answer(is_there, f"device memory outlives the kill -9 of its maker ({human_bytes(held)} free meanwhile)")
-
-
-class _CufileError(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_int), ("driver_code", ctypes.c_int))
-
-
-def has_direct_storage(device: int, sizes: Sizes) -> Answer:
-    """Whether NVMe and the device can exchange bytes without host memory. It only informs."""
-    Driver(device)
-    module = "nvidia-fs is loaded" if _FS_STATISTICS.exists() else "nvidia-fs is not loaded"
-    for name in _CUFILE_NAMES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        library.cuFileDriverOpen.restype = _CufileError
-        code = library.cuFileDriverOpen().code
-        opened = "opens" if code == 0 else f"does not open (error {code})"
-        return Answer(True, f"GPUDirect Storage: {name} {opened}; {module}", {"there": float(code == 0)})
-    return Answer(True, f"GPUDirect Storage: no {_CUFILE_NAMES[0]}; {module}", {"there": 0.0})
-
-
-PROMISES = (
-    Question("read-only-register", "a memfd mapped read-only can be registered", 60, registers_read_only),
-    Question("read-only-access", "read-only device memory cannot be written", 60, read_only_access_holds),
-    Question("outlives-maker", "memory outlives the kill -9 of its maker", 60, memory_outlives_its_maker),
-    Question("direct-storage", "is GPUDirect Storage there (informs)", 30, has_direct_storage),
-)

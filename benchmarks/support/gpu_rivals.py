@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from support.gpu_answers import Answer
+from support.gpu_answers import FULL, Answer, known
 from support.gpu_card import Card
-from support.gpu_kernels import BF16, Decode
+from support.gpu_kernels import BF16, Decode, speed
+from support.timing import warm
 
 REPEATS, ROUNDS = 20, 5
 WORKSPACE_BYTES = 128 << 20
@@ -27,26 +28,31 @@ def decode_of_rivals(card: Card, batch: int = 32, context: int = 4096, torch_dev
         import torch
     except ImportError:
         return Answer(None, "no rival is here: torch is not installed")
-    ours_s = Decode.of(card, BF16, batch, context).seconds()
+    if torch_device == "cuda" and not torch.cuda.is_available():
+        return Answer(None, f"no rival is here: torch {torch.__version__} finds no CUDA device")
+    case = Decode.of(card, BF16, batch, context)
+    ours_s, figures = case.seconds(), {}
+    ours = f"decode of {batch} x {context}, ours {speed(figures, 'ours', case.read_bytes, ours_s)}"
+    known(ours, figures)
     state = {"dtype": torch.bfloat16, "device": torch_device}
     pages = batch * context // BF16.block_tokens
     queries = torch.randn(batch, BF16.query_heads, BF16.head_dim, **state)
     planes = [torch.randn(pages, BF16.block_tokens, BF16.kv_heads, BF16.head_dim, **state) for _ in range(2)]
-    said, figures, holds = [], {}, []
+    said, holds = [], []
     for name, prepare in RIVALS.items():
         try:
             queue = prepare(queries, planes, batch, context)
         except ImportError as error:
             said.append(f"{name}: not installed ({error.name or error})")
             continue
-        ratio = figures[name] = seconds(torch, queue, torch_device) / ours_s
+        took_s = seconds(torch, queue, torch_device)
+        ratio = figures[name] = took_s / ours_s
         if name != TOGETHER:
             holds.append(ratio >= RATIO)
-        said.append(f"{name}: {ratio:.2f}x")
+        said.append(f"{name}: {ratio:.2f}x, {speed(figures, name, case.read_bytes, took_s)}")
+        known(f"{ours}; {'; '.join(said)}", figures)
     verdict = all(holds) if holds else None
-    return Answer(
-        verdict, f"decode of {batch} x {context}, ours by theirs (promised {RATIO}): {'; '.join(said)}", figures
-    )
+    return Answer(verdict, f"{ours}; as a multiple of theirs (promised {RATIO}): {'; '.join(said)}", figures)
 
 
 def seconds(torch: Any, queue: Queue, device: str) -> float:
@@ -61,13 +67,15 @@ def seconds(torch: Any, queue: Queue, device: str) -> float:
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
             queue()
-    took = []
-    for _ in range(ROUNDS):
+
+    def replayed_s() -> float:
         began_s = time.perf_counter()
         graph.replay()
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - began_s)
-    return min(took) / REPEATS
+        return time.perf_counter() - began_s
+
+    warm(replayed_s, FULL.warm_s)
+    return min(replayed_s() for _ in range(ROUNDS)) / REPEATS
 
 
 def _table(queries: Any, batch: int, context: int) -> Any:

@@ -6,6 +6,7 @@ Owns the processes that it starts, and ends them with all that they started when
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,11 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_lacking import lacking
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
@@ -34,6 +37,9 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
 KILLED = ("daemon", "worker", "engines")
 MIXED = "any of them, in turns, while blocks are copied"
+SHOWN = "CUDA_VISIBLE_DEVICES"
+_NOTHING_FAILED = (0, 5)  # of pytest: all passed or skipped; no tests
+_GRACE_S = 10.0  # after an interruption
 _END_S = 60.0  # of kills: what is looked at after the last one
 _FOUND_ERRORS = 66  # the status that compute-sanitizer is to exit with
 _SUMMARY = re.compile(r"^=+ \w+ SUMMARY: .*$", re.MULTILINE)
@@ -48,15 +54,30 @@ def suite(path: Path, device: int, sizes: Sizes) -> Answer:
     """A file of tests, on this machine's driver."""
     if not _has_tests():
         return Answer(None, f"{path.name}: not run, pytest or hypothesis is not installed")
-    variables = {"KVSTORED_TEST_GPU": "hardware"}
+    variables = {"KVSTORED_TEST_GPU": "hardware"} | _showing(device)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", str(path)]
     status, text = bounded(command, sizes.tools_s, variables)
+    return judged(path.name, status, text, sizes.tools_s)
+
+
+def judged(name: str, status: int | None, text: str, limit_s: float) -> Answer:
+    """By what pytest printed. Unknown where nothing passed and nothing failed, where a package is not installed, and of
+    a file that was not done in time as far as all passed."""
     lines = text.strip().splitlines() or ["nothing was printed"]
     counts = {word.removesuffix("s"): float(number) for number, word in _COUNTS.findall(lines[-1])}
-    if status is None:
-        return Answer(False, f"{path.name}: not done within {sizes.tools_s:.0f} s", counts)
+    passed, broken = counts.get("passed", 0.0), counts.get("failed", 0.0) + counts.get("error", 0.0)
     reasons = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return Answer(status == 0, f"{path.name}: {'; '.join([lines[-1].strip('= '), *reasons[:2]])}", counts)
+    missing = lacking(text)
+    if missing and (not passed or (reasons and all(map(lacking, reasons)))):
+        return Answer(None, f"{name}: not asked: {missing}", counts)
+    said = [lines[-1].strip("= "), *reasons[:2]]
+    if status is None:
+        holds = None if passed and not broken else False
+        return Answer(holds, f"{name}: not done within {limit_s:.0f} s; {'; '.join(said)}", counts)
+    if not passed and not broken and status in _NOTHING_FAILED:
+        said += [line for line in lines if line.startswith("SKIPPED")][:1]
+        return Answer(None, f"{name}: nothing was asked: {'; '.join(said)}", counts)
+    return Answer(status == 0, f"{name}: {'; '.join(said)}", counts)
 
 
 def kills(whose: str, device: int, sizes: Sizes) -> Answer:
@@ -69,10 +90,12 @@ def kills(whose: str, device: int, sizes: Sizes) -> Answer:
     counts = ["--mixed", str(wanted)] if whose == MIXED else counts
     kills_s = max(sizes.tools_s - _END_S, sizes.tools_s / 2)
     command = [sys.executable, "-m", "benchmarks.gpu_kills", *counts, "--seconds", str(kills_s)]
-    status, text = bounded(command, sizes.tools_s, {"CUDA_VISIBLE_DEVICES": str(device)} if device else {})
-    last = (text.strip().splitlines() or ["nothing was printed"])[-1]
-    if status is None or not last.startswith("{"):
-        why = f"not done within {sizes.tools_s:.0f} s" if status is None else last
+    status, text = bounded(command, sizes.tools_s, _showing(device))
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "nothing was printed")
+    if not last.startswith("{"):
+        if missing := lacking(text):
+            return Answer(None, f"kill -9 of {whose}: not asked: {missing}")
+        why = f"not done within {sizes.tools_s:.0f} s; {last}" if status is None else last
         return Answer(False, f"kill -9 of {whose}: {why}")
     found = json.loads(last)
     says = (
@@ -93,8 +116,10 @@ def sanitized(tool: str, device: int, sizes: Sizes) -> Answer:
     status, text = bounded([program, *options, sys.executable, *script], sizes.tools_s, _path_of_scripts())
     summaries = [line.strip("= ") for line in _SUMMARY.findall(text)]
     if status is None:
-        return Answer(False, f"{tool}: not done within {sizes.tools_s:.0f} s")
+        return Answer(None, f"{tool}: not done within {sizes.tools_s:.0f} s, {len(summaries)} summaries")
     lines = [line.strip("= ") for line in text.strip().splitlines()] or ["nothing was printed"]
+    if not summaries and (missing := lacking(text)):
+        return Answer(None, f"{tool}: not asked: {missing}")
     reason = next((line for line in lines if "Error" in line), lines[-1])
     last = summaries[-1] if summaries else f"no summary, status {status}: {reason}"
     return Answer(status == 0 and bool(summaries), f"{tool} over every kernel: {last}")
@@ -109,17 +134,41 @@ def sanitizer() -> str | None:
 
 
 def bounded(command: Sequence[str], limit_s: float, variables: Mapping[str, str]) -> tuple[int | None, str]:
-    """Exit status and output; None for a program that had to be killed, with all that it started."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        text, _ = process.communicate(timeout=limit_s)
-        return process.returncode, text
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
+    """Exit status and output, which is printed, too; None for a program that had to be ended, with all that it
+    started. It is interrupted before that: pytest says what has passed then."""
+    grace_s, status = min(_GRACE_S, limit_s / 4), None
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be waited for as long as any has it
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | dict(variables), stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(limit_s - grace_s)
+        except BaseException as error:  # its time is over, or whoever asks was interrupted
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.seek(0)
+            text = output.read()
+            print(text, flush=True)
+    return status, text
+
+
+def _showing(device: int) -> dict[str, str]:
+    """Variables that make `device` number 0 of the programs that are started."""
+    return {SHOWN: shown_alone(device, os.environ.get(SHOWN, ""))} if device else {}
+
+
+def shown_alone(device: int, shown: str) -> str:
+    """What shows device number `device`, of those that `shown` does, and no other; all are without it."""
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    return names[device] if names else str(device)
 
 
 def _path_of_scripts() -> dict[str, str]:

@@ -1,31 +1,26 @@
-"""The GPU tier on a device: what a get of resident blocks costs an engine, and what deaths of its worker lose.
+"""The GPU tier on a device: what a get of resident blocks costs an engine.
 
-Owns the daemon or the tier that a question asks, until it has been answered.
+Owns the daemon that the question asks, until it has been answered.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 
 from kvstore_client import Lease, Session
 from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_tiers.base import Slot, TierState
-from kvstore_tiers.gpu import GpuTier
 from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.testing.transfers import block, get, put
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon
-from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_answers import Answer, Sizes, known
 from support.gpu_copies import PIECE_BYTES
 from support.gpu_memory import copy_s, on_device
 from support.timing import percentile, time_once
 
 GET_MS, DEVICE_RATIO = 1.0, 0.8  # what is promised
-KILLED_PAYLOAD_BYTES = 200_000
 PATIENCE_S, LOOK_S = 60.0, 0.02
 
 
@@ -63,25 +58,29 @@ def _addresses(lease: Lease) -> list[int]:
 def get_of_resident(device: int, sizes: Sizes) -> Answer:
     """A lease on blocks in the GPU tier, and their copy within the device into an engine's blocks of 16 tokens."""
     driver = Driver(device)
+    timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     tokens = tokens_of(1, sizes.blocks)
     with resident(device, sizes) as (session, block_bytes):
         leases_s = [time_once(lambda: session.get(tokens).release()) for _ in range(sizes.gets)]
+        typical_ms, rare_ms = (percentile(leases_s, percent) * 1e3 for percent in (50, 99))
+        figures = {"lease p50 ms": typical_ms, "lease p99 ms": rare_ms}
+        known(f"lease p50 {typical_ms:.2f} ms, p99 {rare_ms:.2f}", figures)
         nbytes = sizes.blocks * block_bytes
         pool, other = on_device(driver, nbytes), on_device(driver, nbytes)
         with session.get(tokens) as lease:
             sources = [address + start for address in _addresses(lease) for start in range(0, block_bytes, PIECE_BYTES)]
             runs = Runs.of(Run(pool + at * PIECE_BYTES, source, PIECE_BYTES) for at, source in enumerate(sources))
-            took_s = copy_s(driver, [runs.merged()], to_device=True, rounds=sizes.rounds)
-            pieces_s = copy_s(driver, [runs], to_device=True, rounds=sizes.rounds)
-        large_s = copy_s(driver, [_halves(Run(other, pool, nbytes))], to_device=True, rounds=sizes.rounds)
-    typical_ms, rare_ms = (percentile(leases_s, percent) * 1e3 for percent in (50, 99))
+            took_s = timed_s([runs.merged()], to_device=True)
+            pieces_s = timed_s([runs], to_device=True)
+        large_s = timed_s([_halves(Run(other, pool, nbytes))], to_device=True)
     ratio = large_s / took_s
     says = (
         f"get of {sizes.blocks} resident blocks of {block_bytes >> 10} KiB: lease p50 {typical_ms:.2f} ms, p99 "
         f"{rare_ms:.2f} (promised {GET_MS}), then copied at {ratio:.2f}x of one copy within the device (promised "
-        f"{DEVICE_RATIO}), in pieces of {PIECE_BYTES >> 10} KiB {large_s / pieces_s:.2f}x"
+        f"{DEVICE_RATIO}), in pieces of {PIECE_BYTES >> 10} KiB {large_s / pieces_s:.2f}x; one copy "
+        f"{nbytes / large_s / 1e9:.1f} GB/s"
     )
-    figures = {"lease p50 ms": typical_ms, "lease p99 ms": rare_ms, "copy": ratio, "pieces": large_s / pieces_s}
+    figures |= {"copy": ratio, "pieces": large_s / pieces_s, "copy GB/s": nbytes / took_s / 1e9}
     return Answer(typical_ms <= GET_MS and ratio >= DEVICE_RATIO, says, figures)
 
 
@@ -89,55 +88,3 @@ def _halves(run: Run) -> Runs:
     """Two of them make a batch, whose ends may both be on the device."""
     half = run.nbytes // 2
     return Runs.of([Run(run.to, run.source, half), Run(run.to + half, run.source + half, run.nbytes - half)])
-
-
-def worker_kills(device: int, sizes: Sizes) -> Answer:
-    """kill -9 of the tier's worker again and again: are blocks and device memory what they were?"""
-    driver = Driver(device)
-    before, _ = driver.memory_bytes()
-    kept = kills = 0
-    tier = GpuTier(sizes.rooms_bytes, device=device, chunk_bytes=2 << 20, bounce_bytes=2 << 20)
-    with closing(tier):
-        slots = {number: put(tier, *block(number, KILLED_PAYLOAD_BYTES)) for number in range(1, 1 + sizes.blocks // 4)}
-        taken, _ = driver.memory_bytes()
-        for kills in range(1, 1 + sizes.kills):
-            os.kill(tier.worker_process, signal.SIGKILL)
-            _wait_for_worker(tier, kills + 1)
-        kept = sum(_is_there(tier, number, slot) for number, slot in slots.items())
-        drift = taken - _settled(driver, taken)
-    lost = before - _settled(driver, before)
-    says = (
-        f"{kills} kill -9 of the worker: {kept} of {len(slots)} blocks kept, {drift} bytes of device memory more while "
-        f"the tier is open, {lost} lost once it is closed"
-    )
-    return Answer(kept == len(slots) and drift == lost == 0, says, {"kills": kills, "lost bytes": lost, "kept": kept})
-
-
-def _wait_for_worker(tier: GpuTier, starts: int) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while tier.worker_starts < starts or not tier.worker_process or tier.statistics().state is not TierState.OK:
-        if time.monotonic() > deadline_s:
-            raise RuntimeError("no worker came back")
-        time.sleep(LOOK_S)
-
-
-def _is_there(tier: GpuTier, number: int, slot: Slot | None) -> bool:
-    header, payload = block(number, KILLED_PAYLOAD_BYTES)
-    if slot is None:
-        return False
-    outcome, found = get(tier, slot, header.key, payload.nbytes)
-    return outcome.ok and bool((found == payload).all())
-
-
-def _settled(driver: Driver, expected: int) -> int:
-    """Free bytes, once they are as expected or after a while: the driver gives back the memory of the dead later."""
-    deadline_s = time.monotonic() + 10.0
-    while (free := driver.memory_bytes()[0]) < expected and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S)
-    return free
-
-
-TIER = (
-    Question("resident-get", "get of blocks resident in the GPU tier", 180, get_of_resident),
-    Question("worker-kills", "kill -9 of the worker: blocks and device memory", 420, worker_kills),
-)

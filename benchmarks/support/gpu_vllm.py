@@ -14,13 +14,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from kvstore_console.units import human_bytes
 from kvstore_engine.host_memory import available_bytes
 from kvstore_tiers.gpu.driver import Driver
-from support.gpu_answers import Answer, Question, Sizes
+from support.gpu_answers import Answer, Sizes
+from support.gpu_suites import SHOWN, shown_alone
 from support.timing import median
 from support.vllm_engine import PYTHON, EngineDied
 from support.vllm_turns import AGAIN, ALONE, COLD, WARM, Found, Room, Way, compared, connector, plugin
@@ -31,7 +31,6 @@ _BESIDE_BYTES = 6 << 30  # of an engine on the device: activations, graphs, cont
 _PROCESS_BYTES = 5 << 30  # of an engine in host memory
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM has its CPU tier
 _ERROR = re.compile(r"\w(Error|Exception): ")  # in a log: the first is the cause of the others
-_SHOWN = "CUDA_VISIBLE_DEVICES"
 _PROBE_S = 120.0
 _PROBE = """
 import json, kvstore_client.hooks.vllm, vllm
@@ -85,8 +84,8 @@ def asked(device: int, sizes: Sizes, *, of_plugin: bool) -> Answer:
     if missing:
         return Answer(None, f"not enough memory: {missing}")
     if device:
-        os.environ[_SHOWN] = shown_alone(
-            device, os.environ.get(_SHOWN, "")
+        os.environ[SHOWN] = shown_alone(
+            device, os.environ.get(SHOWN, "")
         )  # to what this process starts: there it is device 0
     way = plugin(room.pool_bytes) if of_plugin else connector()
     spec = {"enforce_eager": False, "gpu_memory_utilization": _engine_bytes(room) / total_bytes}
@@ -95,12 +94,6 @@ def asked(device: int, sizes: Sizes, *, of_plugin: bool) -> Answer:
     except EngineDied as error:
         lines = str(error).splitlines()
         raise RuntimeError(next((line for line in lines if _ERROR.search(line)), lines[-1])) from None
-
-
-def shown_alone(device: int, shown: str) -> str:
-    """What shows device number `device`, of those that `shown` does, and no other; all are without it."""
-    names = [name.strip() for name in shown.split(",") if name.strip()]
-    return names[device] if names else str(device)
 
 
 def judged(way: Way, version: str, found: Found) -> Answer:
@@ -157,11 +150,3 @@ def lacking(room: Room, free_bytes: int, *, of_plugin: bool) -> Iterator[str]:
     shared = shutil.disk_usage(_SHARED_MEMORY).free
     if shared < cpu_tier_bytes:
         yield f"{human_bytes(cpu_tier_bytes)} in {_SHARED_MEMORY}, {human_bytes(shared)} are free"
-
-
-VLLM = (
-    Question(
-        "vllm", "an 8B model in vLLM with the plugin: first token, throughput", 590, partial(asked, of_plugin=True)
-    ),
-    Question("vllm-connector", "the same with the connector", 590, partial(asked, of_plugin=False)),
-)

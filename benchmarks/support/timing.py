@@ -27,3 +27,10 @@ def percentile(seconds: Sequence[float], percent: float) -> float:
 
 def median(seconds: Sequence[float]) -> float:
     return percentile(seconds, 50)
+
+
+def warm(once: Callable[[], float], longest_s: float) -> None:
+    """Repeat `once`, which says how long it took, for `longest_s`: whatever is compared is as warm."""
+    took_s = 0.0
+    while took_s < longest_s:
+        took_s += once()

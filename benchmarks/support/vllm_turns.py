@@ -24,7 +24,8 @@ import numpy as np
 
 from kvstore_proto.v1 import admin_pb2
 from support.daemon import BenchDaemon, bench_daemon
-from support.gpu_answers import Sizes
+from support.gpu_answers import Sizes, known
+from support.timing import median
 from support.vllm_engine import PYTHON, Answer, EngineProcess
 from support.vllm_shape import Shape
 
@@ -128,6 +129,12 @@ class Found:
     def is_over(self) -> bool:
         return bool(self.wrong or self.unsure)
 
+    def tell(self) -> None:
+        """What has been measured so far."""
+        figures = {f"{tokens} {way} ms": median(each) * 1e3 for (way, tokens), each in self.seconds.items()}
+        figures |= {f"{way} tokens a second": median(each) for way, each in self.rates.items()}
+        known(", ".join(f"{name} {each:.0f}" for name, each in figures.items()), figures)
+
 
 def compared(way: Way, sizes: Sizes, settings: Sequence[str] = (), **spec: Any) -> Found:
     """`settings`: of the daemon, beside its DRAM. `spec`: arguments of `vllm.LLM`, of both engines. Raises EngineDied,
@@ -176,6 +183,7 @@ class Turns:
         found = Found()
         for number in range(self._room.sizes.rounds):
             self._round(number, found)
+            found.tell()
             if found.is_over:
                 return found
         if len(found.answers) == 1:

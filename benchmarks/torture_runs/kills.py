@@ -44,7 +44,7 @@ WARM_RESTARTS = ("host.warm_restart=off", "host.warm_restart=auto")  # by turns:
 AT_STOP = ("nvme.seal",)
 NEW_SLABS = ("nvme.slab-allocated", "nvme.slab-before-rename", "nvme.slab-after-rename")
 RESHAPES = ("nvme.slab-records-zeroed", "nvme.slab-reformat")
-HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.seal": 1, "nvme": 25}
+HITS = {"host": 60, "nvme.read": 12, "nvme.slab": 3, "nvme.recover": 1, "nvme.seal": 1, "nvme": 25, "file": 1}
 STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
 COMMAND_SHARE = 0.1  # of all lives: started as `kvstored serve`; the others are forked from a process that imported it
 COMPLAINTS = 5  # of a daemon's log are reported with what was lost

@@ -24,6 +24,7 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from kvstore_client.arguments import UINT32_MAX, count
 from kvstore_client.entry import connect as connect_now
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
@@ -31,7 +32,8 @@ from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
 from kvstore_client.results import Statistics
 from kvstore_client.session import Session
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 
 DEFAULT_THREADS = 8
 Submit = Callable[[Callable[[], Any]], Future[Any]]
@@ -212,6 +214,7 @@ async def connect(
     **options: Any,
 ) -> AsyncSession:
     """As `kvstore_client.connect`, without blocking the event loop. Raises as that does."""
+    count("threads", threads, least=1, most=UINT32_MAX)
     session = await asyncio.to_thread(connect_now, socket, fingerprint=fingerprint, **options)
     return AsyncSession(session, threads)
 

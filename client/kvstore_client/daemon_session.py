@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
 from kvstore_client.call import Call, Health, Late
+from kvstore_client.dropped_leases import give_back_dropped
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
@@ -141,6 +142,7 @@ class DaemonSession:
 
     def begin(self, request: wire.Request, deadline_s: float) -> Call:
         """Send a request that the daemon is to answer within `deadline_s`. Never blocks."""
+        give_back_dropped()
         request.deadline_ms = max(1, int(deadline_s * 1000))
         return self.stream.submit(request)
 

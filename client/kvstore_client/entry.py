@@ -6,11 +6,12 @@ caller's. Never asks for a block; `connection` reconnects.
 
 from __future__ import annotations
 
-import math
 import os
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from kvstore_client.arguments import UINT32_MAX, UINT64_MAX, count, one_of, positive_seconds, shown, text
 from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import DEFAULT_DEADLINE_S, ClientOptions
 from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore_client.device import DeviceMemory
 
 DEFAULT_CONNECT_TIMEOUT_S = 0.5
+MAX_NAME_BYTES = 4096  # of a client
 DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
 
 
@@ -50,17 +52,16 @@ def connect(
     the memory of a GPU tier (`Lease.device_address`), to be read there. KVStoreError where it cannot be used. An engine
     with several sessions gives each the same DeviceMemory: their host memory is then known to one set of copies.
     """
-    if not (math.isfinite(deadline_s) and deadline_s > 0 and connect_timeout_s > 0):
-        raise invalid(f"deadlines must be positive seconds, got {deadline_s} and {connect_timeout_s}")
-    if stream not in ("direct", "grpc"):
-        raise invalid(f'stream must be "direct" or "grpc", got {stream!r}')
+    if not isinstance(fingerprint, Fingerprint):
+        raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")
+    connect_timeout_s = positive_seconds("connect_timeout_s", connect_timeout_s)
     options = ClientOptions(
-        socket_directory(socket),
+        _directory(socket),
         fingerprint,
-        client_name,
-        staging_bytes,
-        deadline_s,
-        prefers_grpc=stream == "grpc",
+        text("client_name", client_name, MAX_NAME_BYTES),
+        count("staging_bytes", staging_bytes, most=UINT64_MAX),
+        positive_seconds("deadline_s", deadline_s),
+        prefers_grpc=one_of("stream", stream, ("direct", "grpc")) == "grpc",
         device=_device_memory(device),
     )
     connection = Connection(options, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
@@ -78,9 +79,21 @@ def connect(
     return Session(connection, prefault=prefault)
 
 
+def _directory(socket: str | os.PathLike[str] | None) -> Path:
+    try:
+        directory = socket_directory(socket)
+        is_path = b"\0" not in os.fsencode(directory)
+    except (TypeError, ValueError):
+        is_path = False
+    if not is_path:
+        raise invalid(f"socket must be the path of a directory, got {shown(socket)}")
+    return directory
+
+
 def _device_memory(device: int | DeviceMemory | None) -> DeviceMemory | None:
-    if not isinstance(device, int):
+    if device is None or (not isinstance(device, int) and hasattr(device, "mappings")):
         return device
+    number = count("device", device, most=UINT32_MAX)
     from kvstore_client.device import DeviceMemory
 
-    return DeviceMemory(device)
+    return DeviceMemory(number)

@@ -10,20 +10,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore_client.call import Call
 from kvstore_client.counters import Counters
 from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.dropped_leases import Anchor, anchored
+from kvstore_client.joined_lease import joined
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.lease_stream import LeaseStream, Order
+from kvstore_client.lookup import lookup
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_LATE, REASON_LIMIT, REASON_NO_ARENA, REASON_VERIFY_FAILED, miss_reason
+from kvstore_client.results import REASON_LATE, REASON_NO_ARENA, REASON_VERIFY_FAILED, miss_reason
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 if TYPE_CHECKING:
@@ -35,8 +41,83 @@ WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is f
 GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, for the blocks in host memory instead
 
 
+def get(
+    prefix: Prefix,
+    counters: Counters,
+    deadline_s: float,
+    *,
+    verify: bool,
+    prefault: bool,
+    promote: bool,
+    prompt_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Lease:
+    """One lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay leased
+    while later ones are asked for."""
+    until, parts = clock() + deadline_s, list[Lease]()
+    for first, piece in prefix.pieces():
+        one = Get(piece, counters, max(until - clock(), 0.001), verify=verify, clock=clock)
+        parts.append(one.lease(prefault=prefault, promote=promote, prompt_tokens=0 if first else prompt_tokens))
+        parts = _kept(parts)
+        reached = first + len(piece)
+        if sum(map(len, parts)) < reached:
+            break
+    whole = joined(parts, clock)
+    if not promote and len(whole) < whole.resident_blocks == reached < len(prefix):
+        rest = lookup(prefix.tail(reached), max(until - clock(), 0.001), clock=clock)
+        whole.resident_blocks += rest.blocks
+        whole.estimated_load_s += rest.estimated_load_s
+    return whole
+
+
+def _kept(parts: list[Lease]) -> list[Lease]:
+    """Those parts up to the first whose lease ended while later ones were loaded; it and what follows is given back."""
+    for number, part in enumerate(parts[:-1]):
+        if not part.keep():
+            for ended in parts[number:]:
+                ended.release()
+            return [*parts[:number], Lease(reason=REASON_LATE)]
+    return parts
+
+
+def lease_stream(
+    prefix: Prefix,
+    counters: Counters,
+    deadline_s: float,
+    order: Order,
+    on_close: Callable[[int, int], None],
+    *,
+    verify: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> LeaseStream:
+    """The leading blocks as they become readable, within the deadline: see `Session.get_stream`. The pieces of a long
+    prefix are asked for one after the other, in that order."""
+    until = clock() + deadline_s
+    sources = [
+        Get(piece, counters, deadline_s, verify=verify, clock=clock, order=order, first=first)
+        for first, piece in prefix.pieces()
+    ]
+    expected = None
+    if len(sources) > 1:
+        expected = lookup(prefix, deadline_s, clock=clock)
+        if order == "back":
+            sources = [one for one in reversed(sources) if one.first < expected.blocks] or sources[:1]
+    call = sources[0].begin()
+    return LeaseStream(
+        sources[0],
+        call,
+        prefix.group,
+        max(until - clock(), 0.0),
+        on_close=on_close,
+        clock=clock,
+        first=sources[0].first,
+        following=sources[1:],
+        expected=expected,
+    )
+
+
 class Get:
-    """One Acquire of a prefix; use once. Implements `LeaseSource`. `deadline_s` counts from the start."""
+    """One Acquire of a piece of a prefix; use once. Implements `Piece`. `deadline_s` counts from the start."""
 
     def __init__(
         self,
@@ -46,14 +127,18 @@ class Get:
         *,
         verify: bool,
         clock: Callable[[], float] = time.monotonic,
+        order: Order = "front",
+        first: int = 0,
     ) -> None:
+        self.first = first  # its number in the whole prefix
+        self._order = order
         self._prefix = prefix
         self._counters = counters
-        self._deadline_s = deadline_s
         self._verify = verify
         self._clock = clock
-        self._started = clock()
-        self._keys = prefix.request_keys
+        self._asked_at = clock()
+        self._until = self._asked_at + deadline_s
+        self._keys = prefix.chain.keys
 
     def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
         """A lease on the leading blocks that could be had within the deadline, or without promotion."""
@@ -68,21 +153,19 @@ class Get:
             reply, on_device = self._ask(wire.Request(acquire=again)), {}
             if isinstance(reply, str):
                 return Lease(reason=reply)
-        blocks, stopped = self._blocks(reply, self._prefix.chain, self._left_s(), on_device)
+        anchor = self._anchor(reply.lease_id)
+        blocks, stopped = self._blocks(reply, self._prefix.chain, self._left_s(), on_device, anchor)
         if prefault:
             _prefault(blocks)
         reason = stopped or miss_reason(reply.miss_reason)
         if not reason and promote and len(blocks) < len(self._keys):
             reason = REASON_LATE
-        elif not reason and len(blocks) == len(self._keys) < len(self._prefix):
-            reason = REASON_LIMIT
-        return self._lease(reply, blocks, reason)
+        return self._lease(reply, blocks, reason, anchor)
 
-    def stream(self, order: Order, on_close: Callable[[int, int], None]) -> LeaseStream:
-        """The leading blocks as they become readable, within the deadline. See `LeaseStream`."""
-        wanted = wire.ACQUIRE_ORDER_BACK if order == "back" else wire.ACQUIRE_ORDER_FRONT
-        call = self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._deadline_s)
-        return LeaseStream(self, call, self._prefix.group, self._deadline_s, on_close=on_close, clock=self._clock)
+    def begin(self) -> Call:
+        self._asked_at = self._clock()
+        wanted = wire.ACQUIRE_ORDER_BACK if self._order == "back" else wire.ACQUIRE_ORDER_FRONT
+        return self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._left_s())
 
     def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
         part = self._prefix.chain.part(reply.first, reply.blocks)
@@ -93,7 +176,11 @@ class Get:
             if isinstance(again, str):
                 return Lease(reason=again)
             reply, on_device = again, {}
-        return self._lease(reply, *self._blocks(reply, part, timeout_s, on_device))
+        anchor = self._anchor(reply.lease_id)
+        return self._lease(reply, *self._blocks(reply, part, timeout_s, on_device, anchor), anchor)
+
+    def _anchor(self, lease_id: int) -> Anchor:
+        return Anchor(partial(self._prefix.daemon.release, lease_id))
 
     def give_back(self, lease_id: int) -> None:
         if lease_id:
@@ -119,22 +206,23 @@ class Get:
         )
 
     def _age_s(self) -> float:
-        return self._clock() - self._started
+        return self._clock() - self._asked_at
 
     def _left_s(self) -> float:
-        return max(self._deadline_s - self._age_s(), 0.001)
+        return max(self._until - self._clock(), 0.001)
 
-    def _lease(self, reply: wire.AcquireReply, blocks: list[LeasedBlock], reason: str) -> Lease:
+    def _lease(self, reply: wire.AcquireReply, blocks: list[LeasedBlock], reason: str, anchor: Anchor) -> Lease:
         """A lease on the usable `blocks` of an answer; what was granted is given back if there are none."""
         load_s = reply.load_us / 1e6
         if not blocks:
+            anchor.let_go()
             self.give_back(reply.lease_id)
             return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=load_s)
         daemon, group = self._prefix.daemon, self._prefix.group
         daemon.hold(reply.lease_id)
         return Lease(
             blocks,
-            LeaseGrant(daemon, reply.lease_id, group, self._prefix.fingerprint.block_tokens),
+            LeaseGrant(daemon, reply.lease_id, group, self._prefix.fingerprint.block_tokens, anchor),
             expires_in_s=reply.expires_in_ms / 1000 - self._age_s(),
             reason=reason,
             promoted_bytes=reply.promoted_bytes,
@@ -144,7 +232,7 @@ class Get:
         )
 
     def _blocks(
-        self, reply: wire.AcquireReply, chain: Chain, timeout_s: float, on_device: OnDevice
+        self, reply: wire.AcquireReply, chain: Chain, timeout_s: float, on_device: OnDevice, anchor: Anchor
     ) -> tuple[list[LeasedBlock], str]:
         """The leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if it was.
 
@@ -175,7 +263,7 @@ class Get:
                 found = self._prefix.daemon.arenas.arena(arena_id, max(timeout_s, 0.001))
                 if found is None:
                     return blocks, REASON_NO_ARENA
-                known = mapped[arena_id] = (found, found.data)
+                known = mapped[arena_id] = (anchored(found, anchor), found.data)
             arena, view = known
             end = len(view) if chunk is None else chunk.nbytes
             inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= end
@@ -197,6 +285,7 @@ class LeaseGrant:
     lease_id: int
     group: LayerGroup
     block_tokens: int
+    anchor: Anchor
 
     @property
     def layer_count(self) -> int:
@@ -215,6 +304,7 @@ class LeaseGrant:
         return answer.touch.expires_in_ms / 1000
 
     def release(self) -> None:
+        self.anchor.let_go()
         self.daemon.release(self.lease_id)
 
     def chain(self, tokens: TokenIds) -> Chain:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from kvstore_client.errors import invalid
+from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
+from kvstore_client.lookup import lookup
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import Prefetched
+from kvstore_client.results import REASON_LIMIT, Prefetched
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -35,42 +36,42 @@ class Expected:
     answer_tokens: int
 
     def __post_init__(self) -> None:
-        if self.will_continue is not None and not 0.0 <= self.will_continue <= 1.0:
-            raise invalid(f"will_continue must be from 0 to 1, got {self.will_continue}")
-        if self.due_in_s is not None and not 0.0 <= self.due_in_s <= MAX_DUE_S:
-            raise invalid(f"due_in_s must be from 0 to {MAX_DUE_S:.0f} seconds, got {self.due_in_s}")
-        if self.next_step is not None and self.next_step not in NEXT_STEPS:
-            raise invalid(f"next_step {self.next_step!r} is unknown; known: {', '.join(NEXT_STEPS)}")
-        if not 0 <= self.answer_tokens < 1 << 32:
-            raise invalid(f"answer_tokens must be from 0 to 4,294,967,295, got {self.answer_tokens}")
+        if self.will_continue is not None:
+            number_between("will_continue", self.will_continue, 0, 1)
+        if self.due_in_s is not None:
+            number_between("due_in_s", self.due_in_s, 0, MAX_DUE_S)
+        if self.next_step is not None:
+            one_of("next_step", self.next_step, NEXT_STEPS)
+        count("answer_tokens", self.answer_tokens, most=UINT32_MAX)
 
     def of(self, blocks: wire.KeySet) -> wire.Hint:
         return wire.Hint(
             set=blocks,
             will_continue=self.will_continue,
-            due_in_ms=None if self.due_in_s is None else round(self.due_in_s * 1000),
+            due_in_ms=None if self.due_in_s is None else round(float(self.due_in_s) * 1000),
             next_step=NEXT_STEPS[self.next_step] if self.next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
             answer_tokens=self.answer_tokens,
         )
 
-    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, int, BlockKeys]]:
-        """Expectations, the number of their first key, and their keys, where one request takes `most` keys. How a chain
-        ended concerns its end; when it is due concerns its beginning, where its stored blocks are.
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, BlockKeys]]:
+        """Expectations and their keys, where one request takes `most` keys. How a chain ended concerns its end; when it
+        is due concerns all of its stored blocks.
         """
         if len(keys) <= most:
-            yield self, 0, keys
+            yield self, keys
             return
         ended, due = replace(self, due_in_s=None), Expected(None, self.due_in_s, None, 0)
         if self.due_in_s is not None:
-            yield due, 0, keys[:most]
+            for first in range(0, len(keys), most):
+                yield due, keys[first : first + most]
         if ended != Expected(None, None, None, 0):
-            yield ended, len(keys) - most, keys[len(keys) - most :]
+            yield ended, keys[len(keys) - most :]
 
 
 def send_hint(prefix: Prefix, expected: Expected) -> int:
     """How many leading blocks of the prefix the daemon has; 0 without an answer."""
-    known = 0
-    for part, first, keys in expected.parts(prefix.chain.keys, prefix.daemon.max_keys):
+    known, most = 0, prefix.daemon.max_keys
+    for part, keys in expected.parts(prefix.chain.keys, most):
         try:
             request = wire.Request(hint=part.of(prefix.key_set(keys)))
             answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
@@ -78,27 +79,43 @@ def send_hint(prefix: Prefix, expected: Expected) -> int:
             return 0
         if isinstance(answer, str):
             return 0
-        known = max(known, answer.hint.known_blocks and first + answer.hint.known_blocks)
-    return known
+        known = answer.hint.known_blocks
+    return known if len(prefix) <= most else lookup(prefix, prefix.daemon.deadline_s).blocks
 
 
-def send_prefetch(prefix: Prefix, in_s: float | None, budget_bytes: int) -> Prefetched:
-    """See `Session.prefetch`. All zero without an answer."""
-    if not len(prefix):
-        return Prefetched()
-    in_ms = 0 if in_s is None else max(0, int(in_s * 1000))
-    blocks = prefix.key_set(prefix.request_keys)
-    request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
-    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
-    if isinstance(answer, str):
-        return Prefetched()
-    return Prefetched(answer.prefetch.resident_blocks, answer.prefetch.scheduled_blocks)
+def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
+    """See `Session.prefetch`. What was answered, where an answer is missing."""
+    resident = scheduled = 0
+    in_ms = int(in_s * 1000)
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        blocks = piece.key_set(piece.chain.keys)
+        request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            return Prefetched(resident, scheduled, answer)
+        reply = answer.prefetch
+        resident, scheduled = resident + reply.resident_blocks, scheduled + reply.scheduled_blocks
+        taken = first + len(piece)
+        if resident + scheduled < min(taken, first + reply.stored_blocks):
+            return Prefetched(resident, scheduled, REASON_LIMIT)
+        if resident + scheduled < taken:
+            break
+        if budget_bytes:
+            budget_bytes -= reply.scheduled_bytes
+            if budget_bytes <= 0:
+                return Prefetched(resident, scheduled, REASON_LIMIT if taken < len(prefix) else "")
+    return Prefetched(resident, scheduled)
 
 
 def send_touch(prefix: Prefix) -> int:
-    """How many of the blocks the daemon has; 0 without an answer."""
-    if not len(prefix):
-        return 0
-    request = wire.Request(touch=wire.Touch(set=prefix.key_set(prefix.request_keys)))
-    answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
-    return 0 if isinstance(answer, str) else answer.touch.touched
+    """How many of the leading blocks the daemon has; what it answered, where an answer is missing."""
+    touched = 0
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys)))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            break
+        touched += answer.touch.touched
+        if touched < first + len(piece):
+            break
+    return touched

@@ -15,7 +15,8 @@ import numpy as np
 
 from kvstore_client.errors import invalid
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, TokenIds, block_keys, pack_tokens
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, block_keys, pack_tokens
+from kvstore_proto.token_ids import TokenIds
 
 REMEMBERED_CHAINS = 64
 TOKEN_BYTES = 4
@@ -28,6 +29,7 @@ class Chain:
     keys: BlockKeys
     packed_tokens: bytes | None
     block_tokens: int
+    prompt_tokens: int = 0  # of the whole prompt, with those that fill no block; 0: not known
 
     def tokens_of(self, block: int) -> bytes | None:
         """Packed int32 token ids of one block; None when only keys are known."""
@@ -44,7 +46,7 @@ class Chain:
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
     def part(self, first_block: int, blocks: int) -> Chain:
-        """Some blocks in the middle, to read them: its `parent_of` does not see what is before."""
+        """Some blocks in the middle, to name or read them: its `parent_of` does not see what is before."""
         return Chain(
             self.keys[first_block : first_block + blocks], self.tokens_of_run(first_block, blocks), self.block_tokens
         )
@@ -72,22 +74,14 @@ class KeyChains:
         groups.
         """
         block_tokens = self._fingerprint.block_tokens
-        if (tokens is None) == (keys is None):
-            raise invalid("give either tokens or keys=, not both and not neither")
+        packed = packed_or_keys(tokens, keys)
         if group_id not in self._roots:
             raise invalid(f"the fingerprint has no layer group {group_id}; groups are {sorted(self._roots)}")
-        if keys is not None:
-            if not isinstance(keys, BlockKeys):
-                raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
-            return Chain(keys, None, block_tokens)
-        assert tokens is not None
-        try:
-            packed = pack_tokens(tokens)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise invalid(f"tokens must be a flat run of int32 token ids: {error}") from None
+        if isinstance(packed, BlockKeys):
+            return Chain(packed, None, block_tokens)
         step = block_tokens * TOKEN_BYTES
-        packed = packed[: len(packed) // step * step]
-        return Chain(self._keys_of(packed, group_id), packed, block_tokens)
+        full = packed[: len(packed) // step * step]
+        return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
 
     def _keys_of(self, packed: bytes, group_id: int) -> BlockKeys:
         step = self._fingerprint.block_tokens * TOKEN_BYTES
@@ -114,6 +108,17 @@ class KeyChains:
             while len(self._recent) > REMEMBERED_CHAINS:
                 self._recent.popitem(last=False)
         return keys
+
+
+def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | BlockKeys:
+    """Return the packed ids, or the keys. Raises KVStoreError(INVALID) unless exactly one is given, as what it is."""
+    if keys is not None and tokens is None:
+        if not isinstance(keys, BlockKeys):
+            raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
+        return keys
+    if tokens is None or keys is not None:
+        raise invalid("give either tokens or keys=, not both and not neither")
+    return pack_tokens(tokens)
 
 
 def _common_blocks(a: bytes, b: bytes, step: int) -> int:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client import arguments
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
@@ -81,44 +82,47 @@ class Lease:
         grant: Grant | None = None,
         *,
         expires_in_s: float = 0.0,
+        valid_until: float | None = None,
         reason: str = "",
         promoted_bytes: int = 0,
         resident_blocks: int = 0,
         estimated_load_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._blocks = tuple(blocks)
-        self._grant = grant
+        self.held_blocks = tuple(blocks)
+        self.grant = grant
         self._clock = clock
         self._released = False
-        self._valid_until = clock() + _usable_s(expires_in_s)
+        self._usable_for(expires_in_s, clock())
+        if valid_until is not None:
+            self.valid_until = valid_until
         self.reason = reason
         self.promoted_bytes = promoted_bytes
         self.resident_blocks = resident_blocks
         self.estimated_load_s = estimated_load_s
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.held_blocks)
 
     @property
     def blocks(self) -> int:
-        return len(self._blocks)
+        return len(self.held_blocks)
 
     @property
     def tokens(self) -> int:
-        return 0 if self._grant is None else len(self._blocks) * self._grant.block_tokens
+        return 0 if self.grant is None else len(self.held_blocks) * self.grant.block_tokens
 
     @property
     def payload_bytes(self) -> int:
         """Sum over all blocks."""
-        return sum(block.payload_bytes for block in self._blocks)
+        return sum(block.payload_bytes for block in self.held_blocks)
 
     @property
     def valid(self) -> bool:
         """Whether the content may be trusted now; check it *after* the bytes were used. An empty lease is not valid."""
-        if self._released or not self._blocks or self._grant is None or self._clock() >= self._valid_until:
+        if self._released or not self.held_blocks or self.grant is None or self._clock() >= self.valid_until:
             return False
-        return self._grant.is_alive()
+        return self.grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
         """uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError after
@@ -137,11 +141,11 @@ class Lease:
 
     def layer(self, block: int, layer: int) -> Bytes:
         """uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
-        count = 0 if self._grant is None else self._grant.layer_count
+        count = 0 if self.grant is None else self.grant.layer_count
         if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
         payload = self.payload(block)
-        if not 0 <= layer < count or len(payload) % count:
+        if not 0 <= arguments.count("layer", layer) < count or len(payload) % count:
             raise invalid(f"layer {layer} of {count} cannot be cut from {len(payload)} bytes")
         size = len(payload) // count
         return payload[layer * size : (layer + 1) * size]
@@ -152,18 +156,20 @@ class Lease:
         Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by then (the
         destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
         """
-        if first_block + len(destinations) > len(self._blocks):
+        if not isinstance(destinations, Sequence) and getattr(destinations, "ndim", 0) < 1:
+            raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
+        if arguments.count("first_block", first_block) + len(destinations) > len(self.held_blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
         for index, destination in enumerate(destinations, first_block):
-            np.copyto(_flat_bytes(destination, self._blocks[index].payload_bytes), self.payload(index))
+            np.copyto(_flat_bytes(destination, self.held_blocks[index].payload_bytes), self.payload(index))
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:
         """Whether the headers of all leased blocks say that they belong to these tokens (`get` has checked that)."""
-        if self._grant is None:
-            return not self._blocks
-        chain = self._grant.chain(tokens)
-        return len(chain) >= len(self._blocks) and all(
+        if self.grant is None:
+            return not self.held_blocks
+        chain = self.grant.chain(tokens)
+        return len(chain) >= len(self.held_blocks) and all(
             not mismatch(
                 block.arena.data,
                 block.offset if block.chunk is None else 0,
@@ -172,26 +178,30 @@ class Lease:
                 block.payload_bytes,
                 block.generation,
             )
-            for index, block in enumerate(self._blocks)
+            for index, block in enumerate(self.held_blocks)
         )
 
     def renew(self) -> bool:
         """Extend the lease. False when it has ended; the blocks must then be acquired again."""
-        if not self.valid or self._grant is None:
+        if not self.valid or self.grant is None:
             return False
         before = self._clock()  # the daemon's time starts later than this
-        expires_in_s = self._grant.renew()
+        expires_in_s = self.grant.renew()
         if expires_in_s is None:
             return False
-        self._valid_until = before + _usable_s(expires_in_s)
+        self._usable_for(expires_in_s, before)
         return self.valid
+
+    def keep(self) -> bool:
+        """Extend the lease if half of its time has passed. False when it has ended."""
+        return self.valid if self._clock() < self._renew_at else self.renew()
 
     def release(self) -> None:
         """Release the blocks; does not wait. Idempotent."""
         if not self._released:
             self._released = True
-            if self._grant is not None:
-                self._grant.release()
+            if self.grant is not None:
+                self.grant.release()
 
     def __enter__(self) -> Lease:
         return self
@@ -205,11 +215,18 @@ class Lease:
         state = "released" if self._released else "valid" if self.valid else "ended"
         return f"Lease({len(self)} blocks, {state}{', ' + self.reason if self.reason else ''})"
 
+    def _usable_for(self, expires_in_s: float, since: float) -> None:
+        usable_s = _usable_s(expires_in_s)
+        self.valid_until, self._renew_at = since + usable_s, since + usable_s / 2
+
     def leased(self, block: int) -> LeasedBlock:
         """Where a block is. Raises as `payload`."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
-        return self._blocks[block]
+        try:
+            return self.held_blocks[block]
+        except TypeError:
+            raise invalid(f"a block is named by its number, got {type(block).__name__}") from None
 
 
 def _usable_s(expires_in_s: float) -> float:
@@ -217,6 +234,8 @@ def _usable_s(expires_in_s: float) -> float:
 
 
 def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
+    if not isinstance(destination, np.ndarray) or destination.dtype.hasobject:
+        raise invalid(f"copy_into needs arrays of numbers, got {type(destination).__name__}")
     if not destination.flags.c_contiguous or not destination.flags.writeable:
         raise invalid("copy_into needs writable C-contiguous destinations")
     if destination.nbytes != expected_bytes:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from types import TracebackType
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.call import Call
 from kvstore_client.lease import Lease
-from kvstore_client.results import REASON_DEADLINE, miss_reason, tier_name
+from kvstore_client.results import REASON_DEADLINE, Lookup, miss_reason, tier_name
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 Order = Literal["front", "back"]
+ORDERS: Final = ("front", "back")
 _CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that its lease stream was closed
 
 
@@ -42,6 +45,16 @@ class LeaseSource(Protocol):
         ...
 
 
+class Piece(LeaseSource, Protocol):
+    """A piece of a prefix, from its block `first` on, that is still to be asked for."""
+
+    @property
+    def first(self) -> int: ...
+    def begin(self) -> Call:
+        """Send the request."""
+        ...
+
+
 class LeaseStream:
     """Iterate over it once: a `LeasedRun` each time blocks have become readable. Use it as a context manager; all
     leases end with it.
@@ -49,6 +62,8 @@ class LeaseStream:
     `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or the first run, where
     each resident block was and in how many seconds it was expected to be readable. In the end `reason` says why the
     prefix ends, or why a part of it was not leased.
+    A prefix that takes several requests: `first` is the first block of the one under way, `following` are begun one
+    after the other, and `expected` is what is resident of the whole.
     `close` may be called from another thread, while this one waits for a run: it then gets none.
     `on_close` is called once, with the number of leased blocks and their payload bytes.
     """
@@ -63,10 +78,17 @@ class LeaseStream:
         on_close: Callable[[int, int], None],
         reason: str = "",
         clock: Callable[[], float] = time.monotonic,
+        first: int = 0,
+        following: Sequence[Piece] = (),
+        expected: Lookup | None = None,
     ) -> None:
         self.group = group
         self._source = source
         self._call = call  # None: no further answers
+        self._first = first  # of the piece that is asked for
+        self._following = deque(following)
+        self._piece_blocks = 0  # leased so far of that piece
+        self._is_whole = expected is not None
         self._clock = clock
         self._until = clock() + deadline_s
         self._on_close = on_close
@@ -76,8 +98,8 @@ class LeaseStream:
         self._lock = threading.Lock()  # of the next two, and of what was leased so far
         self._is_closed = False
         self._leases: list[Lease] = []
-        self.tiers: tuple[str, ...] = ()
-        self.ready_s: tuple[float, ...] = ()
+        self.tiers: tuple[str, ...] = () if expected is None else expected.tiers[: expected.blocks]
+        self.ready_s: tuple[float, ...] = () if expected is None else tuple(accumulate(expected.load_s))
         self.reason = reason
         self.blocks = self.payload_bytes = 0  # leased so far
 
@@ -125,25 +147,34 @@ class LeaseStream:
     def _next_reply(self) -> wire.AcquireReply | None:
         """The next answer that may grant blocks; None when there are no more."""
         self._is_expected = True
-        call = self._call
-        if call is None:
-            return None
-        answer = self._answer(call)
-        if answer is None:
-            self.reason = REASON_DEADLINE
-            self._end()
-            return None
-        if isinstance(answer, str):
-            self.reason, self._call = answer, None
-            return None
-        reply = answer.acquire
-        if reply.tiers:
-            self.tiers = tuple(map(tier_name, reply.tiers))
-            self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
-        if not reply.more:
-            self.reason, self._call = miss_reason(reply.miss_reason) or self.reason, None
-            return None
-        return reply
+        while (call := self._call) is not None:
+            answer = self._answer(call)
+            if answer is None:
+                self.reason = REASON_DEADLINE
+                self._end()
+            elif isinstance(answer, str):
+                self.reason, self._call = answer, None
+            else:
+                reply = answer.acquire
+                if reply.tiers and not self._is_whole:
+                    self.tiers = tuple(map(tier_name, reply.tiers))
+                    self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
+                if reply.more:
+                    return reply
+                self.reason = miss_reason(reply.miss_reason) or self.reason
+                self._next_piece()
+        return None
+
+    def _next_piece(self) -> None:
+        """Ask for the next piece; not for one behind a piece that was not leased whole."""
+        with self._lock:
+            self._call = None
+            if self._is_closed or not self._following:
+                return
+            piece = self._following.popleft()
+            if self._piece_blocks < piece.first - self._first:
+                return
+            self._source, self._first, self._piece_blocks, self._call = piece, piece.first, 0, piece.begin()
 
     def _answer(self, call: Call) -> wire.Response | str | None:
         """The next answer, judged; None if none came in time, or once `close` was called. Looking whether it was is no
@@ -159,16 +190,18 @@ class LeaseStream:
 
     def _run(self, reply: wire.AcquireReply) -> LeasedRun | None:
         """The usable blocks of an answer, leased until `close`; None if that was called meanwhile."""
-        if not reply.blocks or self._source is None:
+        source = self._source
+        if not reply.blocks or source is None:
             return None
-        lease = self._source.lease_of(reply, max(self._left_s(), 0.001))
+        lease = source.lease_of(reply, max(self._left_s(), 0.001))
         with self._lock:
             if not self._is_closed:
                 self._leases.append(lease)
                 self.blocks += lease.blocks
+                self._piece_blocks += lease.blocks
                 self.payload_bytes += lease.payload_bytes
                 self.reason = lease.reason or self.reason
-                return LeasedRun(reply.first, lease) if lease.blocks else None
+                return LeasedRun(self._first + reply.first, lease) if lease.blocks else None
         lease.release()
         return None
 

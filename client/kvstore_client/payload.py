@@ -8,7 +8,8 @@ Invariant: no slot is sent or given back while a function that was given it may 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,15 +27,41 @@ and returns a function that waits until it is there; several are begun before th
 Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 
 
+def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
+    """Return the payloads of a put, one a block; those of an array of several dimensions are its rows. Raises
+    KVStoreError(INVALID) for what is no list of them."""
+    if isinstance(payloads, (list, tuple)) or (isinstance(payloads, np.ndarray) and payloads.ndim > 1):
+        return list(payloads)
+    is_sequence = hasattr(payloads, "__len__") and hasattr(payloads, "__getitem__")
+    if not is_sequence or isinstance(payloads, (str, bytes, bytearray, memoryview, np.ndarray, Mapping)):
+        what = "None" if payloads is None else f"one {type(payloads).__name__}"
+        raise invalid(f"payloads is {what}: give one payload a block, of bytes, an array or a function(dest)")
+    try:
+        return [payloads[block] for block in range(len(payloads))]
+    except Exception as error:  # of a sequence of another library
+        raise invalid(f"payloads is a {type(payloads).__name__} that cannot be read: {error}") from None
+
+
 def payload_size(payload: Payload) -> int | None:
-    """Bytes of a payload; None for a function that will write it."""
-    if isinstance(payload, np.ndarray):
+    """Bytes of a payload; None for a function that will write it. Raises KVStoreError(INVALID) for what is none."""
+    if type(payload) is np.ndarray and not payload.dtype.hasobject:
         return payload.nbytes
-    if isinstance(payload, (bytes, bytearray, memoryview)):
-        return memoryview(payload).nbytes
     if callable(payload):
         return None
-    raise invalid(f"a payload must be bytes-like, an array, or a function(dest); got {type(payload).__name__}")
+    if isinstance(payload, np.ma.MaskedArray) and np.ma.is_masked(payload):
+        raise invalid("a payload is a masked array: say what is under the mask, by filled()")
+    try:
+        view = memoryview(payload)  # type: ignore[arg-type]  # an array is a buffer
+        nbytes, holds_objects = view.nbytes, "O" in view.format
+    except (BufferError, TypeError, ValueError):
+        if not isinstance(payload, np.ndarray):
+            raise invalid(
+                f"a payload must be bytes-like, an array, or a function(dest); got {type(payload).__name__}"
+            ) from None
+        nbytes, holds_objects = payload.nbytes, payload.dtype.hasobject  # of a type that no buffer has, as datetime64
+    if holds_objects:
+        raise invalid("a payload is an array of objects: give one of numbers")
+    return nbytes
 
 
 def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
@@ -74,11 +101,15 @@ class PayloadWriter:
 def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: int) -> Finish | None:
     """The payload of the slot at `offset`; what has to be called before it is there, if anything has."""
     destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
-    if isinstance(payload, np.ndarray):
-        np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
-    elif isinstance(payload, (bytes, bytearray, memoryview)):
+    if callable(payload):
+        finish = payload(destination)
+        if inspect.isawaitable(finish):
+            if inspect.iscoroutine(finish):
+                finish.close()
+            raise invalid("a payload function must write before it returns: it is none to await")
+        return finish if callable(finish) else None
+    if isinstance(payload, (bytes, bytearray)):
         np.copyto(destination, np.frombuffer(payload, np.uint8))
     else:
-        finish = payload(destination)
-        return finish if callable(finish) else None
+        np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
     return None

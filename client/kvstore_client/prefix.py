@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.keys import Chain
@@ -24,10 +25,19 @@ class Prefix:
     def __len__(self) -> int:
         return len(self.chain)
 
-    @property
-    def request_keys(self) -> BlockKeys:
-        """The leading keys, as many as fit one request."""
-        return self.chain.keys[: self.daemon.max_keys]
+    def pieces(self) -> Iterator[tuple[int, Prefix]]:
+        """Cut the prefix into pieces that one request may name each: the number of its first block, and the piece."""
+        most = self.daemon.max_keys
+        if len(self) <= most:
+            yield 0, self
+            return
+        for first in range(0, len(self), most):
+            yield first, self.tail(first).head(most)
+
+    def tail(self, first_block: int) -> Prefix:
+        """The blocks from `first_block` on."""
+        chain = self.chain.part(first_block, len(self) - first_block)
+        return Prefix(self.daemon, self.fingerprint, self.group, chain)
 
     @property
     def window_blocks(self) -> int:
@@ -39,7 +49,7 @@ class Prefix:
         chain = self.chain
         if max_blocks is None or max_blocks >= len(chain):
             return self
-        head = Chain(chain.keys[: max(max_blocks, 0)], chain.packed_tokens, chain.block_tokens)
+        head = replace(chain, keys=chain.keys[: max(max_blocks, 0)])
         return Prefix(self.daemon, self.fingerprint, self.group, head)
 
     def key_set(self, keys: BlockKeys) -> wire.KeySet:

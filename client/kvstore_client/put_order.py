@@ -66,14 +66,12 @@ def payload_bytes_of(
     payloads: Sequence[Payload], fingerprint: Fingerprint, group: LayerGroup, stated: int | None
 ) -> int:
     """The size that all of these payloads have. Raises KVStoreError(INVALID) when they differ or none is known."""
-    if payloads is None:
-        raise invalid("payloads is None: give one payload a block, of bytes, an array or a function(dest)")
     fixed = fingerprint.payload_bytes(group.group_id)
     sizes = {size for size in map(payload_size, payloads) if size is not None}
     expected = fixed or stated or (min(sizes) if sizes else 0)
     if stated is not None and stated != expected:
         raise invalid(f"payload_bytes={stated}, but the fingerprint fixes {expected} bytes for a block")
-    if payloads and not expected:
+    if len(payloads) and not expected:
         raise invalid("the fingerprint leaves the payload size open: give payload_bytes=")
     wrong = sorted(sizes - {expected})
     if wrong:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstore_client.arguments import seconds
 from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -30,6 +31,11 @@ REFUSED: Final = {  # by the daemon, which had its bytes: what it means, and wha
     OVER_QUOTA: "the tenant is at its maximum, and none of its own blocks may be evicted: raise its host_max, or hold "
     "fewer leases",
     DECLINED: "the policy would rather keep what it would have to evict: nothing to do",
+}
+_REASONS: Final[dict[int, str]] = {
+    wire.STORE_STATUS_ORPHANED: "the block that it continues is not stored: put the prefix from that one on",
+    wire.STORE_STATUS_KEY_MISMATCH: "the token ids in its header do not hash to its key",
+    wire.STORE_STATUS_FAILED: "the daemon refused it: its key is zero or twice in this put, or its log says why",
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
 
@@ -73,7 +79,7 @@ class PutReceipt:
         """Wait until each block is durable or volatile for good. False when that is still open after
         `timeout_s`.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self._clock() + seconds("timeout_s", timeout_s)
         while self._unsettled:
             call, blocks = self._unsettled[0]
             response = call.wait(deadline - self._clock())
@@ -109,7 +115,7 @@ class PutReceipt:
         if status == wire.STORE_STATUS_ORPHANED and block and self.statuses[block - 1] in REFUSED:
             name = self.statuses[block - 1]  # which it continues, and which an earlier message had offered
         self.statuses[block] = name
-        self.reason = REFUSED.get(name, self.reason)
+        self.reason = REFUSED.get(name) or self.reason or _REASONS.get(status, "")
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.statuses.count(name)} {name}" for name in dict.fromkeys(self.statuses))

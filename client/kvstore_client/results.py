@@ -29,7 +29,7 @@ REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory 
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
 REASON_UNKNOWN = "unknown"  # of a probe: no index, or it is not certain
 REASON_LATE = "late"  # stored, but in a slower tier, and not promoted before the deadline
-REASON_LIMIT = "limit"  # more blocks than one request may name
+REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
 
 def tier_name(code: int) -> str:
@@ -57,10 +57,13 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The outcome of a prefetch. All zero without an answer from the daemon."""
+    """The outcome of a prefetch. `reason` says why not all that is stored was taken: "limit" for the budget, or for
+    the daemon's queue or its room for prefetched blocks; or why there was no answer for all of the blocks.
+    """
 
     resident_blocks: int = 0
     scheduled_blocks: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from kvstore_client.arguments import UINT64_MAX, count, one_of, seconds
 from kvstore_client.connection import Connection
 from kvstore_client.counters import Counters
 from kvstore_client.delete import delete
 from kvstore_client.errors import invalid
-from kvstore_client.get import Get
+from kvstore_client.explain import checked, explain
+from kvstore_client.get import get, lease_stream
 from kvstore_client.hint import Expected, NextStep, send_hint, send_prefetch, send_touch
+from kvstore_client.keys import packed_or_keys
 from kvstore_client.lease import Lease
-from kvstore_client.lease_stream import LayerStreams, LeaseStream, Order, no_leases
+from kvstore_client.lease_stream import ORDERS, LayerStreams, LeaseStream, Order, no_leases
 from kvstore_client.lookup import lookup, probe
-from kvstore_client.payload import Payload
+from kvstore_client.payload import Payload, payload_list
 from kvstore_client.prefix import Prefix
 from kvstore_client.put import put
 from kvstore_client.put_order import DURABILITY_MODES, PutOrder, payload_bytes_of
@@ -37,7 +40,8 @@ from kvstore_client.results import (
     Statistics,
 )
 from kvstore_proto.fingerprint import LayerGroup
-from kvstore_proto.identity import BlockKeys, TokenIds
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
@@ -50,8 +54,9 @@ DEFAULT_PUT_DEADLINE_S = 5.0
 class Session:
     """Made by `connect`. Wherever a method takes tokens it takes `keys=BlockKeys` instead.
 
-    A wrong call raises KVStoreError(INVALID); a miss raises nothing. `group` names a layer group of the fingerprint,
-    the first one by default.
+    A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
+    about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
+    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default.
     """
 
     def __init__(
@@ -98,10 +103,10 @@ class Session:
         deadline_s: float | None = None,
     ) -> Lookup:
         """The longest prefix that the daemon can restore, and how long that would take. Moves nothing."""
-        prefix = self._prefix(tokens, keys, group)
+        timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         found = Lookup(reason=REASON_NO_DAEMON)
         if prefix is not None:
-            found = lookup(prefix, self._deadline(deadline_s), clock=self._clock)
+            found = lookup(prefix, timeout_s, clock=self._clock)
         self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
         return found
 
@@ -158,14 +163,20 @@ class Session:
         first pass (64 MiB: 3.5 ms) from the pass into this call and costs 3 ms again each time, so it is off; turn it
         on where `get` runs in a thread of its own and the pass is what a request waits for.
         """
+        timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
         if prefix is None:
             lease = Lease(reason=REASON_NO_DAEMON)
         elif len(prefix := prefix.head(max_blocks)):
-            lease = Get(prefix, self._counters, self._deadline(deadline_s), verify=verify, clock=self._clock).lease(
+            lease = get(
+                prefix,
+                self._counters,
+                timeout_s,
+                verify=verify,
                 prefault=self._prefault if prefault is None else prefault,
                 promote=promote,
-                prompt_tokens=0 if tokens is None else len(tokens),
+                prompt_tokens=prefix.chain.prompt_tokens,
+                clock=self._clock,
             )
         else:
             lease = Lease()
@@ -187,13 +198,20 @@ class Session:
         promoted from the first ("front") or from the last ("back"). An engine that computes from the front while blocks
         come from the back meets them in the middle. Empty (a miss) if there is no daemon.
         """
-        if order not in ("front", "back"):
-            raise invalid(f"order {order!r} is unknown; known: front, back")
+        one_of("order", order, ORDERS)
+        timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
         if prefix is None or not len(prefix := prefix.head(max_blocks)):
             return no_leases(self._group(group), self._count_get, REASON_NO_DAEMON if prefix is None else "")
-        source = Get(prefix, self._counters, self._deadline(deadline_s), verify=verify, clock=self._clock)
-        return source.stream(order, self._count_get)
+        return lease_stream(
+            prefix,
+            self._counters,
+            timeout_s,
+            order,
+            self._count_get,
+            verify=verify,
+            clock=self._clock,
+        )
 
     def get_layers(
         self,
@@ -211,6 +229,8 @@ class Session:
         group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded. `deadline_s`
         is for all of them together.
         """
+        if groups is not None and not isinstance(groups, (list, tuple, range)):
+            raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
         chosen = self.fingerprint.groups if groups is None else [self._group(group) for group in groups]
         return LayerStreams(
             self.get_stream(
@@ -236,7 +256,7 @@ class Session:
         payload_bytes: int | None = None,
         durability: str = "default",
         wait: Literal["published", "settled"] = "published",
-        deadline_s: float = DEFAULT_PUT_DEADLINE_S,
+        deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
     ) -> PutReceipt:
         """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
 
@@ -251,17 +271,20 @@ class Session:
         already, too. `payload_bytes` is needed only for functions in a group whose fingerprint leaves the size open.
         """
         layers = self._group(group)
-        if durability not in DURABILITY_MODES:
-            raise invalid(f"durability {durability!r} is unknown; known: {', '.join(DURABILITY_MODES)}")
-        if wait not in ("published", "settled"):
-            raise invalid(f'wait must be "published" or "settled", got {wait!r}')
+        one_of("durability", durability, DURABILITY_MODES)
+        one_of("wait", wait, ("published", "settled"))
+        first_block = count("first_block", first_block)
+        if payload_bytes is not None:
+            payload_bytes = count("payload_bytes", payload_bytes, most=UINT64_MAX)
+        payloads = payload_list(payloads)
         size = payload_bytes_of(payloads, self.fingerprint, layers, payload_bytes)
+        deadline_s = seconds("deadline_s", DEFAULT_PUT_DEADLINE_S if deadline_s is None else deadline_s)
         deadline = self._clock() + deadline_s
         prefix = self._prefix(tokens, keys, group)
         self._counters.add(puts=1)
         if prefix is None:
             return PutReceipt(len(payloads), REASON_NO_DAEMON)
-        if first_block < 0 or first_block + len(payloads) > len(prefix):
+        if first_block + len(payloads) > len(prefix):
             raise invalid(
                 f"blocks {first_block}..{first_block + len(payloads)} were given, but the prefix has "
                 f"{len(prefix)} full blocks of {self.block_tokens} tokens"
@@ -284,6 +307,10 @@ class Session:
         group: int | None = None,
     ) -> Prefetched:
         """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). 0 = default budget."""
+        in_s, budget_bytes = (
+            seconds("in_s", 0 if in_s is None else in_s),
+            count("budget_bytes", budget_bytes, most=UINT64_MAX),
+        )
         prefix = self._prefix(tokens, keys, group)
         return Prefetched() if prefix is None else send_prefetch(prefix, in_s, budget_bytes)
 
@@ -327,8 +354,10 @@ class Session:
 
         Never leaves a hole: see `Deleted` for the blocks that are kept.
         """
-        prefix = self._prefix(tokens, keys, group)
-        return Deleted(reason=REASON_NO_DAEMON) if prefix is None else delete(prefix, self._deadline(deadline_s))
+        timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
+        if prefix is None:
+            return Deleted(reason=REASON_NO_DAEMON)
+        return delete(prefix, timeout_s, clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
         """Where blocks of this session's tenant are, or why they are missing; with `recent_misses`, its last misses.
@@ -337,19 +366,17 @@ class Session:
         left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown
         names and for another tenant.
         """
+        request, timeout_s = checked(request), self._deadline(deadline_s)
         daemon_session = self._connection.current()
-        if daemon_session is None:
-            return None
-        answer = daemon_session.call(wire.Request(explain=request), self._deadline(deadline_s))
-        return None if isinstance(answer, str) else answer.explain
+        return None if daemon_session is None else explain(daemon_session, request, timeout_s, clock=self._clock)
 
     def ping(self, deadline_s: float | None = None) -> float | None:
         """Seconds of one empty round trip on the stream; None when there was no answer in time."""
-        daemon_session = self._connection.current()
+        timeout_s, daemon_session = self._deadline(deadline_s), self._connection.current()
         if daemon_session is None:
             return None
         started = self._clock()
-        answer = daemon_session.call(wire.Request(ping=wire.Ping()), self._deadline(deadline_s))
+        answer = daemon_session.call(wire.Request(ping=wire.Ping()), timeout_s)
         return None if isinstance(answer, str) else self._clock() - started
 
     def wake(self) -> None:
@@ -399,16 +426,22 @@ class Session:
         """The blocks that a call names; None while degraded. Raises KVStoreError(INVALID)."""
         group, daemon_session = self._group(group_id), self._connection.current()
         if daemon_session is None:
+            packed_or_keys(tokens, keys)
             return None
         chain = daemon_session.chains.chain(tokens, keys, group.group_id)
         return Prefix(daemon_session, self.fingerprint, group, chain)
 
     def _group(self, group_id: int | None) -> LayerGroup:
         groups = self.fingerprint.groups
+        group_id = None if group_id is None else count("group", group_id)
         group = groups[0] if group_id is None else self.fingerprint.group(group_id)
         if group is None:
             raise invalid(f"the fingerprint has no layer group {group_id}; groups are {[g.group_id for g in groups]}")
         return group
 
     def _deadline(self, deadline_s: float | None) -> float:
-        return self._deadline_s if deadline_s is None else deadline_s
+        return self._deadline_s if deadline_s is None else seconds("deadline_s", deadline_s)
+
+
+def _blocks(most: int | None) -> int | None:
+    return None if most is None else count("max_blocks", most)

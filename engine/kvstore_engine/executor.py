@@ -260,7 +260,8 @@ def _ready(graph: StepGraph, config: ModelConfig) -> _ReadyGraph:
     if graph.hidden:
         result = array_at(data(graph.hidden), np.float32, rows, config.width)
     elif graph.logits:
-        result = array_at(data(graph.logits), np.float32, graph.outputs, config.vocabulary)
+        padded = array_at(data(graph.logits), np.float32, graph.outputs, config.vocabulary + config.padding)
+        result = padded[:, : config.vocabulary]
     else:
         result = np.empty((0, config.vocabulary), np.float32)
     return _ReadyGraph(

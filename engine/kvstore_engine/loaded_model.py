@@ -66,13 +66,7 @@ class LoadedModel:
 
     def chat_template(self) -> ChatTemplate:
         """The model's chat template; TemplateError if it has none."""
-        tokenizer = self.generator.tokenizer
-        vocabulary = tokenizer.vocabulary
-        bos, eos = (
-            "" if token_id is None else vocabulary.tokens[token_id]
-            for token_id in (vocabulary.bos_id, vocabulary.eos_id)
-        )
-        return ChatTemplate.from_metadata(self.template_source.metadata, bos, eos)
+        return ChatTemplate.from_metadata(self.template_source.metadata, self.generator.tokenizer.vocabulary)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,7 @@ from kvstored.clients.session_factory import SessionFactory
 from kvstored.clients.sessions import Session, SessionTable
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
-from kvstored.clients.tenants import Peer
+from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
@@ -81,6 +80,7 @@ from kvstored.sockets import (
     listen_seqpacket,
     open_to_group,
     prepare_directory,
+    remove_socket,
     restrict_to_admins,
 )
 from kvstored.storage import NodeStorage
@@ -236,7 +236,7 @@ class Daemon:
         self._verbs = Verbs(store, operations, self._misses, self._deleting, self._explain.own)
         if config.daemon.record is not None:
             self._verbs = recorded(self._verbs, config.daemon.record, clock, self._stack)
-        self._integrity = Integrity(store, self._is_idle)
+        self._integrity = Integrity(store, self._is_idle, self._storage.unsaved)
         self._latencies = Latencies()
         self._answering = StreamServices(self._verbs, limits.inflight_per_client, self._latencies, clock)
         self._streams = DirectStreams(self._answering, limits.message_bytes)
@@ -315,7 +315,7 @@ class Daemon:
         self._stack.push_async_callback(self._streams.close)
         self._stack.callback(self._handshake.close)
         for path in paths.values():
-            self._stack.callback(path.unlink, missing_ok=True)
+            self._stack.callback(remove_socket, path)
 
     def _admin_calls(self) -> dict[str, Call]:
         assert self.lifetime is not None
@@ -338,7 +338,7 @@ class Daemon:
         resizes = {store.host.info.name: self._host_resize}
         self._tokens = None
         if tokens_file is not None:
-            self._tokens = load_tokens(tokens_file, self._tenants.named)
+            self._tokens = load_tokens(tokens_file, self._tenants.named, self._tenants.is_named)
         if store.nvme is not None:
             nvme = cast("NvmeTier", store.nvme)
             name, slabs = nvme.info.name, SlabsBack(nvme, self._completions)
@@ -357,7 +357,7 @@ class Daemon:
             lambda callers: unary.UnaryService(
                 calls, callers, self._factory, lifetime, limit, config.limits.max_keys
             ),
-            lambda: self._tenants.resolve(Peer(os.getpid(), os.geteuid(), os.getegid())),
+            lambda: self._tenants.resolve(ourselves()),
             self._tokens, health,
         )  # fmt: skip
         with private_umask():
@@ -388,7 +388,7 @@ class Daemon:
         return Parts(
             self.config, self._clock, store.residency, store.tiers, store.policies, paths, self._sessions,
             store.leases, self._tenants, store.mover, store.writeback, store.counters, store.flows, store.modes,
-            store.endurance,
+            store.endurance, self._storage.unsaved,
         )  # fmt: skip
 
     def _is_idle(self) -> bool:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import logging
 import os
 import socket
 import stat
 from pathlib import Path
 
+from kvstored.clients.tenants.user_namespace import is_unmapped
+
+log = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
 
@@ -29,7 +33,8 @@ def prepare_directory(path: Path, group: str) -> None:
     try:
         path.mkdir(mode=0o750, parents=True, exist_ok=True)
         owner = path.stat().st_uid
-        if owner not in (0, os.geteuid()) and os.geteuid() != 0:
+        is_trusted = owner in (0, os.geteuid()) or (os.geteuid() == 0 and not is_unmapped("uid", owner))
+        if not is_trusted:
             raise SocketError(
                 f"socket directory {path} belongs to uid {owner}, who could put other sockets in place of ours; "
                 "chown it, or set daemon.socket_dir to a directory of its own"
@@ -47,7 +52,10 @@ def prepare_directory(path: Path, group: str) -> None:
             f"cannot make socket directory {path}: {error.strerror}; set daemon.socket_dir to a writable place"
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise SocketError(f"socket directory {path} is not writable by uid {os.geteuid()}")
+        raise SocketError(
+            f"socket directory {path} is not writable by uid {os.geteuid()} (is the file system read-only?); let it "
+            "write there, or set daemon.socket_dir to another place"
+        )
 
 
 def _holds_only_sockets(path: Path) -> bool:
@@ -96,6 +104,15 @@ def open_to_group(path: Path, group: str) -> None:
     if group:
         os.chown(path, -1, _gid(group))
     path.chmod(0o660)
+
+
+def remove_socket(path: Path) -> None:
+    """Remove a socket of ours, if that can be done: on a file system that became read-only it stays, and the next
+    start clears it away."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s): nothing answers there any more", path, error.strerror)
 
 
 def restrict_to_admins(path: Path, group: str) -> None:

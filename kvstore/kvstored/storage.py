@@ -31,6 +31,7 @@ from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
 from kvstored.store.residency import make_residency
+from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class NodeStorage:
         self, config: Config, clock: Clock, memory: NodeMemory, stack: AsyncExitStack, *, new_secret: bool
     ) -> None:
         """What is opened is closed by `stack`. `new_secret`: blocks that the secret does not reach are dropped."""
+        self.unsaved = Unsaved()
         self._config = config
         self._clock = clock
         self._memory = memory
@@ -55,7 +57,7 @@ class NodeStorage:
         config, memory, stack = self._config, self._memory, self._stack
         state_dir = config.daemon.state_dir
         keyring = self._open_keyring()
-        self.tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
+        self.tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring, self.unsaved)
         stack.callback(self.tenants.close)
         stack.callback(lambda: memory.close(has_served=has_served()))
         tiers = self._open_tiers(memory.open(forget=keyring.dram_is_lost), self._start(keyring, early_scan))
@@ -63,9 +65,9 @@ class NodeStorage:
         durable = tiers[residency.durable] if residency.durable >= 0 else None
         if durable is not None:
             self._recover(durable, residency, forget=keyring.nvme_is_lost)
-        keyring.settle()  # with what `TenantDirectory` claimed
+        keyring.begin()  # with what `TenantDirectory` claimed
         memory.adopt(tiers, residency, self.tenants, self._clock)
-        self.usage = UsageFile(state_dir, residency, self._clock)
+        self.usage = UsageFile(state_dir, residency, self._clock, self.unsaved)
         self.usage.restore({tenant.index_name for tenant in self.tenants.all()}, durable)
         self.store = Store(config, self._clock, completions, residency, tiers)
         self.former = memory.restore_clients(self.store, self._clock)
@@ -74,11 +76,18 @@ class NodeStorage:
         self.usage.follow(self.store.policies, self.store.counters, self.store.prefetch_state)
         stack.push_async_callback(self.usage.save)
         stack.push_async_callback(self.store.endurance.close)
-        follow_users(self.tenants, residency, self.with_tokens())
+        self._follow_users(residency)
 
     def with_tokens(self) -> frozenset[str]:
         """Names of the tenants that the tokens file lists."""
         return names_in(self._config.unary.tokens_in_use)
+
+    def _follow_users(self, residency: Residency) -> None:
+        try:
+            follow_users(self.tenants, residency, self.with_tokens())
+        except OSError as error:
+            cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
+            self.unsaved.failed(self.tenants.keyring.path, error, cost)
 
     def _open_keyring(self) -> Keyring:
         nvme, state_dir = self._config.nvme, self._config.daemon.state_dir
@@ -86,7 +95,7 @@ class NodeStorage:
         if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
             TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
         given = read_cluster_secret(self._config.cluster.secret_file)
-        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret, given=given)
+        return Keyring(state_dir, nvme_dir, new_secret=self._new_secret, given=given, unsaved=self.unsaved)
 
     def _start(self, keyring: Keyring, early_scan: EarlyRecordScan | None) -> Start:
         def mode_of(digest: bytes) -> str:

@@ -58,3 +58,10 @@ class KVStoreError(Exception):
         self.kind = kind
         self.message = message
         self.retry_after_ms = retry_after_ms
+
+
+class InvalidValue(KVStoreError, ValueError):
+    """A value that no request can carry, of kind INVALID."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.INVALID, message)

@@ -11,6 +11,7 @@ import json
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
+from kvstore_proto.errors import InvalidValue
 from kvstore_proto.identity import HASHES
 
 GROUP_KINDS = ("full", "sliding", "mla", "recurrent")
@@ -18,9 +19,10 @@ MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
 MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
 MAX_ACCOUNT_CHARACTERS = 64
+_SCALARS: dict[str, type] = {"str": str, "int": int}
 
 
-class FingerprintError(ValueError):
+class FingerprintError(InvalidValue):
     """A fingerprint that cannot be used; the message says which field and why."""
 
 
@@ -119,6 +121,9 @@ def _check(fp: Fingerprint) -> None:
         if not ok:
             raise FingerprintError(message)
 
+    _check_values(fp)
+    for each in fp.groups:
+        _check_values(each)
     need(bool(fp.weights_digest), "weights_digest is empty: blocks of two models would be confused")
     need(
         not fp.account or is_account(fp.account),
@@ -151,6 +156,28 @@ def _check(fp: Fingerprint) -> None:
         )
 
 
+def _check_values(record: Fingerprint | LayerGroup) -> None:
+    """Raise FingerprintError unless each field has a value of its own type, which no other value is written like."""
+    for item in fields(record):
+        value, wanted = getattr(record, item.name), _SCALARS.get(str(item.type))
+        if wanted is not None:
+            _check_scalar(item.name, value, wanted)
+        elif not isinstance(value, (tuple, list)):
+            raise FingerprintError(f"{item.name} must be a tuple, got {type(value).__name__}")
+    if isinstance(record, LayerGroup):
+        for layer in record.layers:
+            _check_scalar("wrong shape: a layer's number", layer, int)
+    elif not all(isinstance(group, LayerGroup) for group in record.groups):
+        raise FingerprintError("groups must be a tuple of LayerGroup")
+
+
+def _check_scalar(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise FingerprintError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise FingerprintError(f"{name} has half a character: two texts would be written alike")
+
+
 def parse_fingerprint(canonical: bytes) -> Fingerprint:
     """The inverse of `Fingerprint.canonical`. Raises FingerprintError on anything else, saying what is wrong."""
     if len(canonical) > MAX_FINGERPRINT_BYTES:
@@ -172,7 +199,7 @@ def parse_fingerprint(canonical: bytes) -> Fingerprint:
 
 def _parse_group(raw: Any) -> LayerGroup:
     group = _typed(LayerGroup, raw, "layers")
-    group["layers"] = tuple(int(layer) for layer in group["layers"])
+    group["layers"] = tuple(group["layers"])
     return LayerGroup(**group)
 
 
@@ -190,7 +217,7 @@ def _typed(kind: type, raw: Any, needed: str) -> dict[str, Any]:
         if name not in declared:
             raise FingerprintError(f"{what} has a field {name!r} that is not known; known: {', '.join(declared)}")
     for name, value in raw.items():
-        wanted = {"str": str, "int": int}.get(str(declared.get(name)))
-        if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
-            raise FingerprintError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
+        wanted = _SCALARS.get(str(declared.get(name)))
+        if wanted is not None:
+            _check_scalar(name, value, wanted)
     return dict(raw)

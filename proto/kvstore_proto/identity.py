@@ -16,17 +16,15 @@ import hmac
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
+
+from kvstore_proto.errors import InvalidValue
+from kvstore_proto.token_ids import TokenIds, checked_tokens
 
 KEY_BYTES = 16
 NO_PARENT = bytes(KEY_BYTES)
 NO_EXTRA = b""
-_INT32_END = 1 << 31
 _ROOT_LABEL = b"kvstore.v1 root\0"
-
-TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 def _blake2b_128(data: bytes) -> bytes:
@@ -44,9 +42,12 @@ class BlockKeys:
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes = b"") -> None:
+        if not isinstance(packed, (bytes, bytearray, memoryview)):
+            raise InvalidValue(f"packed keys must be bytes, got {type(packed).__name__}")
+        packed = bytes(packed)
         if len(packed) % KEY_BYTES:
-            raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
-        self.packed = bytes(packed)
+            raise InvalidValue(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self.packed) // KEY_BYTES
@@ -93,19 +94,11 @@ def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> 
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian int32, the form that is hashed and that is in a block's header.
+    """Return token ids as little-endian int32, the form that is hashed and that is in a block's header.
 
-    Raises OverflowError, ValueError or TypeError for what is none: a cast would give other tokens' keys.
+    Raises KVStoreError(INVALID) as `kvstore_proto.token_ids.checked_tokens` does, which all token ids pass.
     """
-    if isinstance(tokens, np.ndarray) and tokens.dtype != np.int32:
-        if tokens.size and tokens.dtype.kind not in "iu":
-            raise TypeError(f"an array of {tokens.dtype}")
-        if tokens.size and not (tokens.min() >= -_INT32_END and tokens.max() < _INT32_END):
-            raise OverflowError("an id does not fit 32 bits")
-    packed = np.ascontiguousarray(tokens, dtype="<i4")
-    if packed.shape[-1] != packed.size:
-        raise ValueError(f"several runs at once, in shape {packed.shape}")
-    return packed.tobytes()
+    return checked_tokens(tokens).astype("<i4", copy=False).tobytes()
 
 
 def chain(

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_proto.errors import InvalidValue
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 Buffer = bytes | bytearray | memoryview
@@ -124,13 +125,23 @@ def read_head(payload: Buffer) -> ObjectHead | None:
 
 def object_tokens(name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int32]:
     """Token ids of `blocks` blocks, from block `first` on, of the object called `name`. Hashes the name once a block:
-    10 us for a name of 4096 bytes."""
-    encoded = name.encode()
+    10 us for a name of 4096 bytes. Raises KVStoreError(INVALID) for what is no name."""
+    encoded = _encoded(name)
     digests = (
         hashlib.blake2b(block.to_bytes(8, "little") + encoded, digest_size=4 * NAME_TOKENS, person=b"kvstore object")
         for block in range(first, first + blocks)
     )
     return np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i4").astype(np.int32, copy=False)
+
+
+def _encoded(name: str) -> bytes:
+    try:
+        encoded = name.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidValue(f"the name of an object is text, got {name!r}") from None
+    if len(encoded) > MAX_NAME_BYTES:
+        raise InvalidValue(f"the name of an object has at most {MAX_NAME_BYTES} bytes, got {len(encoded)}")
+    return encoded
 
 
 def payloads_of(content: bytes, head: ObjectHead) -> list[bytes]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
+from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from tests.reference.executors import GGML, KERNELS, TORCH, TriedExecutor
 from tests.reference.make_gguf import TinyModel, write_model
@@ -147,6 +148,29 @@ def test_logits_are_those_of_double_precision(tmp_path: Path, case: tuple[TriedE
     tried, name = case
     tried.need()
     _assert_plain(tmp_path, tried, _ARCHITECTURES[name], _SETUP, _STEPS, tried.rounding)
+
+
+@pytest.mark.parametrize("case", _cases(ggml=["f16", "q8_0", "windowed"], torch=["f16", "windowed"], kernels=["f16"]))
+def test_rows_past_the_last_token_stand_for_none(tmp_path: Path, case: tuple[TriedExecutor, str]) -> None:
+    tried, name = case
+    tried.need()
+    whole, tokens = _MODELS[name], _tokens(40) % 280
+    with GGUFFile.open(write_model(tmp_path / "tokens.gguf", whole)) as file:
+        spelt = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(spelt, list)
+    padded = replace(whole, metadata={**whole.metadata, "tokenizer.ggml.tokens": spelt[:280]})
+    found, likeliest = [], []
+    for at, shape in enumerate((whole, padded)):
+        with tried.opens(write_model(tmp_path / f"{at}.gguf", shape), _SETUP, _SIZES) as executor:
+            pieces = [SequenceSlice(tokens, 0, _table(40), "all")]
+            found.append(executor.forward(pieces).copy())
+            likeliest.append(executor.step(pieces).likeliest(range(40))[0])
+            assert executor.limits.vocabulary == found[-1].shape[1]
+            if shape is padded:
+                with pytest.raises(ValueError, match="token ids"):
+                    executor.forward([SequenceSlice(np.array([280], np.int32), 0, _table(1))])
+    np.testing.assert_array_equal(found[1], found[0][:, :280])
+    assert likeliest == [rows.argmax(1).tolist() for rows in found]
 
 
 @pytest.mark.parametrize("case", _cases(ggml=[], torch=[*_ATTENTIONS], kernels=[*_ATTENTIONS]))

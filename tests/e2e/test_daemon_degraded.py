@@ -124,7 +124,7 @@ def test_a_budget_is_kept_over_kill_9() -> None:
         assert spent <= after.spent_bytes <= before.bytes_per_day + (1 << 16)
 
 
-@pytest.mark.parametrize("place", ["endurance.before-rename", "endurance.after-rename"])
+@pytest.mark.parametrize("place", ["file.endurance.json", "endurance.after-rename"])
 def test_killed_while_a_lease_is_saved(place: str) -> None:
     """The file is the old or the new one, whole; what was spent of it is never there again."""
     with running_daemon("nvme.endurance_bytes_per_day=4MiB", failpoints=f"{place}=kill@10") as daemon:

@@ -28,6 +28,19 @@ _GEMMA2 = TinyModel(
 _GEMMA3 = TinyModel(architecture="gemma3", layers=7, metadata={**_WINDOW, "llama.rope.freq_base": 1e6})
 _PHI3 = TinyModel(architecture="phi3", width=384, heads=4, kv_heads=4, head_dim=96)
 _LONGROPE = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.attn_factor": 1.19}
+_YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 512,
+}
+_YARN_KEYS = {
+    "llama.rope.scaling.attn_factor": 1.2,
+    "llama.rope.scaling.yarn_ext_factor": 0.5,
+    "llama.rope.scaling.yarn_attn_factor": 1.4,
+    "llama.rope.scaling.yarn_beta_fast": 16.0,
+    "llama.rope.scaling.yarn_beta_slow": 4.0,
+    "llama.rope.scaling.yarn_log_multiplier": 0.707,
+}
 _NARROW = TinyModel(width=64, heads=4, kv_heads=2, head_dim=32, feed_forward=64)  # width / heads is not head_dim
 
 _MODELS = {
@@ -39,13 +52,15 @@ _MODELS = {
     "qwen2": TinyModel(architecture="qwen2", width=256, tied=True, biases=("output",)),
     "qwen2-untied": TinyModel(architecture="qwen2", width=256, biases=("output",)),
     "qwen3": TinyModel(architecture="qwen3", heads=6, kv_heads=2, head_dim=128),
-    "qwen3-yarn": TinyModel(
-        architecture="qwen3",
-        metadata={
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 4.0,
-            "llama.rope.scaling.original_context_length": 512,
-        },
+    "qwen3-yarn": TinyModel(architecture="qwen3", metadata=_YARN),
+    "qwen3-yarn-keys": TinyModel(architecture="qwen3", metadata=_YARN | _YARN_KEYS),
+    "llama-yarn-keys": TinyModel(metadata=_YARN | _YARN_KEYS),
+    "llama-linear-keys": TinyModel(metadata=_YARN | _YARN_KEYS | {"llama.rope.scaling.type": "linear"}),
+    "qwen2-yarn-shorter": TinyModel(
+        architecture="qwen2", width=256, metadata=_YARN | {"llama.rope.scaling.factor": 0.5}
+    ),
+    "gemma3-yarn-shorter": replace(
+        _GEMMA3, metadata={**_GEMMA3.metadata, **_YARN, **_YARN_KEYS, "llama.rope.scaling.factor": 0.5}
     ),
     "gemma2": _GEMMA2,
     "gemma2-27b": replace(_NARROW, architecture="gemma2", layers=46, metadata=_GEMMA2.metadata),

@@ -24,6 +24,7 @@ import llama_cpp
 from llama_cpp import Llama, LlamaRAMCache
 
 from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache, PromptClock, file_digest, fingerprint_of
+from kvstore_client.hooks.llama_probe import probed_state
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
 from tests.reference.tiny_llama import write_tiny_llama
@@ -197,7 +198,9 @@ def test_a_live_model_is_left_as_it_was(model: Path, tmp_path: Path) -> None:
     before = llm.save_state()
     cache = KVStoreLlamaCache(llm, tmp_path)
     assert llm.save_state().llama_state == before.llama_state and llm.n_tokens == 100
-    assert cache.fingerprint == fingerprint_of(llm, cache._shape)
+    assert cache.fingerprint == fingerprint_of(llm, probed_state(llm), file_digest(model))
+    cache[PROMPT[:100]] = llm.save_state()
+    assert "seen to evaluate" in cache.last_receipt, "what it held before it was watched is nobody's to vouch for"
     cache.close()
 
 

@@ -25,7 +25,8 @@ KEYS = {"anna": "key-of-anna-0001", "bert": "key-of-bert-0002"}
 _SEQUENCES, _QUEUED = 4, 6
 _TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call><|im_end|>\n"
-    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _QUESTION = [{"role": "user", "content": "the cat sat on the mat and the hat of the rat that ran"}]

@@ -185,6 +185,22 @@ def test_leases_of_a_client_are_bounded() -> None:
                 assert len(lease) == 1
 
 
+def test_leases_that_expired_do_not_count_and_what_is_refused_is_said() -> None:
+    limits = ("nvme.enabled=false", "limits.leases_per_client=3", "limits.lease_ttl_ms=1500")
+    with running_daemon(*limits) as daemon:
+        put(daemon, 1, 1)
+        with daemon.connect(MODEL, client_name="a forgetful engine") as session:
+            held = [session.get(tokens_of(1, 1)) for _ in range(3)]
+            refused = [session.get(tokens_of(1, 1)).reason for _ in range(3)]
+            assert eventually(lambda: daemon.status().leases == 0), "they expire, and the client keeps them"
+            assert not any(lease.valid or lease.renew() for lease in held)
+            with session.get(tokens_of(1, 1)) as lease:
+                assert len(lease) == 1
+        if refused == ["throttled"] * 3:  # the machine was quick enough
+            assert daemon.status().counters["lease_limit_refusals"] == 3
+            assert daemon.log.count("a forgetful engine (pid") == daemon.log.count("limits.leases_per_client") == 1
+
+
 def test_a_stopped_daemon_is_a_miss_within_the_deadline_and_comes_back(daemon: RunningDaemon) -> None:
     put(daemon, 7, 2)
     with daemon.connect(MODEL, deadline_s=0.2) as session:

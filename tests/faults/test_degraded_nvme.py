@@ -91,6 +91,14 @@ async def test_write_errors_shed_writes_and_reads_go_on(small: SmallStore) -> No
 
 
 @over_a_store()
+async def test_values_that_another_node_holds_say_nothing_of_the_medium(small: SmallStore) -> None:
+    small.disk.plan(Fault("write", "fail", errno=errno.EBUSY))
+    for number in range(1, 1 + 2 * ERRORS_IN_A_ROW):
+        assert not await small.is_durable(number)
+    assert small.breaker.mode is Mode.OK
+
+
+@over_a_store()
 async def test_a_read_only_medium_is_noticed_at_the_first_write(small: SmallStore) -> None:
     small.disk.plan(Fault("write", "fail", errno=errno.EROFS), Fault("probe", "fail", errno=errno.EROFS))
     assert not await small.is_durable(1)

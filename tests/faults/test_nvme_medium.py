@@ -183,3 +183,74 @@ def test_a_directory_of_another_user_is_refused() -> None:
                 open_tier(Path(path))
         finally:
             os.seteuid(0)
+
+
+@pytest.mark.parametrize("error", ["EROFS", "ENOSPC", "EDQUOT", "EIO", "EACCES"])
+def test_what_a_recovery_cannot_repair_is_served_and_repaired_before_anything_is_written(
+    tmp_path: Path, error: str
+) -> None:
+    tier = open_tier(tmp_path)
+    slot = stored_slot(tier, *BLOCK)
+    assert finish(tier.sync).ok
+    tier.close()
+    (tmp_path / "seal").unlink()
+    failpoints.arm(f"nvme.recover-before-repair=error:{error}@1-2")
+    with closing(open_tier(tmp_path)) as tier:
+        assert tier.statistics().state is TierState.READ_ONLY and "cannot be written" in tier.statistics().message
+        assert [slot for slot, _ in tier.recover()] == [slot] and get(tier, slot, BLOCK[0].key, 10_000)[0].ok
+        assert tier.allocate(16384) is None
+        assert not finish(tier.probe).ok and tier.statistics().state is TierState.READ_ONLY
+        assert finish(tier.probe).ok and tier.statistics().state is TierState.OK
+        assert put(tier, *block(2, 10_000)) and finish(tier.sync).ok
+    assert check_directory(tmp_path) == []
+
+
+def test_a_seal_that_cannot_be_removed_holds_writes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_tier(tmp_path)) as tier:
+        slot = stored_slot(tier, *BLOCK)
+        assert finish(tier.sync).ok
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "seal":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        tier = open_tier(tmp_path)
+        assert tier.allocate(16384) is None and get(tier, slot, BLOCK[0].key, 10_000)[0].ok
+        assert not finish(tier.probe).ok
+        tier.close()
+    assert (tmp_path / "seal").exists(), "nothing was changed, so it still holds"
+    with closing(open_tier(tmp_path)) as tier:
+        assert put(tier, *block(2, 10_000))
+    assert check_directory(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_files_that_this_user_may_only_read_are_served_until_it_may_write() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "nvme"
+        tier = open_tier(path)
+        slot = stored_slot(tier, *BLOCK)
+        assert finish(tier.sync).ok
+        tier.close()
+        entries = [Path(place), path, path / "slabs", *(path / "slabs").iterdir(), *path.iterdir()]
+        for entry in entries:
+            entry.chmod(0o755 if entry.is_dir() else 0o644)
+        os.seteuid(65534)
+        try:
+            with closing(open_tier(path)) as tier:
+                assert tier.statistics().state is TierState.READ_ONLY
+                assert get(tier, slot, BLOCK[0].key, 10_000)[0].ok and not finish(tier.probe).ok
+                with pytest.raises(DirectoryInUse):
+                    open_tier(path)
+                os.seteuid(0)
+                for entry in entries:
+                    os.chown(entry, 65534, 65534)
+                os.seteuid(65534)
+                assert finish(tier.probe).ok and put(tier, *block(2, 10_000)) and finish(tier.sync).ok
+        finally:
+            os.seteuid(0)
+        assert check_directory(path) == []

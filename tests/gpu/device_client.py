@@ -96,7 +96,7 @@ class Client:
             memory = self.session.device
             with memory.current():
                 free_bytes, total_bytes = memory.call("cuMemGetInfo")
-            return {"bytes": total_bytes - free_bytes}
+            return {"bytes": total_bytes - free_bytes, "mapped_bytes": mapped_bytes(self.session)}
         assert self.held is not None
         if command == "again":
             return describe(*self.held)
@@ -108,6 +108,13 @@ class Client:
         self.held[0].release()
         self.held = None
         return {}
+
+
+def mapped_bytes(session: Session) -> int:
+    """Of the chunks that this process has mapped."""
+    daemon = session._connection.current()
+    assert daemon is not None
+    return sum(chunk.nbytes for chunk in daemon.device_arenas._mapped.values())
 
 
 def write(memory: DeviceMemory, lease: Lease) -> str:

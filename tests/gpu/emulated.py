@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tests.cuda_shim.build import shim_library
 from tests.emulated_cuda.build import driver_directory
 
 _NODES = itertools.count()
+_ORDERS = frozenset(("EMULATED_CUDA_FAULTS", "EMULATED_CUDA_READ_ONLY_REGISTER"))
 
 
 def compiled(program: Program) -> bytes:
@@ -40,6 +42,17 @@ def host_copies(log: Path) -> list[HostCopy]:
     return [HostCopy(way == "in", int(nbytes), file) for way, nbytes, file in lines]
 
 
+def is_hardware() -> bool:
+    """Whether the driver is that of this machine (`make gpu-check`)."""
+    return os.environ.get("KVSTORED_TEST_GPU") == "hardware"
+
+
+def need_what_it_is_told(variables: Mapping[str, str]) -> None:
+    """Skips the test where `variables` order what a driver of hardware does not hear."""
+    if is_hardware() and not _ORDERS.isdisjoint(variables):
+        pytest.skip("needs the emulated driver: failures on demand")
+
+
 def emulated_node(
     memory_bytes: int = 64 << 20,
     control: Path | None = None,
@@ -52,14 +65,14 @@ def emulated_node(
     (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped. `control`
     orders failures, `copies` is where copies are noted (`host_copies`)."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[gpu]'")
-    if os.environ.get("KVSTORED_TEST_GPU") == "hardware":
+    if is_hardware():
         if must_emulate or control is not None or copies is not None:
             pytest.skip("needs the emulated driver: failures on demand, notes, or devices that are as it says")
         return {}
     with contextlib.suppress(CompileError):
         compiled(PROGRAM)
     variables = {
-        "LD_LIBRARY_PATH": str(driver_directory()),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(driver_directory()), os.environ.get("LD_LIBRARY_PATH")))),
         "EMULATED_CUDA_NODE": f"tier{os.getpid()}-{next(_NODES)}",
         "EMULATED_CUDA_KERNELS": str(shim_library(PROGRAM)),
         "EMULATED_CUDA_MEMORY": str(memory_bytes),

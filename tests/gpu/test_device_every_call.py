@@ -131,6 +131,14 @@ def must_survive(bench: Bench, client: DeviceClient, situation: str, cell: Cell)
             assert is_right(bench.act(client, again)), answer
 
 
+def test_a_get_reads_the_headers_of_its_blocks_in_one_batch(bench: Bench) -> None:
+    """The client of the test reads their payloads one by one then."""
+    calls = calls_of(bench, "import", LATER)
+    copies = {name: count for name, count in calls.items() if name.startswith(("cuMemcpy", "cuStream"))}
+    payloads = {"cuMemcpyDtoHAsync": BLOCKS, "cuStreamSynchronize": BLOCKS + 1}
+    assert copies == {"cuMemcpyBatchAsync": 1} | payloads, calls
+
+
 @pytest.mark.parametrize(
     ("situation", "is_first_use"),
     [

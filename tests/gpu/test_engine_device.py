@@ -60,8 +60,8 @@ device.close()
 
 def test_blocks_are_moved_by_a_kernel() -> None:
     need_nvrtc()
-    compiled(BLOCKS)
     node = emulated_node(must_emulate=True)
+    compiled(BLOCKS)
     node |= {"EMULATED_CUDA_KERNELS": str(shim_library(BLOCKS)), "EMULATED_CUDA_DELAY_US": "100000"}
     ended = subprocess.run(
         [sys.executable, "-c", MOVE], env=os.environ | node, capture_output=True, text=True, timeout=120
@@ -140,9 +140,9 @@ def test_attention_has_the_default_where_it_cannot_be_timed(tmp_path: Path) -> N
 
 def _timed(folder: Path, **variables: str) -> list[str]:
     need_nvrtc()
+    node = emulated_node(must_emulate=True) | variables | {"XDG_CACHE_HOME": str(folder)}
     program = PagedAttention(ShimLauncher(), SHAPE).program
     compile_program(program, "sm_90", folder / "kvstored" / "kernels")
-    node = emulated_node(must_emulate=True) | variables | {"XDG_CACHE_HOME": str(folder)}
     node["EMULATED_CUDA_KERNELS"] = str(shim_library(program))
     ended = subprocess.run(
         [sys.executable, "-c", TIME], env=os.environ | node, capture_output=True, text=True, timeout=120

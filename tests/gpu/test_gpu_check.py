@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +141,88 @@ def test_a_question_that_breaks_or_hangs_ends_neither_the_run_nor_what_was_answe
     assert [json.loads(line)["answer"] for line in kept.read_text().splitlines()] == ["FAILED", "yes", "FAILED"]
 
 
+def of_records(path: Path) -> list[dict[str, Any]]:
+    (kept,) = path.iterdir()
+    return [json.loads(line) for line in kept.read_text().splitlines()]
+
+
+def test_a_failure_keeps_its_traceback_and_a_hang_where_it_stands(tmp_path: Path) -> None:
+    """In the one file of answers: beside a line that says what failed."""
+    check(*only("copies"), "--out", str(tmp_path), EMULATED_CUDA_FAULTS="cuMemSetAccess:1=801")
+    ended = check(*only("copies"), "--out", str(tmp_path), "--limit", "8", EMULATED_CUDA_FAULTS="cuMemSetAccess:1=hang")
+    failed, hung = of_records(tmp_path)
+    assert failed["says"] == "DriverError: cuMemSetAccess: CUDA_ERROR_NOT_SUPPORTED"
+    assert "Traceback (most recent call last)" in failed["output"] and "gpu_copies.py" in failed["output"]
+    assert hung["says"] == "no answer within 8 s" and "most recent call first" in hung["output"]
+    assert "in map" in hung["output"] and "gpu_copies.py" in hung["output"]
+    assert ended.stderr == "", "the output is in the file"
+    ended = check(*only("copies"), EMULATED_CUDA_FAULTS="cuMemSetAccess:1=801")
+    assert "Traceback" in ended.stderr and "Traceback" not in ended.stdout, "where there is no file"
+
+
+def test_what_was_known_when_the_time_was_over_is_kept(tmp_path: Path) -> None:
+    """The way to the device has been measured, the one back hangs."""
+    faults = {"EMULATED_CUDA_FAULTS": "cuMemcpyDtoHAsync:1=hang"}
+    ended = check(*only("copies"), "--out", str(tmp_path), "--limit", "8", **faults)
+    (record,) = of_records(tmp_path)
+    assert (ended.returncode, record["answer"]) == (3, "left")
+    assert record["says"].startswith("no answer within 8 s; known until then: to the device: one copy")
+    assert {"to the device, GB/s", "to the device, 64 KiB"} <= set(record["figures"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_the_question_and_keeps_what_was_answered(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--small", "--out", str(tmp_path)]
+    faults = {"EMULATED_CUDA_FAULTS": "cuMemcpyDtoHAsync:1=hang"}
+    environment = os.environ | emulated_node(must_emulate=True) | faults
+    command += only("direct-storage", "copies", "checksums")
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            assert eventually(lambda: any("to the device" in each.read_text() for each in tmp_path.glob("running-*")))
+            run.send_signal(number)
+            text, errors = run.communicate(timeout=60)
+        finally:
+            run.kill()
+    assert (run.returncode, errors) == (130, "")
+    direct, copies = of_records(tmp_path)
+    assert (direct["answer"], copies["answer"]) == ("yes", "left"), text
+    assert copies["says"].startswith("interrupted; known until then: to the device: one copy")
+
+
+def test_a_package_that_a_daemon_misses_makes_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['grpc_health'] = None\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    names = "read-only-access", "resident-get", "kills-mixed", "test-daemon-gpu-tier"
+    ended = check(*only(*names), "--json", PYTHONPATH=paths)
+    records = json.loads(ended.stdout)
+    assert [record["answer"] for record in records] == ["yes", "unknown", "unknown", "unknown"], records
+    assert all(record["says"].endswith("grpcio-health-checking is not installed") for record in records[1:]), records
+
+
+def asked_of(place: str, **sizes: int | float) -> str:
+    """What a function answers at small sizes but these, over an emulated device with room for them."""
+    module, _, function = place.rpartition(".")
+    program = (
+        f"from dataclasses import replace\nfrom support.gpu_answers import FULL, SMALL\nfrom support.{module} import "
+        f"{function}\nprint({function}(0, replace({'FULL' if 'blocks' in sizes else 'SMALL'}, **{sizes})))"
+    )
+    environment = os.environ | emulated_node(256 << 20, must_emulate=True)
+    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True).stdout
+
+
+def test_client_pool_has_room_for_blocks_of_full_size() -> None:
+    """Beside staging, the ledger, headers and what whole arenas leave over."""
+    says = asked_of("gpu_client_pool.client_pool", blocks=8, rounds=2, warm_s=0.0)
+    assert "says='32 blocks of 2048 KiB by the client: load" in says and "WRONG" not in says, says
+
+
+def test_workers_that_are_killed_again_and_again_come_back_at_once() -> None:
+    """Those that copied nothing are started ever more rarely: twelve would take over a minute."""
+    says = asked_of("gpu_worker_kills.worker_kills", kills=12, tools_s=40.0)
+    assert "12 of 12 kill -9 of the worker: 1 of 1 blocks kept" in says and "Answer(holds=True" in says, says
+
+
 def test_what_no_time_is_left_for_is_said() -> None:
     ended = check(*only("direct-storage"), "--seconds", "1")
     assert ended.returncode == 3 and "left    direct-storage: no time was left" in ended.stdout
@@ -151,6 +236,9 @@ def test_every_question_is_listed_and_fits_a_command_of_ten_minutes(scripts: Non
     assert [line.split()[0] for line in listed] == list(gpu_check.QUESTIONS)
     documented = (ROOT / "docs" / "gpu.md").read_text()
     assert [name for name in gpu_check.QUESTIONS if f"`{name}`" not in documented] == []
+    commands = re.findall(r"--only %s ' \\\n(.*?)\)", documented, re.DOTALL)
+    named = [name for command in commands for name in command.replace("\\\n", " ").split()]
+    assert len(commands) == 2 and set(named) <= set(gpu_check.QUESTIONS)
     files = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
     of_hardware = {word for line in listed for word in line.split() if word in files}
     assert files - of_hardware == {

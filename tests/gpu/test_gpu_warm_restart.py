@@ -6,11 +6,12 @@ import os
 
 import pytest
 
-from benchmarks.gpu_kills import SETTINGS, free_bytes, kill_all, kill_mixed, on_device
-from tests.gpu.emulated import emulated_node
+from benchmarks.gpu_kills import SETTINGS, kill_all, kill_mixed, on_device
+from tests.gpu.emulated import emulated_node, is_hardware
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_device_leases import device_client, held_on_device
 from tests.reference.conversations import tokens_of
+from tests.reference.free_device_memory import free_bytes
 from tests.reference.nvrtc import need_nvrtc
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -67,13 +68,15 @@ def test_a_deleted_block_does_not_come_back() -> None:
     "change", ["tier.vram.device=1", "tier.vram.chunk=4MiB", "host.warm_restart=off"], ids=["device", "chunk", "off"]
 )
 def test_what_is_not_taken_over_is_given_back(change: str) -> None:
+    if is_hardware() and change.endswith("device=1"):
+        pytest.skip("needs two devices")
     before_bytes = free_bytes()
     with running_daemon(*SETTINGS) as daemon:
         assert filled(daemon) == 3 * BLOCKS and free_bytes() < before_bytes
         daemon.kill9()
         daemon.settings = (*SETTINGS, change)
         daemon.restart()
-        assert daemon.tiers()["vram"].blocks == 0 and eventually(lambda: free_bytes() == before_bytes)
+        assert daemon.tiers()["vram"].blocks == 0 and free_bytes(before_bytes) >= before_bytes
         assert change.endswith("off") or daemon.status().counters["warm_dropped_arenas"] > 0
         assert change.endswith("off") or "chunk of GPU memory" in daemon.log
 

@@ -2,10 +2,11 @@
 
 from functools import cache
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
@@ -39,3 +40,50 @@ def test_streaming_shows_what_decoding_shows(ids: list[int], special: bool) -> N
         shown += part
         # What has been shown is what the bytes so far spell, up to at most one unfinished character.
         assert bytes_so_far.decode(errors="replace").removesuffix("\ufffd").startswith(shown.removesuffix("\ufffd"))
+
+
+def _characters_of_bytes(data: bytes) -> list[int]:
+    """For each byte the index of its character, where what cannot be decoded becomes one each."""
+    places: list[int] = []
+    text, begin = "", 0
+    while begin < len(data):
+        sizes = [size for size in range(1, 5) if _is_character(data[begin : begin + size])]
+        size = sizes[0] if sizes else _broken(data[begin:])
+        places += [len(text)] * size
+        text += data[begin : begin + size].decode(errors="replace")
+        begin += size
+    assert text == data.decode(errors="replace")
+    return places
+
+
+def _is_character(piece: bytes) -> bool:
+    try:
+        return len(piece.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+def _broken(data: bytes) -> int:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.end - error.start
+    raise AssertionError(data)
+
+
+_PIECES = st.binary(max_size=3) | st.sampled_from(
+    [*(bytes([byte]) for byte in "é日🙂".encode()), b"a", "日".encode(), b""]
+)
+
+
+@given(st.lists(_PIECES, max_size=12))
+@example([bytes([byte]) for byte in "aé日🙂 d".encode()])
+@example([b"\xe6\x97", b"a", b"\xf0", b"\x9f\x99\x82"])
+def test_a_token_is_placed_at_the_character_of_its_first_byte(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    characters = [*_characters_of_bytes(data), len(data.decode(errors="replace"))]
+    stream, begin = StreamingDetokenizer(lambda token: pieces[token]), 0
+    for token, piece in enumerate(pieces):
+        place = stream.place(token)
+        assert not piece or place == characters[begin]
+        begin += len(piece)

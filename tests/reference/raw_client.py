@@ -20,7 +20,8 @@ import grpc
 
 from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, Bytes
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import NO_PARENT, BlockKeys, TokenIds, block_keys, pack_tokens
+from kvstore_proto.identity import NO_PARENT, BlockKeys, block_keys, pack_tokens
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc

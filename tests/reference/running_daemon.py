@@ -28,6 +28,7 @@ from kvstore_client import Fingerprint, Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from tests.reference.conversations import model
 from tests.reference.forked import ForkedProcess, popen
+from tests.reference.held_memory import holder_pid
 
 MIB = 1 << 20
 READY_TIMEOUT_S = 60.0
@@ -225,7 +226,8 @@ def connected_as(daemon: RunningDaemon, uid: int, fingerprint: Fingerprint) -> I
 
 @contextmanager
 def ended_with(daemon: RunningDaemon) -> Iterator[None]:
-    """However a test ends, its daemon ends with it. After a test that passed, the directory has no damage."""
+    """However a test ends, its daemon ends with it, and who holds memory for the next one: other tests count what is
+    free. After a test that passed, the directory has no damage."""
     passed = False
     try:
         yield
@@ -233,6 +235,8 @@ def ended_with(daemon: RunningDaemon) -> Iterator[None]:
     finally:
         if daemon.process is not None and daemon.process.poll() is None:
             daemon.kill9()
+        if (daemon.state_dir / "holder.sock").exists() and (holder := holder_pid(daemon.state_dir)):
+            os.kill(holder, signal.SIGKILL)
         if passed and not daemon.is_spoilt:
             assert_no_damage(daemon.nvme_dir)
 

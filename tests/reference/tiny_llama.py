@@ -86,7 +86,12 @@ def sentencepiece_vocabulary(piece_count: int = 300) -> dict[str, Any]:
 
 
 def write_tiny_llama(
-    path: Path, tokenizer: Mapping[str, object] | None = None, *, layers: int = _SHAPE.layers, **overrides: object
+    path: Path,
+    tokenizer: Mapping[str, object] | None = None,
+    *,
+    layers: int = _SHAPE.layers,
+    head_dim: int = _SHAPE.head_dim,
+    **overrides: object,
 ) -> Path:
     """Write a whole model to `path`; `overrides` replace metadata keys, dots written as two underscores."""
     tokenizer = tokenizer or byte_level_vocabulary()
@@ -95,7 +100,9 @@ def write_tiny_llama(
     metadata: dict[str, object] = dict.fromkeys(_MADE_UP_KEYS)
     metadata |= {"llama.context_length": CONTEXT, **tokenizer}
     metadata |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return write_model(path, replace(_SHAPE, layers=layers, vocabulary=len(tokens), metadata=metadata))
+    width = head_dim * _SHAPE.heads
+    shape = replace(_SHAPE, layers=layers, head_dim=head_dim, width=width, vocabulary=len(tokens), metadata=metadata)
+    return write_model(path, shape)
 
 
 def _merges(tokenizer_json: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 

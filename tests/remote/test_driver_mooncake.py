@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -120,6 +123,56 @@ def test_a_write_that_was_given_up_is_never_seen(store: MooncakeStore) -> None:
         store.holder.thaw()
         assert lent.write(new_name(), noise(100)) is Written.STORED
         assert reader.read(name, 4 * MIB) is None
+
+
+_WRITER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
+print("begun" if store.batch_put_session_start([sys.argv[2]], [100]) == [0] else "refused", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_value_that_another_node_only_began_is_not_stored(store: MooncakeStore) -> None:
+    name = new_name()
+    command = [sys.executable, "-c", _WRITER, store.master.address, name]
+    with (
+        closing(opened(store)) as driver,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer,
+    ):
+        lent = Lent(driver)
+        assert writer.stdout is not None
+        while (line := writer.stdout.readline()) and line != "begun\n":
+            assert line != "refused\n"
+        assert lent.write(name, noise(100)) is Written.BEGUN
+        writer.kill()
+        assert lent.write(name, noise(100)) is Written.BEGUN, "the master keeps the name for a dead node"
+        other = new_name()
+        assert lent.write_all([name, other, other], [noise(100)] * 3) == [
+            Written.BEGUN,
+            Written.STORED,
+            Written.EXISTS,
+        ]
+        assert lent.read(name, 100) is None and lent.read(other, 100) == noise(100)
+        driver.remove([other])
+
+
+def test_a_value_that_another_thread_is_writing_exists_once_it_can_be_read(store: MooncakeStore) -> None:
+    with closing(opened(store)) as driver:
+        lent, name = Lent(driver), new_name()
+        piece = lent.filled(noise(4 * MIB))
+        answers: list[Written] = []
+        threads = [
+            threading.Thread(target=lambda: answers.extend(driver.write([Placed(name, piece)]))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(answer.value for answer in answers) == ["exists"] * 3 + ["stored"]
+        assert lent.read(name, 4 * MIB) == noise(4 * MIB)
 
 
 def test_a_store_without_memory_refuses(store: MooncakeStore) -> None:

@@ -1,9 +1,9 @@
-"""The wheels to carry to a machine without an index: which, for which Python, and what is said of their sizes."""
+"""Which wheels are left out of the bundle for a machine that has some."""
 
 from __future__ import annotations
 
-import subprocess
-import tomllib
+import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,62 +11,62 @@ from types import ModuleType
 import pytest
 
 from tests.reference.benchmark_scripts import importable
-from tests.tidy.tree import ROOT
+
+TABLE = """Package           Version
+----------------- ------------
+grpcio            1.71.2
+Torch_Thing       2.11.0+cu130
+protobuf          5.29.5
+notice: a new release of pip is available
+"""
+FREEZE = "grpcio==1.71.2\nTorch_Thing==2.11.0+cu130\nprotobuf==5.29.5\n-e git+https://x#egg=y\nz @ file:///z\n"
+VERSIONS = {"grpcio": "1.71.2", "torch-thing": "2.11.0+cu130", "protobuf": "5.29.5"}
 
 
-@pytest.fixture
-def bundle(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    for _ in importable(monkeypatch):
-        import gpu_bundle
-
-        yield gpu_bundle
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from importable(monkeypatch)
 
 
-class Pip:
-    """Answers a download with one wheel of `nbytes`."""
+def bundle() -> ModuleType:
+    import gpu_bundle
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.commands: list[list[str]] = []
-
-    def __call__(self, command: list[str], **_: object) -> None:
-        self.commands.append(command)
-        folder = Path(command[command.index("--dest") + 1])
-        (folder / "one-1-py3-none-any.whl").write_bytes(bytes(self.nbytes))
+    return gpu_bundle
 
 
-@pytest.mark.parametrize(("cuda", "extra"), [("13", "cuda"), ("12", "cuda12")])
-def test_the_parts_are_what_the_package_needs(bundle: ModuleType, cuda: str, extra: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = bundle.parts(cuda)
-    assert set(project["dependencies"]) < set(parts["base"])
-    assert set(project["optional-dependencies"][extra]) < {*parts["base"], *parts["nvrtc"]}
-    assert ["nvrtc" in each for each in parts["base"]].count(True) == 0 and "nvrtc" in parts["nvrtc"][0]
+def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in needs)]
+        file.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines) + "\n")
 
 
-def test_a_part_is_downloaded_for_that_machine_and_judged_by_its_size(
-    bundle: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pip = Pip(3 << 20)
-    monkeypatch.setattr(bundle.subprocess, "run", pip)
-    (tmp_path / "nvrtc").mkdir()
-    (tmp_path / "nvrtc" / "old-0-py3-none-any.whl").write_bytes(b"")
-    arguments = ["--only", "nvrtc", "--python", "3.13", "--out", str(tmp_path)]
-    assert bundle.main(arguments) == 0
-    (command,) = pip.commands
-    assert command[command.index("--python-version") + 1] == "3.13" and "manylinux_2_28_x86_64" in command
-    assert [path.name for path in (tmp_path / "nvrtc").iterdir()] == ["one-1-py3-none-any.whl"]
-    assert "nvrtc        3.0 MiB" in capsys.readouterr().out
-    assert bundle.main([*arguments, "--part-limit", "2"]) == 1
-    assert "nvrtc is larger than 2 MiB" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "text", [TABLE, FREEZE, json.dumps([{"name": name, "version": version} for name, version in VERSIONS.items()])]
+)
+def test_what_a_machine_has_is_read_in_every_format_of_pip(text: str) -> None:
+    assert {name: str(version) for name, version in bundle().listed(text).items()} == VERSIONS
 
 
-def test_what_pip_cannot_find_is_said(
-    bundle: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(command: list[str], **_: object) -> None:
-        raise subprocess.CalledProcessError(1, command)
+def test_a_wheel_is_left_out_where_the_machine_has_one_that_all_others_take(tmp_path: Path) -> None:
+    wheel(tmp_path, "health", "1.85", "grpcio>=1.85", "protobuf>=6", "old>=1; python_version < '3.8'")
+    wheel(tmp_path, "grpcio", "1.85")
+    wheel(tmp_path, "protobuf", "6.31", "numpy>=1")
+    wheel(tmp_path, "numpy", "2.5")
+    have = bundle().listed("grpcio 1.71.2\nprotobuf 7.1\nnumpy 1.20\n")
+    assert bundle().left_out(tmp_path, ["health", "numpy>=1.26"], have, "3.12") == ["protobuf"]
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"health", "grpcio", "numpy"}
 
-    monkeypatch.setattr(bundle.subprocess, "run", fail)
-    assert bundle.main(["--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith("gpu-bundle: pip finds not all of grpcio")
+
+def test_a_file_that_says_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "have").write_text("pip: command not found\n")
+    for path in (tmp_path / "have", tmp_path / "absent"):
+        assert bundle().main(["--have", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_bundle_has_the_engines_library_and_cufile() -> None:
+    for cuda in ("12", "13"):
+        parts = bundle().parts(cuda)
+        assert tuple(parts) == bundle().PARTS
+        assert [each.partition(">")[0] for each in parts["engine"]] == ["xllamacpp"]
+        assert parts["cufile"][0].startswith("nvidia-cufile")

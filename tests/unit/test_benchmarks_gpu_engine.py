@@ -49,8 +49,13 @@ def found(per_s: dict[tuple[int, str], float], behind: float = 0.0) -> Any:
 @pytest.mark.slow
 def test_the_three_sides_compute_one_model_and_have_figures() -> None:
     from support.decode_models import SMALL_MODEL
+    from support.gpu_answers import listen
 
+    heard: list[Any] = []
+    listen(heard.append)
     answer = comparison().decode_of_engine("torch:cpu", small(), SMALL_MODEL)
+    assert set(heard[0].figures) == {"1, our engine, tokens/s"}, "known before the other batch, and the other sides"
+    assert set(heard[-1].figures) <= set(answer.figures) and len(heard) == 4
     assert answer.holds in (True, False) and "small decoder, random weights, 24 + 6 tokens" in answer.says
     figures = answer.figures
     for batch in (1, 3):

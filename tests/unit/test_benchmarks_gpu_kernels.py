@@ -103,6 +103,8 @@ def test_decode_is_judged_by_the_bytes_that_it_reads() -> None:
     card = HostCard([1e-3, 0.5e-3], copied_bytes_s=read / 0.85e-3)
     answer = kernels().decode_of_a_batch(card, batch=2, context=32)
     assert answer.holds and "V1: 0.85x of a copy (promised 0.8); int8 2.00x of bf16" in answer.says
+    assert "bf16 1000.0 us, 0.3 GB/s; the copy 0.3 GB/s; int8 500.0 us, 0.3 GB/s" in answer.says
+    assert answer.figures["bf16 us"] == pytest.approx(1000) and answer.figures["int8 us"] == pytest.approx(500)
     answer = kernels().decode_of_a_batch(HostCard([1e-3, 0.9e-3], read / 0.85e-3), batch=2, context=32)
     assert not answer.holds and "int8 1.11x" in answer.says, "int8 is to be 1.3 times as fast"
     answer = kernels().decode_of_one(HostCard([1e-3], read / 2 / 0.5e-3), context=32)
@@ -114,6 +116,7 @@ def test_the_crossover_is_where_one_pass_becomes_as_fast() -> None:
     """8 thread blocks a sequence, 16 multiprocessors: four sequences are two for each, as the default has it."""
     answer = kernels().crossover(HostCard([2.0, 1.0, 1.2, 1.0, 0.9, 1.0]), batches=(1, 2, 4), context=16)
     assert answer.holds and "(1: 2.00x, 2: 1.20x, 4: 0.90x): V1 from 2.0 blocks" in answer.says
+    assert answer.figures["2, V1 us"] == pytest.approx(1.2e6) and answer.figures["2, V2 us"] == pytest.approx(1e6)
     answer = kernels().crossover(HostCard([2.0, 1.0]), batches=(1,), context=16)
     assert not answer.holds and "V1 from inf" in answer.says
 
@@ -155,7 +158,7 @@ def test_the_gather_kernel_is_compared_by_size_and_its_bytes_are() -> None:
 
     card = HostCard([1.0, 4.0, 1.0, 1.0], batches_s=[2.0, 2.0, 2.0, 0.5])
     answer = gather_against_batch(card, (64, 128), 512)
-    assert "host to pool 0 KiB 2.00x" in answer.says
+    assert "host to pool 0 KiB 2.00x (1000000.0 us, 0.0 GB/s; batch 2000000.0 us" in answer.says
     assert (
         answer.figures["host to pool, crossover bytes"] == 64 and answer.figures["pool to host, crossover bytes"] == 64
     )

@@ -84,8 +84,11 @@ def taken(daemon: Daemon, ours: ScriptedEngine, way: Any = None, patience_s: flo
 def test_each_prompt_is_asked_cold_of_both_engines_and_warm_behind_a_reset() -> None:
     daemon = Daemon()
     ours = ScriptedEngine(daemon)
+    told: list[Any] = []
+    support("gpu_answers").listen(told.append)
     found = taken(daemon, ours)
     assert not found.is_over
+    assert len(told) == 2 and told[0].figures["256 warm ms"] == pytest.approx(10), "after each round"
     assert {key: len(seconds) for key, seconds in found.seconds.items()} == {
         (way, tokens): 2 for way in ("alone", "cold", "warm", "again") for tokens in (128, 256)
     }

@@ -11,7 +11,7 @@ from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Chain, KeyChains
 from kvstore_client.lease import MARGIN_SHARE, MAX_MARGIN_S, Lease, LeasedBlock
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import TokenIds
+from kvstore_proto.token_ids import TokenIds
 
 
 @dataclass

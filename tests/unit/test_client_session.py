@@ -98,19 +98,20 @@ def test_a_hint_says_what_was_given_and_nothing_else(daemon: FakeDaemon, session
     assert second.next_step == pb.NEXT_STEP_TOOL_CALL
 
 
-def test_a_long_chain_is_named_by_its_end_and_what_is_due_of_it_by_its_beginning(tmp_path: Path) -> None:
+def test_a_long_chain_is_named_by_its_end_and_all_of_it_is_due(tmp_path: Path) -> None:
     with FakeDaemon(tmp_path / "s", Knobs(max_keys=8)) as daemon, daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS, payloads=PAYLOADS)
         keys = session.keys(TOKENS)
         assert keys is not None and len(keys) == 12
         assert session.hint(TOKENS, answer_tokens=7, due_in_s=2.0) == 12
         assert session.hint(TOKENS, next_step="closed") == 12
-        assert session.hint(TOKENS, due_in_s=1.0) == 8
-        due, ended, closed, alone = daemon.hints
+        assert session.hint(TOKENS, due_in_s=1.0) == 12
+        due, also_due, ended, closed, *alone = daemon.hints
     assert (due.set.keys, due.due_in_ms, due.answer_tokens) == (keys[:8].packed, 2000, 0)
+    assert (also_due.set.keys, also_due.due_in_ms) == (keys[8:].packed, 2000)
     assert (ended.set.keys, ended.HasField("due_in_ms"), ended.answer_tokens) == (keys[4:].packed, False, 7)
     assert closed.set.keys == keys[4:].packed
-    assert alone.set.keys == keys[:8].packed
+    assert [hint.set.keys for hint in alone] == [keys[:8].packed, keys[8:].packed]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_a_lookup_over_the_key_limit_is_split(tmp_path: Path) -> None:
         session.put(TOKENS, payloads=PAYLOADS)
         assert session.lookup(TOKENS).blocks == 12
         with session.get(TOKENS) as lease:
-            assert (len(lease), lease.reason) == (5, "limit")
+            assert (len(lease), lease.reason) == (12, "")
 
 
 def test_the_daemons_verdict_on_a_request_is_raised_or_a_miss(daemon: FakeDaemon, session: Session) -> None:

@@ -127,6 +127,11 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
         ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "listed twice"),
         ("[[tenant]]\nname = 'a'\nuids = [7]\n[[tenant]]\nname = 'b'\nuids = [7]", "uids 7 is listed by tenant a"),
         ("[[tenant]]\nname = 'uid-1000'\nuids = [1001]", "is kept for a user"),
+        ("[[tenant]]\nname = 'a'\nunmapped = 1", "unmapped must be true or false"),
+        (
+            "[[tenant]]\nname = 'a'\nunmapped = true\n[[tenant]]\nname = 'b'\nunmapped = true",
+            "unmapped users are tenant a",
+        ),
         ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
         ("[[tenant]]\nname = 'a'\nput_in_place = 1", "put_in_place must be true or false"),
         ("[put]\nin_place = 'yes'", "put.in_place must be bool"),

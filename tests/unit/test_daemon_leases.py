@@ -102,6 +102,42 @@ def test_retiring_a_slot_twice_is_a_broken_invariant() -> None:
         table.leases.retire(slot(0), 0)
 
 
+def test_an_expired_lease_does_not_count_against_its_session() -> None:
+    table = Table()
+    first, second = table.grant(0), table.grant(1)
+    assert (table.leases.count(1), table.leases.live) == (2, 2)
+    table.later(TTL_NS)
+    assert (table.leases.count(1), table.leases.live, len(table.leases)) == (0, 0, 2)
+    table.leases.retire(slot(0), 0)
+    assert table.freed == [], "but its bytes are kept"
+    assert table.leases.release(1, first) and table.leases.release(1, second) and table.freed == [slot(0)]
+    assert (table.leases.count(1), len(table.leases)) == (0, 0)
+
+
+def test_leases_that_nobody_releases_are_joined_and_keep_their_bytes() -> None:
+    table = Table()
+    table.leases = LeaseTable(table._unpin, table.freed.append, expired_limit=4)
+    leases = [table.grant(number % 3) for number in range(40)]
+    table.later(TTL_NS)
+    assert len(table.leases) <= 5 and sum(table.pins.values()) == 0
+    for number in range(3):
+        table.leases.retire(slot(number), 0)
+    assert table.freed == [] and table.leases.limbo_bytes(0) == 3 * SLOT_BYTES
+    assert not table.leases.release(1, leases[0]), "joined"
+    assert table.leases.release(1, leases[-1]) and table.freed == []
+    table.leases.release_session(1)
+    assert sorted(table.freed) == [slot(0), slot(1), slot(2)] and len(table.leases) == 0
+
+
+def test_further_runs_of_one_request_do_not_count() -> None:
+    table = Table()
+    table.grant(0)
+    table.leases.grant(1, 0, [], [slot(1)], TTL_NS, continues=True)
+    assert (table.leases.count(1), table.leases.live) == (1, 2)
+    table.leases.release_session(1)
+    assert (table.leases.count(1), table.leases.live) == (0, 0)
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Model: leases as (session, rows, expiry, expired); a block in each slot until it is retired."""
 

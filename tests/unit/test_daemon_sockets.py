@@ -59,6 +59,9 @@ def test_a_directory_of_another_user_is_refused_but_by_root(place: Path, monkeyp
     (place / "theirs").mkdir()
     os.chown(place / "theirs", 65534, -1)
     prepare_directory(place / "theirs", "")
+    with monkeypatch.context() as patched, pytest.raises(SocketError, match="belongs to uid 65534"):
+        patched.setattr("kvstored.sockets.is_unmapped", lambda kind, number: number == 65534)
+        prepare_directory(place / "theirs", "")  # root of a user namespace that does not map its owner
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(SocketError, match="belongs to uid 65534"):
         prepare_directory(place / "theirs", "")

@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written_stops_spending_and_comes_back(tmp_path: P
     async def run() -> None:
         clock = ManualClock(NS_PER_S)
         broke = account(tmp_path, clock)
-        failpoints.arm("endurance.before-rename=error:ENOSPC")
+        failpoints.arm("file.endurance.json=error:ENOSPC")
         try:
             assert await granted(broke, 0, 1000) is Verdict.SPENT
             assert "cannot be written" in broke.report().trouble

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
-from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, call_grammar, next_step
+from kvstore_engine.server.call_grammars import call_grammar, strict_grammar
+from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, next_step
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, USER_DEFINED
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
@@ -132,8 +133,8 @@ def test_a_forced_call_is_marked_by_special_tokens_where_there_are_such(kind: in
         constraint.accept(chosen[-1])
     assert (chosen[0], chosen[-1]) == (first, first + 1)
     assert not {first, first + 1} & set(chosen[1:-1])
-    assert next_step(tokenizer, True, chosen) == "tool_call"
-    assert next_step(tokenizer, False, chosen) == next_step(tokenizer, True, chosen[1:]) == "end_of_turn"
+    assert next_step(tokenizer, "tool", chosen) == "tool_call"
+    assert next_step(tokenizer, "person", chosen) == next_step(tokenizer, "tool", chosen[1:]) == "end_of_turn"
     reader, stream = ToolCallReader(), tokenizer.stream(continues=True)
     found = [piece for token in chosen for piece in reader.push(stream.push(token) + marks.unseen.get(token, ""))]
     assert [call.name for call in found if isinstance(call, ToolCall)] == ["f"]
@@ -196,3 +197,55 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GrammarError, match=r"pip install 'kvstored\[server\]'"):
         check_grammar(Grammar("regex", "a"))
+
+
+_STRICT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+_FUNCTIONS = [{"name": "é", "parameters": _STRICT, "strict": True}, {"name": "g", "parameters": _STRICT}]
+
+
+def _with_marks(special: bool) -> Tokenizer:
+    vocabulary = byte_level_vocabulary()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    if special:
+        vocabulary["tokenizer.ggml.tokens"] = [*tokens, "<tool_call>", "</tool_call>", "<think>", "</think>"]
+        vocabulary["tokenizer.ggml.token_type"] = np.append(vocabulary["tokenizer.ggml.token_type"], [USER_DEFINED] * 4)
+    return Tokenizer.from_metadata(vocabulary)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("1 < 2, <tool or so", True),
+        ("", True),
+        ('Yes.\n<tool_call>\n{"name": "é", "arguments": {"x": 12}}\n</tool_call>\nThen.', True),
+        ('<tool_call>{"name":"g","arguments":{"y":[ 1.5 ]}}</tool_call>' * 2, True),
+        ('<think>I may.</think>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', True),
+        ("The mark <tool_call> opens", False),
+        ('<tool_call>{"name": "é", "arguments": {"x": "12"}}</tool_call>', False),
+        ('<tool_call>{"name": "é", "arguments": {}}</tool_call>', False),
+        ('<tool_call>{"name": "h", "arguments": {}}</tool_call>', False),
+        ('<tool_call>{"name": "g", "arguments": {}}', False),
+    ],
+)
+def test_calls_of_strict_tools_follow_their_schemas(special: bool, text: str, is_allowed: bool) -> None:
+    tokenizer = _with_marks(special)
+    grammar = Grammar("lark", strict_grammar(_FUNCTIONS, CallMarks.of(tokenizer)))
+    check_grammar(grammar)
+    constraint = Constrainer(tokenizer, len(tokenizer.vocabulary.tokens)).constraint(grammar)()
+    ids = tokenizer.encode(text, add_special=False, parse_special=True).tolist()
+    assert (max(ids, default=0) >= len(tokenizer.vocabulary.tokens) - 4) == (special and ">" in text)
+    for token in [*ids, min(tokenizer.end_ids)]:
+        mask = constraint.mask()
+        assert mask is not None
+        if not mask[token // 32] >> (token % 32) & 1:
+            assert not is_allowed
+            return
+        if token in ids:
+            constraint.accept(token)
+    assert is_allowed
+    reader = ToolCallReader()
+    reader.push(text)
+    reader.finish()
+    assert reader.calls == text.count("<tool_call>")

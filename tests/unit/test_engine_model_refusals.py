@@ -35,6 +35,12 @@ def _contents(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
         ({"general.architecture": "clip"}, ("'clip'", "supported")),
         ({"llama.expert_count": 8}, ("mixture-of-experts",)),
         ({"llama.rope.scaling.type": "dynamic"}, ("dynamic", "yarn", "longrope")),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -4.0},
+            ("scaling factor of -4", "0.01 or more"),
+        ),
+        ({"llama.rope.dimension_count_swa": 8}, ("8 dimensions within windows", "16")),
+        ({"llama.attention.key_length_swa": 8}, ("in windows",)),
         ({"llama.attention.sliding_window_pattern": "often"}, ("sliding_window_pattern", "often")),
         ({"llama.attention.head_count_kv": 3}, ("2 query heads", "3 K/V heads")),
         ({"llama.attention.value_length": 8}, ("differ",)),

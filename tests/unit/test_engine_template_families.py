@@ -141,9 +141,9 @@ def _render(family: str, messages: Messages, generation: bool = True, **given: A
         ),
         (
             "gemma",
-            _TURNS,
-            "<s><start_of_turn>user\nWhat <is> it?<end_of_turn>\n<start_of_turn>model\n<think>hm</think>\nA café."
-            "<end_of_turn>\n<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n",
+            _SYSTEM,
+            "<s><start_of_turn>user\nbe brief\n What <is> it?<end_of_turn>\n<start_of_turn>model\n<think>hm</think>\n"
+            "A café.<end_of_turn>\n<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n",
         ),
         (
             "phi3",
@@ -187,15 +187,16 @@ def test_variables_cannot_replace_the_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "messages", "complaint"), [("gemma", _SYSTEM, "System"), ("llama2", _TURNS[1:], "alternate")]
+    ("family", "messages", "complaint"), [("gemma", _SYSTEM[::2], "no system"), ("llama2", _TURNS[1:], "alternate")]
 )
 def test_what_a_template_refuses_is_said(family: str, messages: Messages, complaint: str) -> None:
     with pytest.raises(TemplateError, match=complaint):
         _render(family, messages)
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
-@pytest.mark.parametrize("tools", [None, _TOOLS])
+@pytest.mark.parametrize(
+    ("family", "tools"), [*((family, None) for family in _FAMILIES), ("llama3", _TOOLS), ("mistral", _TOOLS)]
+)
 def test_transformers_renders_the_same(family: str, tools: list[dict[str, Any]] | None) -> None:
     reference = pytest.importorskip("transformers.utils.chat_template_utils", reason="transformers is not installed")
     for generation in (True, False):

@@ -57,6 +57,14 @@ _MODELS = {
             "llama.rope.scaling.original_context_length": 512,
         },
     ),
+    "qwen3-yarn-shorter": TinyModel(
+        architecture="qwen3",
+        metadata={
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 0.5,
+            "llama.rope.scaling.yarn_beta_fast": 16.0,
+        },
+    ),
     "gemma2": TinyModel(architecture="gemma2", metadata={**_WINDOW, "llama.attn_logit_softcapping": 3.0}),
     "gemma3": TinyModel(architecture="gemma3", layers=7, metadata={**_WINDOW, "llama.rope.freq_base": 1e6}),
     "phi3-q4_k": TinyModel(architecture="phi3", width=256, kv_heads=4, quantisation="q4_k"),

@@ -65,6 +65,8 @@ def test_ranks_share_only_what_is_the_same_on_all_of_them() -> None:
         ({"model_name": None}, "weights_digest"),
         ({"page_tokens": 1024}, "pages of 1024 tokens"),
         ({"dtype": "torch.uint8"}, "kv_dtype"),
+        ({"extra": {"adapter_digest": 1}}, "adapter_digest.* must be text, got 1"),
+        ({"extra": {"weights_digest": True}}, "weights_digest.* must be text"),
     ],
 )
 def test_a_setting_that_cannot_work_is_reported(mistake: dict[str, Any], message: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +152,8 @@ def test_plain_caches_on_a_device_are_served_whose_kernels_are_known() -> None:
     assert "blocks of TURBOQUANT is not known" in refused_backends({"TURBOQUANT", "FLASH_ATTN"})
 
 
-def test_weights_are_identified_by_content(tmp_path: Path) -> None:
+def test_weights_are_identified_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_client.hooks.vllm.model.process_began", lambda: time.time() + 60)
     config = configuration()[0]
     config.model_config.model = str(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -159,6 +163,40 @@ def test_weights_are_identified_by_content(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert find_weights(config, "", memory) not in ("", found)
     assert find_weights(config, "mine v2") == "stated mine v2"
+
+
+@pytest.mark.parametrize("change", ["none", "in place", "renamed over", "folder's link", "downloaded"])
+def test_weights_that_changed_after_the_engine_began_are_not_those_that_it_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """vLLM copies weights when it loads them, and does not say of which file: its age alone proves that."""
+    folder, current = tmp_path / "blobs" if change == "downloaded" else tmp_path / "v1", tmp_path / "current"
+    folder.mkdir()
+    named = folder / ("ab" * 32)
+    file = folder / "model.safetensors"
+    if change == "downloaded":
+        file.symlink_to(named)
+    file.write_bytes(b"weights")
+    current.symlink_to(folder)
+    began = current.lstat().st_ctime + 0.01
+    time.sleep(0.05)
+    if change == "in place":
+        file.write_bytes(b"Weights")
+    elif change == "renamed over":
+        os.replace(shutil.copy2(file, tmp_path / "other"), file)
+    elif change == "folder's link":
+        current.unlink()
+        current.symlink_to(folder)
+    elif change == "downloaded":
+        named.write_bytes(b"named by content, by whom it came from")
+    monkeypatch.setattr("kvstore_client.hooks.vllm.model.process_began", lambda: began)
+    config = configuration()[0]
+    config.model_config.model = str(current)
+    if change in ("none", "downloaded"):
+        assert find_weights(config, "", tmp_path / "memory.json")
+    else:
+        with pytest.raises(ValueError, match=r"younger than this process.*start the engine again, or .*weights_digest"):
+            find_weights(config, "", tmp_path / "memory.json")
 
 
 def test_weights_that_are_no_files_must_be_stated(tmp_path: Path) -> None:

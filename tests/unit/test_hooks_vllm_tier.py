@@ -188,6 +188,10 @@ class MambaSpec(SimpleNamespace):
     """Named as vLLM's."""
 
 
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
 def vllm_configuration() -> tuple[Any, Any]:
     settings = {"hidden_size": 576, "rope_theta": 10000.0}
     model = SimpleNamespace(
@@ -203,7 +207,7 @@ def vllm_configuration() -> tuple[Any, Any]:
         speculative_config=None,
     )
     groups = [
-        SimpleNamespace(layer_names=["a.0", "a.1"], kv_cache_spec=SimpleNamespace(heads=3)),
+        SimpleNamespace(layer_names=["a.0", "a.1"], kv_cache_spec=FullAttentionSpec(heads=3)),
         SimpleNamespace(layer_names=["m.0"], kv_cache_spec=MambaSpec(state=16)),
     ]
     return config, SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="LBHNC")
@@ -303,10 +307,10 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_served_is_refused_with_a_remedy(words: str) -> None:
-    config = vllm_configuration()[0]
-    assert refusal(config) == ""
+    config, cache = vllm_configuration()
+    assert refusal(config, cache) == ""
     REFUSED[words](config)
-    assert words in refusal(config)
+    assert words in refusal(config, cache)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")

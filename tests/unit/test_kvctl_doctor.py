@@ -336,6 +336,21 @@ def test_old_kernels_are_reported(around: Surroundings, release: str, level: Lev
     assert only(machine.kernel(around)).level is level
 
 
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [("0 0 4294967295\n", Level.OK), ("0 1000 1\n1 100000 65536\n", Level.WARN), ("", Level.OK)],
+)
+def test_a_daemon_that_cannot_tell_users_apart(around: Surroundings, text: str, level: Level) -> None:
+    here = replace(around, status=pb.StatusReply(pid=7))
+    for kind in ("uid", "gid"):
+        write(around.proc / f"7/{kind}_map", text)
+    found = list(machine.user_namespace(here))
+    assert [finding.level for finding in found] == [level, level]
+    if level is Level.WARN:
+        assert "maps 65537 users" in found[0].seen and "unmapped = true" in found[0].advice
+    assert list(machine.user_namespace(around)) == []
+
+
 def test_a_slow_governor_and_a_small_quota_are_reported(around: Surroundings) -> None:
     assert only(machine.processors(around), "governor").level is Level.OK
     write(around.sys / "devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n")

@@ -21,7 +21,7 @@ from kvstore_engine.server.engine_client import EventQueue
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.metrics import Metrics
-from kvstore_engine.server.renderers import ChatRenderer
+from kvstore_engine.server.renderers import ChatRenderer, CompletionRenderer
 from kvstore_engine.server.service import ServedModel, Service
 from tests.reference.asgi_client import Response, call
 from tests.reference.tiny_llama import write_tiny_llama
@@ -173,6 +173,28 @@ def test_completions_take_lists_echo_and_logprobs(model: ServedModel) -> None:
     assert logprobs["token_logprobs"] == [-0.5, -0.5]
     assert logprobs["top_logprobs"][0] == {model.text_of(4): -0.25, model.text_of(3): -0.5}  # the chosen one, too
     assert logprobs["text_offset"] == [0, len(model.text_of(3))]
+
+
+@pytest.mark.parametrize("echo", ["", "日🙂 "])
+def test_offsets_are_places_in_the_text_whole_and_in_a_stream(model: ServedModel, echo: str) -> None:
+    text = "aé日🙂d"
+    tokens = model.tokenizer.encode_onwards(text)
+    assert len(tokens) > len(text)  # characters of several tokens
+    whole, streamed = (CompletionRenderer(model, [echo], with_logprobs=True) for _ in range(2))
+    stream, chunks = model.tokenizer.stream(continues=True), []
+    for token in tokens:
+        event = Token("r", 0, token, stream.push(token), -0.5, ())
+        whole.chunks(0, event)
+        chunks += streamed.chunks(0, event)
+    choice = whole.choice(0)
+    assert choice["text"] == echo + text
+    offsets, spelt = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert offsets == [place for chunk in chunks for place in chunk["logprobs"]["text_offset"]]
+    assert (offsets[0], offsets[-1]) == (len(echo), len(echo) + text.rindex("d"))
+    assert sorted(set(offsets)) == list(range(len(echo), len(echo) + len(text)))
+    parts = [token for token in spelt if token.startswith("bytes:")]
+    spelt_bytes = b"".join(bytes.fromhex(part.removeprefix("bytes:").replace("\\x", "")) for part in parts)
+    assert spelt_bytes.endswith("é日🙂".encode())
 
 
 def test_an_answer_may_take_what_the_context_leaves(model: ServedModel) -> None:
@@ -365,7 +387,7 @@ _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"what": 1}}, "what"),
+    ({"stream": True, "stream_options": {"what": 1}}, "stream_options"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -467,7 +489,7 @@ _json = st.recursive(
 _FIELDS = [
     "messages", "prompt", "n", "stop", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens",
     "tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "echo", "priority", "model",
-    "structured_outputs",
+    "structured_outputs", "chat_template_kwargs",
 ]  # fmt: skip
 
 

@@ -33,7 +33,6 @@ from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.run import _bound, _on_signals
 from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
-from kvstore_engine.server.tools import ToolCall, ToolCallReader
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -123,41 +122,6 @@ def test_answers_that_come_all_at_once_travel_in_several_frames() -> None:
     ask = Ask("a", np.array([1, 2, 70000], np.int32), 5, SamplingSettings(0.5, 3, 0.9, 7), stop=("x",), tenant="t")
     assert json.loads(json.dumps(ask.header()))["sampling"]["seed"] == 7
     assert frames.unpack_tokens(frames.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
-
-
-def _read(pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolCallReader()
-    found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-    text = "".join(part for part in found if isinstance(part, str))
-    return text, [(part.name, json.loads(part.arguments)) for part in found if isinstance(part, ToolCall)]
-
-
-_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "calls"),
-    [
-        ("plain text", "plain text", []),
-        (_CALL, "", [("f", {"x": "<b>"})]),
-        (f"Let me see. {_CALL}\n{_CALL}\n", "Let me see. ", [("f", {"x": "<b>"})] * 2),
-        (_CALL.removesuffix("</tool_call>"), "", [("f", {"x": "<b>"})]),
-        ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
-        ('<tool_call>{"name": 5}</tool_call> x', '<tool_call>{"name": 5}</tool_call> x', []),
-        ("a <tool_call> cut off", "a <tool_call> cut off", []),
-        ("1 < 2 <tool", "1 < 2 <tool", []),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_tool_calls_are_read_however_the_text_is_cut(answer: str, text: str, calls: list[Any], size: int) -> None:
-    assert _read([answer[first : first + size] for first in range(0, len(answer), size)]) == (text, calls)
-
-
-@given(st.text(alphabet="<tool_call>/ {}", max_size=60), st.integers(1, 9))
-def test_no_character_of_an_answer_is_lost(answer: str, size: int) -> None:
-    text, calls = _read([answer[first : first + size] for first in range(0, len(answer), size)])
-    assert calls == []
-    assert text == answer
 
 
 _STATUS = {

@@ -61,7 +61,7 @@ def test_what_cannot_be_written_down_is_not_so(tmp_path: Path, monkeypatch: pyte
     keyring.bind("alice", "uid-7")
     directory = TenantDirectory(tmp_path, (TenantSection("alice", uids=(8,)),), "by-uid", keyring)
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr("kvstored.clients.tenants.keyring.write_private", full)
+        patched.setattr("kvstored.clients.tenants.keyring.replace_file", full)
         follow_users(directory, Residency(("host",)))
     assert keyring.bound() == {"alice": "uid-7"} and directory.resolve(Peer(1, 8, 8)) is None
     follow_users(directory, Residency(("host",)))

@@ -27,13 +27,13 @@ def model(number: int, nbytes: int = 10) -> Fingerprint:
 def writing_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Grows by the thread of each write that is made from now on."""
     writers: list[threading.Thread] = []
-    real: Callable[[Path, bytes], None] = names.write_private
+    real: Callable[[Path, bytes], None] = names.replace_file
 
     def write(path: Path, content: bytes) -> None:
         writers.append(threading.current_thread())
         real(path, content)
 
-    monkeypatch.setattr(names, "write_private", write)
+    monkeypatch.setattr(names, "replace_file", write)
     return writers
 
 
@@ -89,7 +89,7 @@ def test_a_full_disk_costs_labels_and_no_session(
         raise OSError(28, "No space left on device")
 
     tenants = opened(tmp_path)
-    monkeypatch.setattr(names, "write_private", full)
+    monkeypatch.setattr(names, "replace_file", full)
     tenants.remember(model(1))
     with caplog.at_level(logging.WARNING):
         tenants.close()

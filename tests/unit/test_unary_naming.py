@@ -49,6 +49,13 @@ def test_keys_of_token_ids_are_those_of_every_other_client(
     assert not blocks.are_given
 
 
+@pytest.mark.parametrize("token", [1 << 31, (1 << 32) + 5, -(1 << 31) - 1])
+def test_ids_of_more_than_32_bits_are_refused_and_not_cut(token: int) -> None:
+    with pytest.raises(KVStoreError, match="int32 token ids") as refused:
+        named(pb.Chain(token_ids=[token] * 4))
+    assert refused.value.kind is ErrorKind.INVALID
+
+
 @given(st.text(min_size=1, max_size=20), st.integers(0, 8), st.integers(0, 9))
 def test_an_object_is_the_blocks_of_its_token_ids_and_another_one_for_another_tenant(
     called: str, count: int, first: int

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstored.clients.tenants import Peer, TenantDirectory
-from kvstored.clients.tenants.tokens import load_tokens
+from kvstored.clients.tenants.tokens import load_tokens, names_in
 from kvstored.config import ConfigError, TenantSection
 from kvstored.config.private_input import MAX_FILE_BYTES
 
@@ -60,6 +60,8 @@ def test_users_are_tenants_only_where_they_are_by_default(tmp_path: Path, direct
         (f"alpha {digest('x')[:-1]}", "line 1: write"),
         (f"\ngamma {digest('x')}", "line 2: there is no tenant 'gamma'; list it under [[tenant]]"),
         (f"alpha {digest('x')}\nbeta {digest('x')}", "line 2: the same token as in line 1"),
+        (f"alpha {digest('')}", "line 1: this is the SHA-256 of an empty token"),
+        (f"alpha {digest(chr(10))}", "line 1: this is the SHA-256 of an empty token"),
         (b"\xff\xfe", "is not text"),
         ("#" * (MAX_FILE_BYTES + 1), "is larger than"),
     ],
@@ -103,3 +105,11 @@ def test_a_tenant_is_the_same_by_token_and_by_uid(tmp_path: Path) -> None:
     directory = TenantDirectory(tmp_path, (TenantSection("alpha", uids=(77,)),), "refuse")
     by_uid = directory.resolve(Peer(1, 77, 77))
     assert by_uid is directory.named("alpha")
+
+
+def test_who_has_tokens_is_not_guessed_where_their_file_cannot_be_read(tmp_path: Path) -> None:
+    """A user's blocks would follow to a tenant for which others have tokens."""
+    with pytest.raises(ConfigError, match="cannot read"):
+        names_in(tmp_path / "tokens")
+    assert names_in(None) == frozenset()
+    assert names_in(written(tmp_path, f"alpha {digest('x')}")) == {"alpha"}

@@ -22,6 +22,7 @@ from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
+from kvstored.unsaved import Unsaved
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
 
@@ -100,6 +101,20 @@ def test_the_file_holds_what_was_collected(tmp_path: Path) -> None:
     shelf.residency.forget(0, [key(1000)])
     asyncio.run(file.save())
     assert (tmp_path / FILE).exists(), "what is to be forgotten may be in the file"
+
+
+def test_a_disk_that_fills_up_while_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shelf, unsaved = used_shelf(), Unsaved()
+    (tmp_path / f"{FILE}.new").symlink_to("/dev/full")
+    file = UsageFile(tmp_path, shelf.residency, ManualClock(100 * NS_PER_S), unsaved)
+    asyncio.run(file.save())
+    assert (
+        unsaved.sentences()
+        == caplog.messages
+        == [f"{tmp_path / FILE} cannot be written (No space left on device): a restart forgets how blocks were used"]
+    )
+    asyncio.run(file.save())
+    assert unsaved.sentences() == [] and (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize("spoil", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"x" * 1000])

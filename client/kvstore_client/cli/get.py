@@ -28,8 +28,8 @@ from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
 from kvstore_console.units import human_blocks, human_bytes, human_count
-from kvstore_proto.identity import TokenIds
 from kvstore_proto.objects import HEAD_BYTES, ObjectChecksum, object_tokens
+from kvstore_proto.token_ids import TokenIds
 
 PORTION_BLOCKS: Final = 64
 RETRY_S: Final = 0.02  # for blocks that are stored and could not be brought up: DRAM is full of what others lease

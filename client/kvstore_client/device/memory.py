@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvstore_client.device.mappings import HostMappings
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.cuda_copies import CopyQueue, Run, Runs
 from kvstore_proto.cuda_driver import DriverError as DeviceError
 from kvstore_proto.cuda_driver import call, cuda_driver, device_identity
 
@@ -70,6 +72,7 @@ class DeviceMemory:
                 raise invalid(f"there is no CUDA device {index}: this machine has {count}")
             device = self.call("cuDeviceGet", index)
             self.identity = device_identity(self._cuda, device)
+            self._copies = CopyQueue(self._cuda)
             with contextlib.ExitStack() as undo:
                 self._context = self.call("cuDevicePrimaryCtxRetain", device)
                 undo.callback(_quietly, self._cuda, "cuDevicePrimaryCtxRelease", device)
@@ -107,31 +110,34 @@ class DeviceMemory:
         return chunk
 
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]:
-        """Copies of device memory (address and bytes of each), read-only. Raises DeviceError."""
+        """Copies of device memory (address and bytes of each), read-only: one batch for each `_BUFFER_BYTES`. Raises
+        DeviceError."""
         copies = [np.empty(nbytes, np.uint8) for _, nbytes in places]
         with self._lock, self.current():
-            queued: list[tuple[Bytes, int]] = []  # destination, and where in the buffer its bytes will be
+            parts: list[tuple[Bytes, int]] = []  # of what fits into the buffer: destination, and address on the device
             used = 0
             for (address, nbytes), copy in zip(places, copies, strict=True):
                 for start in range(0, nbytes, _BUFFER_BYTES):
                     part = copy[start : start + _BUFFER_BYTES]
                     if used + part.nbytes > _BUFFER_BYTES:
-                        self._settle(queued)
+                        self._fill(parts)
                         used = 0
-                    source = self._cuda.CUdeviceptr(address + start)
-                    self.call("cuMemcpyDtoHAsync", self._address + used, source, part.nbytes, self._stream)
-                    queued.append((part, used))
+                    parts.append((part, address + start))
                     used += part.nbytes
-            self._settle(queued)
+            self._fill(parts)
         for copy in copies:
             copy.flags.writeable = False
         return copies
 
-    def _settle(self, queued: list[tuple[Bytes, int]]) -> None:
+    def _fill(self, parts: list[tuple[Bytes, int]]) -> None:
+        """Fill the arrays of `parts` from their addresses by way of the buffer, and empty the list."""
+        places = list(accumulate((part.nbytes for part, _ in parts), initial=self._address))
+        runs = Runs.of(Run(at, source, part.nbytes) for at, (part, source) in zip(places, parts, strict=False))
+        self._copies.add(runs, "to host", self._stream)
         self.call("cuStreamSynchronize", self._stream)
-        for part, at in queued:
-            ctypes.memmove(part.ctypes.data, self._address + at, part.nbytes)
-        queued.clear()
+        for at, (part, _) in zip(places, parts, strict=False):
+            ctypes.memmove(part.ctypes.data, at, part.nbytes)
+        parts.clear()
 
     def quietly(self, name: str, *arguments: Any) -> None:
         """As `call`, where nothing can be done about a failure."""

@@ -1,16 +1,17 @@
 """A shared, persistent cache for llama-cpp-python: `llm.set_cache(KVStoreLlamaCache(llm))`.
 
 Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
-fingerprint of a loaded model. A completion's state is stored as a chain of blocks; the next prompt, in any process,
-restores the longest run of them it shares, as far as that is expected to be faster than computing it.
+fingerprint of a loaded model, a sketch of what it computes among it (`llama_probe`). A completion's state is stored as
+a chain of blocks; the next prompt, in any process, restores the longest run of them it shares, as far as that is
+expected to be faster than computing it.
 Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
 be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
-Invariant: a cache serves the one model it was made for.
+Invariants: a cache serves the one model it was made for; blocks are stored only of tokens that the model was seen to
+evaluate (`llama_evaluated`), and while its weights' file is the one that was digested (`weight_files`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -21,16 +22,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvstore_client.entry import connect
-from kvstore_client.hooks.llama_state import SavedState, StateShape, StateUnsupported, assemble_state, parse_state
+from kvstore_client.hooks.llama_state import SavedState, StateUnsupported, assemble_state, parse_state
 from kvstore_client.hooks.load import Leased, Prompt, lease_by_choice
+from kvstore_client.hooks.weight_files import WeightFiles, mappings_now, process_began, why_unknown
 from kvstore_client.paths import costs_file
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.token_ids import checked_tokens
 
 try:
     import llama_cpp
@@ -40,6 +42,9 @@ except ImportError as missing:
     raise ImportError(
         f"kvstore_client.hooks.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
     ) from None
+
+from kvstore_client.hooks.llama_evaluated import seen_in, watch
+from kvstore_client.hooks.llama_probe import probed_state, sketch, take_state, why_not_restorable
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +66,17 @@ _CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
     "swa_full",
 )
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_HASH_CHUNK_BYTES = 64 << 20
 _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
     """See the module. `socket` as in `kvstore_client.connect`.
 
-    Raises ValueError, in one line, for a model whose state cannot be cut into blocks. `weights_digest` saves a pass
-    over the model's file where one is known; it must differ for different weights. `deadline_s` bounds what asking the
-    daemon may cost a prompt. What is expected to be computed faster than loaded is computed, unless `always_load`.
+    Raises ValueError, in one line, for a model whose state cannot be cut into blocks, and for a file that may not be
+    the one that was loaded. `weights_digest` saves a pass over the model's file where one is known; it must differ for
+    different weights, and the caller then answers for the file. `deadline_s` bounds what asking the daemon may cost a
+    prompt. What is expected to be computed faster than loaded is computed, unless `always_load`. `self_test`: the model
+    first computes a short prompt whole and from a restored block, and is refused where the answers differ.
     """
 
     def __init__(
@@ -83,16 +89,25 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         deadline_s: float = DEADLINE_S,
         always_load: bool = False,
         required: bool = False,
+        self_test: bool = True,
     ) -> None:
         super().__init__()
         if llm._logits_all:
             raise ValueError("a model opened with logits_all=True needs scores of all tokens, which are not stored")
         self._llm = llm
+        self._evaluated = watch(llm)
         try:
-            self._shape = _shape_of(llm)
+            probed = probed_state(llm)
+            failure = why_not_restorable(llm, block_tokens) if self_test else ""
         except StateUnsupported as error:
-            raise ValueError(f"the state of this model cannot be stored in blocks: {error}") from None
-        self.fingerprint = fingerprint_of(llm, self._shape, weights_digest, block_tokens)
+            failure = str(error)
+        if failure:
+            raise ValueError(f"the state of this model cannot be stored in blocks: {failure}")
+        self._shape = probed.shape
+        self._weights = _loaded_files(llm, is_named=bool(weights_digest))
+        self.fingerprint = fingerprint_of(llm, probed, weights_digest or self._weights.digest(), block_tokens)
+        if changed := self._weights.changed():
+            raise ValueError(f"{changed} was written to while it was digested: open the model again")
         self._block_tokens = block_tokens
         self._session: Session = connect(
             socket,
@@ -138,6 +153,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         blocks = self._restorable_at_most(key)
         held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
         try:
+            if changed := self._weights.changed():
+                raise KeyError(_changed(changed))
             if blocks * self._block_tokens <= held:
                 raise KeyError("the model itself holds as much of this prompt")
             self._bring(Prompt(tokens, len(tokens), blocks, held // self._block_tokens), held)
@@ -166,17 +183,21 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store the full blocks of a state; those that are stored already are not written again."""
         self._learn()
-        tokens = np.asarray(value.input_ids[: value.n_tokens], np.int32)
+        if changed := self._weights.changed():
+            self._not_stored(_changed(changed))
+            return
+        tokens = _seen_tokens(value)
         count = len(tokens) // self._block_tokens
         if not count:
             self.last_receipt = "no full block"
+            if value.n_tokens >= self._block_tokens:
+                self.last_receipt += " of tokens that the model was seen to evaluate (an image, or a state, is before)"
             return
         saved, refusal = _parsed(value.llama_state)
         if saved is not None and (saved.shape != self._shape or not saved.holds(count * self._block_tokens)):
             saved, refusal = None, "it is not that of these tokens, from the first on, in this model"
         if saved is None:
-            self.last_receipt = f"not stored: {refusal}"
-            log.warning("the state of %d tokens is not stored: %s", len(tokens), refusal)
+            self._not_stored(f"the state of {len(tokens)} tokens is not understood: {refusal}")
             return
         payloads = [_Cut(saved, block * self._block_tokens, self._block_tokens) for block in range(count)]
         try:
@@ -187,20 +208,27 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
                 self._session.hint(tokens, answer_tokens=len(tokens) - len(asked))
         except KVStoreError as error:  # blocks too large for the daemon, a closed session: the answer is not at fault
-            self.last_receipt = f"not stored: {error}"
-            log.warning("the state of %d tokens is not stored: %s", len(tokens), error)
+            self._not_stored(f"the state of {len(tokens)} tokens was refused: {error}")
             return
         self.last_receipt = repr(receipt)
 
     def close(self) -> None:
         self._session.close()
+        self._weights.close()
+
+    def _not_stored(self, why: str) -> None:
+        """Log one line; the same one is not repeated."""
+        line = f"not stored: {why}"
+        if line != self.last_receipt:
+            log.warning("%s", line)
+        self.last_receipt = line
 
     def _restorable_at_most(self, key: Sequence[int]) -> int:
         """Leading full blocks of a prompt whose last token is computed in any case."""
         return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
 
     def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
-        return np.asarray(key, np.int32)
+        return checked_tokens(key)
 
     def _learn(self) -> None:
         """What computing the latest prompt took, from where it was not held or restored."""
@@ -218,14 +246,13 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
     def _restore(self, tokens: npt.NDArray[np.int32], state: npt.NDArray[np.uint8]) -> None:
         """Make `state` the model's. KeyError, and a model that holds nothing, when llama.cpp does not take it."""
         llm = self._llm
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
-        taken = llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state))
-        if taken != len(state):
+        if not take_state(llm, state):
             llm.reset()
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm._ctx.ctx), True)
             raise KeyError("llama.cpp does not accept the stored state")
         llm.input_ids[: len(tokens)] = tokens
         llm.n_tokens = len(tokens)
+        self._evaluated.restored(tokens)
         llm._requires_eval = True
         self.restored_tokens = len(tokens)
 
@@ -286,32 +313,64 @@ class _Current(LlamaState):  # type: ignore[misc]
 
 
 def fingerprint_of(
-    llm: llama_cpp.Llama, shape: StateShape, weights_digest: str = "", block_tokens: int = BLOCK_TOKENS
+    llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """All that this model's saved state depends on apart from the tokens, the version of llama.cpp among it."""
-    params = llm.context_params
+    """Return all that this model's saved state depends on apart from the tokens, the version of llama.cpp among it.
+
+    `probed`: the state of the first probe tokens. What no setting says, such as a rotation of K and V or another
+    library, is in its sketch.
+    """
+    params, shape = llm.context_params, probed.shape
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
     context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it
     context["kv_overrides"] = repr(llm.kv_overrides)
-    adapter = ""
-    if llm.lora_path:
-        adapter = f"{file_digest(Path(llm.lora_path))} {llm.lora_scale}"
     group = LayerGroup(0)  # layers of different sizes: the size of a block is that of the payload given at each put
     if len(set(shape.layer_bytes)) == 1:
         layers = tuple(range(len(shape.keys)))
         group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=shape.layer_bytes[0])
     return Fingerprint(
         Path(llm.model_path).stem,
-        weights_digest=weights_digest or file_digest(Path(llm.model_path)),
+        weights_digest=weights_digest,
         rope=json.dumps(context, sort_keys=True),
         kv_dtype=f"ggml types {shape.types}",
-        layout=f"{shape.layout} by llama-cpp-python {llama_cpp.__version__}",
+        layout=f"{shape.layout} by llama-cpp-python {llama_cpp.__version__}, sketch {sketch(probed)}",
         tokenizer_digest="the model's",
-        adapter_digest=adapter,
+        adapter_digest=f"{file_digest(Path(llm.lora_path))} {llm.lora_scale}" if llm.lora_path else "",
         block_tokens=block_tokens,
         engine_block_tokens=block_tokens,
         groups=(group,),
     )
+
+
+def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
+    """Return the leading tokens of a saved state that the model was seen to evaluate, and that the state names."""
+    named, seen = checked_tokens(state.input_ids[: state.n_tokens]), seen_in(state)
+    shared = min(len(named), len(seen))
+    differs = np.flatnonzero(named[:shared] != seen[:shared])
+    return named[: differs[0] if len(differs) else shared]
+
+
+def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
+    """Return the files that `llm` was loaded from, open. ValueError where the path may show others by now, unless the
+    weights are named by the caller."""
+    paths = _parts(Path(llm.model_path)) + ([Path(llm.lora_path)] if llm.lora_path else [])
+    try:
+        files = WeightFiles(paths)
+    except OSError as error:
+        raise ValueError(f"the model's file cannot be read again for its digest: {error}") from None
+    unknown = "" if is_named else why_unknown(files, mappings_now(), process_began())
+    if unknown:
+        raise ValueError(f"{unknown} (or give weights_digest=)")
+    return files
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a model's file, or of all parts of one that is split."""
+    return WeightFiles(_parts(path)).digest()
+
+
+def _changed(path: str) -> str:
+    return f"{path} was written to since the model was opened; nothing more is stored or restored: open it again"
 
 
 def _parsed(data: bytes) -> tuple[SavedState | None, str]:
@@ -321,34 +380,11 @@ def _parsed(data: bytes) -> tuple[SavedState | None, str]:
         return None, str(refused)
 
 
-def file_digest(path: Path) -> str:
-    """xxh3 over a model's file, or over all parts of one that is split. It guards against mix-ups, not forgery."""
-    digest = xxhash.xxh3_128()
-    for part in _parts(path):
-        with open(part, "rb", buffering=0) as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _parts(path: Path) -> list[Path]:
     split = _SHARD.search(path.name)
     if split is None:
         return [path]
     return sorted(path.parent.glob(f"{path.name[: split.start()]}-*-of-{split[1]}.gguf"))
-
-
-def _shape_of(llm: llama_cpp.Llama) -> StateShape:
-    """The shape of what this model saves: read off a state of its own, of one token if it holds none."""
-    was_empty = llm.n_tokens == 0
-    if was_empty:
-        llm.eval([max(llm.token_bos(), 0)])
-    try:
-        return parse_state(llm.save_state().llama_state).shape
-    finally:
-        if was_empty:
-            llm.reset()
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm._ctx.ctx), True)
 
 
 def _plain(value: Any) -> Any:

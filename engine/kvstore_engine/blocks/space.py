@@ -16,6 +16,7 @@ from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
+from kvstore_proto.identity import pack_tokens
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -56,7 +57,7 @@ class BlockSpace:
     def keys(self, tokens: Int32Array) -> list[bytes]:
         """The trie keys of the whole blocks of `tokens`."""
         width = 4 * self.block_tokens
-        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        data = pack_tokens(tokens)
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
 
     def price(self, tenant: str, *texts: Int32Array) -> int:
@@ -263,7 +264,7 @@ class BlockSpace:
     def _attach(self, table: BlockTable, tokens: Int32Array, index: int) -> None:
         """Add block `index`, which is whole and the first outside the trie, or use the one that is there."""
         first = index * self.block_tokens
-        key = np.ascontiguousarray(tokens[first : first + self.block_tokens], np.int32).tobytes()
+        key = pack_tokens(tokens[first : first + self.block_tokens])
         parent = table.nodes[-1] if table.nodes else None
         block = int(table.ids[index])
         known = self.trie.child(table.tenant, parent, key)

@@ -25,7 +25,8 @@ class ModelConfig:
     `rope` is how layers rotate that see everything, `local_rope` those with a window, if otherwise.
     `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
     `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this
-    number of tokens the model must be configured anew (LongRoPE); 0: never.
+    number of tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the tokens that there are;
+    `padding`: rows of embeddings and of the output matrix past the last of them, which get no logits.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     output_softcap: float = 0.0
     longest_context: int = 0
+    padding: int = 0
 
     @property
     def family(self) -> Architecture:
@@ -100,6 +102,8 @@ class ModelConfig:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
             raise UnsupportedModel("the model has no tensor token_embd.weight: the file is incomplete")
+        rows, tokens = embedding.shape[-1], file.metadata.get("tokenizer.ggml.tokens")
+        vocabulary = min(rows, len(tokens)) if isinstance(tokens, list) and tokens else rows
         layers, context_length = keys.count("block_count"), keys.count("context_length")
         if layers > _MAX_LAYERS:
             raise UnsupportedModel(f"{layers} layers are more than the {_MAX_LAYERS} that are supported")
@@ -115,7 +119,7 @@ class ModelConfig:
             head_dim=head_dim,
             rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
             context_length=context_length,
-            vocabulary=embedding.shape[-1],
+            vocabulary=vocabulary,
             tied_embeddings=family.output == "tied" or "output.weight" not in file.tensors,
             rope=rope,
             local_rope=None if local_rope == rope else local_rope,
@@ -124,6 +128,7 @@ class ModelConfig:
             attention_softcap=_softcap(keys, "attn_logit_softcapping", family.attention_softcap),
             output_softcap=_softcap(keys, "final_logit_softcapping", family.output_softcap),
             longest_context=rope.original_context if rope.factors == SHORT_FACTORS else 0,
+            padding=rows - vocabulary,
         )
 
 
@@ -173,8 +178,9 @@ def _softcap(keys: Hyperparameters, key: str, default: float | None) -> float:
 
 def _check_heads(keys: Hyperparameters, heads: int, kv_heads: int, head_dim: int) -> None:
     """Everything that a kernel or GGML_ASSERT would otherwise meet first."""
-    if keys.count("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel("models whose K and V heads differ in size are not supported")
+    sizes = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+    if any(keys.count(key, head_dim) != head_dim for key in sizes):
+        raise UnsupportedModel("models whose K and V heads differ in size, or in windows, are not supported")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise UnsupportedModel(f"head size {head_dim} must be a multiple of 8 up to {MAX_HEAD_DIM}")
     if heads % kv_heads:

@@ -4,10 +4,12 @@ Owns the reading of `rope.*` keys and the line that stands for the rotation in t
 It never rotates.
 
 Su et al., "RoFormer" (2021); linear interpolation by `frequency_scale`; YaRN (Peng et al., 2023) when
-`yarn_extrapolation` is not 0; a divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a
-tensor of the file.
+`yarn_extrapolation` is not 0, with the paper's constants: a file's `yarn_ext_factor`, `yarn_attn_factor`,
+`yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier` are read by llama.cpp for other architectures only; a
+divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a tensor of the file.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -16,6 +18,7 @@ from kvstore_engine.model.metadata import Hyperparameters, UnsupportedModel
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_LEAST_FACTOR = 0.01
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 
 
@@ -24,7 +27,8 @@ class RopeConfig:
     """How some layers rotate queries and keys.
 
     `neox`: one half of the rotated channels against the other instead of neighbours. `factors`: the tensor
-    with a divisor for each frequency, or nothing.
+    with a divisor for each frequency, or nothing. `attention_factor`: what `ggml_rope_ext` gets, which multiplies it
+    by 1 + 0.1 ln(1 / frequency_scale) for YaRN.
     """
 
     dimensions: int
@@ -62,20 +66,25 @@ def read_rope(
     scaling = keys.get("rope.scaling.type")
     if scaling is not None and scaling not in _SCALINGS:
         raise UnsupportedModel(f"RoPE scaling {scaling!r} is not supported; supported: {', '.join(_SCALINGS)}")
-    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
+    factor = _factor(keys)
     original = keys.count("rope.scaling.original_context_length", keys.count("context_length"))
     dimensions = keys.count("rope.dimension_count", head_dim)
     if dimensions > head_dim or dimensions % 2 or (dimensions < head_dim and not family.partial_rotation):
         raise UnsupportedModel(f"RoPE over {dimensions} of {head_dim} dimensions is not supported")
+    if family.windows and (windowed := keys.count("rope.dimension_count_swa", dimensions)) != dimensions:
+        raise UnsupportedModel(
+            f"RoPE over {windowed} dimensions within windows and {dimensions} elsewhere is not supported"
+        )
+    is_yarn = scaling == "yarn"
     everywhere = RopeConfig(
         dimensions=dimensions,
         frequency_base=keys.number("rope.freq_base", 10000.0),
         frequency_scale=1.0 / factor if factor and scaling != "none" else 1.0,
         original_context=original,
-        yarn_extrapolation=keys.number("rope.scaling.yarn_ext_factor", 1.0) if scaling == "yarn" else 0.0,
-        attention_factor=keys.number("rope.scaling.attn_factor", 1.0),
-        yarn_beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        yarn_beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        yarn_extrapolation=1.0 if is_yarn else 0.0,
+        attention_factor=keys.number("rope.scaling.attn_factor", 1.0) * (_shrunk(factor) if is_yarn else 1.0),
+        yarn_beta_fast=32.0,
+        yarn_beta_slow=1.0,
         neox=family.rotation == "neox",
         factors=_factors(family, tensors, long=context is not None and context > original),
     )
@@ -88,6 +97,21 @@ def read_rope(
         frequency_scale=everywhere.frequency_scale if local_base is None else 1.0,
     )
     return everywhere, local
+
+
+def _factor(keys: Hyperparameters) -> float:
+    """Return how many times longer contexts may be than those of the first training; 0: not said. UnsupportedModel."""
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
+    if factor and factor < _LEAST_FACTOR:
+        raise UnsupportedModel(
+            f"a RoPE scaling factor of {factor:g} is not supported: it must be {_LEAST_FACTOR:g} or more"
+        )
+    return factor
+
+
+def _shrunk(factor: float) -> float:
+    """Return what undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones alone."""
+    return 1.0 / (1.0 + 0.1 * math.log(factor)) if 0 < factor < 1 else 1.0
 
 
 def _factors(family: Architecture, tensors: Collection[str], *, long: bool) -> str:

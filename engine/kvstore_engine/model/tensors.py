@@ -46,13 +46,13 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
 
 def _expected(config: ModelConfig, tensors: Collection[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and ggml shape (contiguous dimension first) of every tensor that the graph uses."""
-    family, extents = config.family, _extents(config)
-    yield "token_embd.weight", (config.width, config.vocabulary)
+    family, extents, rows = config.family, _extents(config), config.vocabulary + config.padding
+    yield "token_embd.weight", (config.width, rows)
     yield "output_norm.weight", (config.width,)
     if not config.tied_embeddings:
-        yield "output.weight", (config.width, config.vocabulary)
+        yield "output.weight", (config.width, rows)
     if family.output_bias and "output.bias" in tensors:
-        yield "output.bias", (config.vocabulary,)
+        yield "output.bias", (rows,)
     for kind in family.rope_factors:
         for name in _FACTOR_TENSORS[kind]:
             if name in tensors:

@@ -119,7 +119,7 @@ def _mistake(errors: list[ErrorDetails]) -> ApiError:
     first = errors[0]
     path = _path(first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
-        return invalid(f"unknown field {path!r}", unknown[0], code="unknown_parameter")
+        return invalid(f"unknown field {path!r}", str(first["loc"][0]), code="unknown_parameter")
     reason = _REASONS.get(first["type"])
     text = first["msg"] if reason is None else reason.format(got=_shown(first["input"]), **first.get("ctx", {}))
     if first["type"] == "missing" and (near := get_close_matches(path, unknown, 1)):

@@ -1,11 +1,13 @@
-"""A conversation in OpenAI's form, made into what chat templates expect.
+"""A conversation in OpenAI's form, checked.
 
-Owns the models of messages. Templates want text as content, and a call's arguments as an object.
+Owns the models of messages. A message keeps the form in which it came, and the fields that are not named here: what the
+chat template reads of it is `kvstore_engine.template`'s to find out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -15,9 +17,9 @@ from kvstore_engine.server.body import Text
 MAX_MESSAGES = 4096
 
 
-def _joined(content: Any) -> Any:
-    """A text, or a list of text parts as one."""
-    if isinstance(content, str):
+def _content(content: Any) -> Any:
+    """Return a text, a list of text parts, or None."""
+    if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("must be a string or a list of text parts")
@@ -26,15 +28,25 @@ def _joined(content: Any) -> Any:
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("must have a text in each part")
-    return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _arguments(value: Any) -> Any:
-    """From JSON text, as OpenAI's API has it; what is no text is the value itself."""
+    """Return JSON text, as OpenAI's API has it, or the value itself. ValueError for another text."""
     try:
-        return json.loads(value or "{}") if isinstance(value, str) else value or {}
+        if isinstance(value, str) and value:
+            json.loads(value, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
-        raise ValueError("must be JSON") from None
+        raise ValueError("must be JSON with finite numbers") from None
+    return value or {}
+
+
+def _finite(text: str) -> float:
+    """Return the number, which a template is to print again. ValueError for one that no float holds."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 class CalledFunction(BaseModel):
@@ -46,39 +58,31 @@ class MadeCall(BaseModel):
     id: Any = None
     function: CalledFunction
 
+    def for_template(self) -> dict[str, object]:
+        named = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**named, "type": "function", "function": function}
+
 
 class Message(BaseModel):
-    """One message. Fields that templates do not read are ignored."""
+    """One message. Templates may read fields that OpenAI's API does not have, such as `reasoning_content`."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, BeforeValidator(_joined)] | None = None
+    content: Annotated[Any, BeforeValidator(_content)] = None
     tool_calls: list[MadeCall] | None = None
-    name: Any = None
-    tool_call_id: Any = None
 
     @model_validator(mode="after")
     def _combine(self) -> Message:
-        if self.tool_calls is not None and self.role != "assistant":
+        if self.tool_calls and self.role != "assistant":
             raise ValueError("must be an assistant's, since it has tool_calls")
         if self.content is None and not self.tool_calls:
             raise ValueError("needs a content: a string or a list of text parts")
         return self
 
     def for_template(self) -> dict[str, object]:
-        role = "system" if self.role == "developer" else self.role
-        read: dict[str, object] = {"role": role, "content": self.content or ""}
+        read: dict[str, object] = {"role": self.role, "content": self.content}
         if self.tool_calls:
-            read["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        for name in ("name", "tool_call_id"):
-            if isinstance(value := getattr(self, name), str):
-                read[name] = value
-        return read
+            read["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return read | {name: value for name, value in (self.model_extra or {}).items() if value is not None}

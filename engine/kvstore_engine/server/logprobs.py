@@ -22,15 +22,10 @@ def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
     }
 
 
-def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offset: int) -> dict[str, Any]:
-    """A completion's `logprobs`; `offset` is where the first token's text begins in the answer."""
-    texts = [_text(tokenizer, event.token) for event in events]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offsets: list[int]) -> dict[str, Any]:
+    """A completion's `logprobs`; `offsets`: for each event the place in the text of the character it belongs to."""
     return {
-        "tokens": texts,
+        "tokens": [_text(tokenizer, event.token) for event in events],
         "token_logprobs": [_floored(event.logprob) for event in events],
         "top_logprobs": [_top(tokenizer, event) for event in events],
         "text_offset": offsets,
@@ -51,7 +46,12 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str,
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.piece(token).decode(errors="replace")
+    """A part of a character is written by its bytes, as in OpenAI's API: else parts would look the same."""
+    piece = tokenizer.piece(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _floored(logprob: float | None) -> float:

@@ -17,19 +17,23 @@ from kvstore_engine.batching import BeamSettings, Event, Finished, Request, Requ
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
-from kvstore_engine.server.tools import next_step
+from kvstore_engine.server.one_call import OneCall
+from kvstore_engine.server.tools import Turn, next_step
 from kvstore_engine.tokenizer import Tokenizer
 
 Refusal = Literal["usage", "overloaded", "failed"]
 Failure = Literal["usage", "operation", "changed"]  # of the scheduler; "changed": no other will do better
-Turn = Literal["unknown", "person", "tool"]
 _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings`, and `turn`, who
-    speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person."""
+    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings` and two more.
+
+    one_call: the answer ends with its first tool call.
+    turn:     who speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person;
+              "tool_after_thought": the same, where the prompt has opened a thought.
+    """
 
     id: str
     tokens: Int32Array
@@ -44,6 +48,7 @@ class Ask:
     tenant: str = ""
     priority: int = 0
     turn: Turn = "unknown"
+    one_call: bool = False
 
     def header(self) -> Header:
         fields: Header = {"op": "add", "id": self.id, "max_tokens": self.max_tokens, "n": self.n}
@@ -51,12 +56,16 @@ class Ask:
         fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
         fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
         fields |= {"beams": asdict(self.beams) if self.beams else None}
-        return fields | {"tenant": self.tenant, "priority": self.priority, "turn": self.turn}
+        fields |= {"tenant": self.tenant, "priority": self.priority}
+        return fields | {"turn": self.turn, "one_call": self.one_call}
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
     """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
     grammar, beams, turn = header["grammar"], header["beams"], header["turn"]
+    constraint = constrainer.constraint(Grammar(**grammar)) if grammar else None
+    if header["one_call"]:
+        constraint = partial(OneCall, tokenizer, turn, constraint)
     settings = RequestSettings(
         max_tokens=header["max_tokens"],
         sampling=SamplingSettings(**header["sampling"]),
@@ -64,9 +73,9 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
         stop=tuple(header["stop"]),
         ignore_end=header["ignore_end"],
         logprobs=header["logprobs"],
-        constraint=constrainer.constraint(Grammar(**grammar)) if grammar else None,
+        constraint=constraint,
         beams=BeamSettings(**beams) if beams else None,
-        next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn == "tool"),
+        next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn),
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 

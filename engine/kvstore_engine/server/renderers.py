@@ -16,6 +16,7 @@ from kvstore_engine.server.answers import finish_reason
 from kvstore_engine.server.logprobs import chat_entry, completion_entries
 from kvstore_engine.server.service import ServedModel
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
+from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 
 Json = dict[str, Any]
 
@@ -58,8 +59,10 @@ class Renderer(ABC):
 @dataclass(slots=True)
 class _Completion:
     pieces: list[str]
+    places: StreamingDetokenizer
+    echoed: int = 0  # characters
     tokens: list[Token] = field(default_factory=list)
-    offset: int = 0
+    offsets: list[int] = field(default_factory=list)
     reason: str | None = None
 
 
@@ -71,7 +74,9 @@ class CompletionRenderer(Renderer):
 
     def __init__(self, model: ServedModel, echoes: list[str], *, with_logprobs: bool) -> None:
         super().__init__(model, with_logprobs=with_logprobs)
-        self._choices = [_Completion([echo] if echo else [], offset=len(echo)) for echo in echoes]
+        self._choices = [
+            _Completion([echo] if echo else [], model.tokenizer.stream(continues=True), len(echo)) for echo in echoes
+        ]
 
     def opening(self, index: int) -> Json | None:
         pieces = self._choices[index].pieces
@@ -86,16 +91,16 @@ class CompletionRenderer(Renderer):
             return [self._piece(index, event.text, None, choice.reason)]
         logprobs = None
         if self.with_logprobs:
-            logprobs = completion_entries(self.model.tokenizer, [event], choice.offset)
-            choice.offset += len(logprobs["tokens"][0])
             choice.tokens.append(event)
+            choice.offsets.append(choice.echoed + choice.places.place(event.token))
+            logprobs = completion_entries(self.model.tokenizer, [event], choice.offsets[-1:])
         return [self._piece(index, event.text, logprobs, None)] if event.text or logprobs else []
 
     def choice(self, index: int) -> Json:
         choice, logprobs = self._choices[index], None
         text = "".join(choice.pieces)
         if self.with_logprobs:
-            logprobs = completion_entries(self.model.tokenizer, choice.tokens, 0)
+            logprobs = completion_entries(self.model.tokenizer, choice.tokens, choice.offsets)
         return self._piece(index, text, logprobs, choice.reason)
 
     def _piece(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
@@ -112,14 +117,18 @@ class _Message:
 
 
 class ChatRenderer(Renderer):
-    """`reads_calls`: the caller offered tools, and this model's way to call them is known."""
+    """`reads_calls`: the caller offered tools, and this model's way to call them is known. `in_thought`: the prompt has
+    opened a thought, in which the answer begins."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool) -> None:
+    def __init__(
+        self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool, in_thought: bool = False
+    ) -> None:
         super().__init__(model, with_logprobs=with_logprobs)
-        self._messages = [_Message(reader=ToolCallReader() if reads_calls else None) for _ in range(count)]
+        readers = [ToolCallReader(in_thought) if reads_calls else None for _ in range(count)]
+        self._messages = [_Message(reader=reader) for reader in readers]
 
     def opening(self, index: int) -> Json | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)

@@ -6,7 +6,9 @@ Owns the tokenizer and the chat template of one model, and the name that clients
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,18 +47,16 @@ class ServedModel:
         with GGUFFile.open(path) as file:
             config = ModelConfig.from_gguf(file)
             tokenizer = Tokenizer.from_metadata(file.metadata)
-            source = file.metadata.get("tokenizer.chat_template")
-            vocabulary = tokenizer.vocabulary
-            bos, eos = (
-                "" if token is None else vocabulary.tokens[token] for token in (vocabulary.bos_id, vocabulary.eos_id)
-            )
             try:
-                template = ChatTemplate.from_metadata(file.metadata, bos, eos)
+                template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
             except TemplateError:
                 template = None
-        calls_tools = isinstance(source, str) and tools.understands(source)
+        if template is not None:
+            with contextlib.suppress(TemplateError):  # each chat is told
+                template.prepare()
+        calls_tools = template is not None and tools.understands(template.tool_source)
         others = frozenset({name, file.path.stem, *aliases})
-        longest = max(len(tokenizer.piece(token)) for token in range(len(vocabulary.tokens)))
+        longest = max(len(tokenizer.piece(token)) for token in range(len(tokenizer.vocabulary.tokens)))
         return cls(
             name, others, tokenizer, template, config.vocabulary, calls_tools, tools.CallMarks.of(tokenizer), longest
         )
@@ -89,14 +89,30 @@ class ServedModel:
         """One token as a text by itself; half a character becomes U+FFFD."""
         return self.tokenizer.piece(token).decode(errors="replace")
 
-    def render(self, messages: list[dict[str, object]], tools: list[dict[str, object]] | None) -> str:
-        """The prompt of a conversation. ApiError if the model has no template, or it refuses the messages."""
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        tools: list[dict[str, object]] | None,
+        variables: Mapping[str, object],
+        effort: object = None,
+    ) -> str:
+        """Return the prompt of a conversation.
+
+        ApiError if the model has no template, or one that refuses the messages, leaves out what they say, or does not
+        read one of `variables`. `effort` is the request's `reasoning_effort`, for templates that read it.
+        """
         if self.template is None:
             raise invalid("this model has no chat template: use /v1/completions", "messages")
         try:
-            return self.template.render(messages, tools=tools)
+            for name in variables:
+                if not self.template.reads(name, with_tools=bool(tools)):
+                    why = f"chat_template_kwargs.{name} is not read by the model's chat template, or not to be set"
+                    raise TemplateError(why, "chat_template_kwargs")
+            if effort is not None and self.template.reads("reasoning_effort", with_tools=bool(tools)):
+                variables = {"reasoning_effort": effort, **variables}
+            return self.template.render(messages, tools=tools, variables=variables)
         except TemplateError as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error), param=error.param) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.api_errors import invalid, too_long
 from kvstore_engine.server.body import Flag, Integer, Number, Text, not_supported, unsupported
 from kvstore_engine.server.frames import Int32Array
+from kvstore_engine.server.grammars import ResponseFormat
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.service import Service
@@ -44,7 +45,7 @@ def _early_stopping(value: Any) -> Any:
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     include_usage: Flag | None = None
-    include_obfuscation: Any = None  # without effect
+    include_obfuscation: Annotated[Any, unsupported("chunks are as long as their text", False)] = None
 
 
 class SharedBody(BaseModel):
@@ -65,7 +66,7 @@ class SharedBody(BaseModel):
     stop: Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] = []
     ignore_eos: Flag = False
     priority: Annotated[Integer, Field(ge=-_MOST_TOKENS, le=_MOST_TOKENS)] | None = None
-    response_format: dict[str, Any] = {}
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] = {}
 
     use_beam_search: Flag = False
@@ -78,16 +79,20 @@ class SharedBody(BaseModel):
     logit_bias: Annotated[Any, unsupported("constrain the answer with response_format instead", {})] = None
     store: Annotated[Any, unsupported("nothing is kept of a request", False)] = None
 
+    service_tier: Annotated[Any, unsupported("there is one; priority orders requests", "auto", "default")] = None
+    min_p: Annotated[Any, unsupported("temperature, top_k and top_p choose", 0)] = None
+    repetition_penalty: Annotated[Any, unsupported("this engine samples without penalties", 1)] = None
+    min_tokens: Annotated[Any, unsupported("an answer ends where the model ends it; ignore_eos never ends it", 0)] = (
+        None
+    )
+    skip_special_tokens: Annotated[Any, unsupported("control tokens are never shown", True)] = None
+
     # These change no answer.
     user: Any = None
     metadata: Any = None
-    service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
-    verbosity: Any = None
-    reasoning_effort: Any = None
 
     @model_validator(mode="after")
     def _combine(self) -> SharedBody:
@@ -151,7 +156,8 @@ class SharedBody(BaseModel):
         if count >= context:
             raise too_long(count, context, param)
         room = context - count + 1  # the last token of an answer is never computed
-        wanted = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        asked = [most for most in (self.max_completion_tokens, self.max_tokens) if most is not None]
+        wanted = min(asked) if asked else default_max_tokens
         return Ask(
             id=request_id,
             tokens=tokens,

@@ -2,7 +2,8 @@
 
 Owns one format, the `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of the Hermes models, which Qwen and
 many others use. A model's chat template shows whether it writes it. Text in any other format stays content.
-Invariant: every character of an answer is content or part of a call that could be read.
+Invariants: every character of an answer is content or part of a call that was read, however the text was cut into
+pieces; a call's arguments are the characters that the model wrote.
 """
 
 from __future__ import annotations
@@ -11,14 +12,26 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from kvstore_engine.constrain import JSON_OPTIONS, special_token
+from kvstore_engine.constrain import special_token
 from kvstore_engine.restore.session import NextStep
+from kvstore_engine.server.json_text import SPACE, JsonObject, end_of
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+Turn = Literal["unknown", "person", "tool", "tool_after_thought"]
+_FOREIGN = ("<function=", "<arg_key>")  # of formats with the same marks and other text between them
+_MEMBERS: tuple[set[str], ...] = (
+    set(),
+    {"name"},
+    {"arguments"},
+    {"parameters"},
+    {"name", "arguments"},
+    {"name", "parameters"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,80 +51,139 @@ class ToolCall:
 class CallMarks:
     """How the marks around a call stand in a grammar: as special tokens, where the vocabulary has such, or as text.
 
-    `unseen`: those of them that leave no trace in an answer's text, with what they stand for.
+    `unseen`: the marks, those of a thought too, that leave no trace in an answer's text, with what they stand for.
+    `thoughts`: how those marks of a thought stand in a grammar that are special tokens.
     """
 
     opening: str
     closing: str
     unseen: dict[int, str]
+    thoughts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallMarks:
-        tokens = {mark: special_token(tokenizer, mark) for mark in (OPENING, CLOSING)}
-        opening, closing = (json.dumps(mark) if token is None else f"<[{token}]>" for mark, token in tokens.items())
+        tokens = {mark: special_token(tokenizer, mark) for mark in (OPENING, CLOSING, THOUGHT, THOUGHT_END)}
+        opening, closing = (
+            json.dumps(mark) if tokens[mark] is None else f"<[{tokens[mark]}]>" for mark in (OPENING, CLOSING)
+        )
         kinds = tokenizer.vocabulary.kinds
         unseen = {token: mark for mark, token in tokens.items() if token is not None and kinds[token] == CONTROL}
-        return cls(opening, closing, unseen)
+        thoughts = (tokens[mark] for mark in (THOUGHT, THOUGHT_END))
+        return cls(opening, closing, unseen, tuple(f"<[{token}]>" for token in thoughts if token is not None))
 
 
 def understands(template: str) -> bool:
-    """Does a model with this chat template write calls that we can read?"""
-    return OPENING in template
+    """Return whether a model with this chat template writes calls that `ToolCallReader` reads."""
+    return OPENING in template and not any(mark in template for mark in _FOREIGN)
 
 
 class ToolCallReader:
-    """Reads one answer as it comes; holds back what may be the beginning of a call."""
+    """Reads one answer as it comes, and holds back what may still become a call or a mark.
 
-    def __init__(self) -> None:
+    Content is every character of the answer outside of calls. Where that is white space alone, beside calls, it
+    separates them and is dropped. A mark that no call follows is content, and so is all that stands in a thought: one
+    that the answer begins with, or that the prompt has opened (`in_thought`).
+    """
+
+    def __init__(self, in_thought: bool = False) -> None:
         self._held = ""
+        self._place: Literal["begin", "thought", "text", "call"] = "thought" if in_thought else "begin"
+        self._object = JsonObject()
+        self._found: list[str | ToolCall] = []
+        self._blank = ""  # white space before any other content
+        self._has_content = False
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
         """What has become certain: content (never empty) and calls, in order."""
         self._held += text
-        found: list[str | ToolCall] = []
-        while True:
-            before, opening, after = self._held.partition(OPENING)
-            if not opening:
-                keep = _overlap(self._held)
-                self._content(found, self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
-                return found
-            inside, closing, rest = after.partition(CLOSING)
-            if not closing:
-                self._content(found, before)
-                self._held = opening + after
-                return found
-            self._content(found, before)
-            call = _read(inside)
-            if call is None:
-                self._content(found, opening + inside + closing)
-            else:
-                self.calls += 1
-                found.append(call)
-            self._held = rest
+        while self._advance():
+            pass
+        found, self._found = self._found, []
+        return found
 
     def finish(self) -> list[str | ToolCall]:
         """The rest, when no more text comes: a call that was cut off is content, unless only its end is missing."""
-        held, self._held = self._held, ""
-        found: list[str | ToolCall] = []
-        if held.startswith(OPENING) and (call := _read(held.removeprefix(OPENING))):
-            self.calls += 1
-            found.append(call)
-        else:
-            self._content(found, held)
+        while self._place == "call":
+            if self._object.state != "whole" or not self._take_call(len(self._held)):
+                self._give_up()
+            while self._advance():
+                pass
+        self._content(self._held)
+        self._held = ""
+        if not self.calls and self._blank:
+            self._found.append(self._blank)
+        found, self._found = self._found, []
         return found
 
-    def _content(self, found: list[str | ToolCall], text: str) -> None:
-        # The white space that separates calls is not an answer.
-        if text.strip() or (text and not self.calls):
-            found.append(text)
+    def _advance(self) -> bool:
+        """Pass what is certain; False where that needs more text."""
+        if self._place == "begin":
+            begin = self._held.lstrip()
+            if begin != THOUGHT and THOUGHT.startswith(begin):
+                return False
+            self._place = "thought" if begin.startswith(THOUGHT) else "text"
+            return True
+        if self._place == "call":
+            return self._follow_call()
+        mark = THOUGHT_END if self._place == "thought" else OPENING
+        before, found, after = self._held.partition(mark)
+        if not found:
+            keep = _overlap(self._held, mark)
+            self._content(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        if self._place == "thought":
+            self._content(before + mark)
+            self._held, self._place = after, "begin"
+        else:
+            self._content(before)
+            self._held, self._place, self._object = after, "call", JsonObject()
+        return True
+
+    def _follow_call(self) -> bool:
+        state = self._object.follow(self._held)
+        if state == "wrong" or not _may_be_call(self._object.names):
+            self._give_up()
+            return True
+        if state == "open":
+            return False
+        close = end_of(SPACE, self._held, self._object.end)
+        rest = self._held[close : close + len(CLOSING)]
+        if rest != CLOSING and CLOSING.startswith(rest):
+            return False
+        if rest != CLOSING or not self._take_call(close + len(CLOSING)):
+            self._give_up()
+        return True
+
+    def _take_call(self, end: int) -> bool:
+        """The held text up to `end` is a call; False where its object names no function."""
+        call = _call_of(self._held, self._object)
+        if call is None:
+            return False
+        self.calls += 1
+        self._found.append(call)
+        self._held, self._place = self._held[end:], "begin"
+        return True
+
+    def _give_up(self) -> None:
+        """No call follows the mark, which is content; what stands behind it is read again."""
+        self._content(OPENING)
+        self._place = "text"
+
+    def _content(self, text: str) -> None:
+        if not self._has_content:
+            text = self._blank + text
+            self._has_content = bool(text.strip())
+            self._blank = "" if self._has_content else text
+        if text and self._has_content:
+            self._found.append(text)
 
 
-def next_step(tokenizer: Tokenizer, reads_calls: bool, answer: Sequence[int]) -> NextStep:
-    """What follows an answer that has ended by itself: a tool, if it calls one that can be read, else a person."""
-    if reads_calls:
-        reader = ToolCallReader()
+def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextStep:
+    """Return what follows an answer that has ended by itself: a tool, if it calls one that can be read; a person."""
+    if turn != "person":
+        reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         reader.push(tokenizer.decode(answer, special=True))
         reader.finish()
         if reader.calls:
@@ -119,34 +191,24 @@ def next_step(tokenizer: Tokenizer, reads_calls: bool, answer: Sequence[int]) ->
     return "end_of_turn"
 
 
-def _read(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+def _may_be_call(names: Sequence[str]) -> bool:
+    """Return whether an object with members of these names, as they are written, calls a function. One with others does
+    not: they would be lost."""
+    read = [json.loads(name) for name in names]
+    return len(set(read)) == len(read) and set(read) in _MEMBERS
+
+
+def _call_of(text: str, read: JsonObject) -> ToolCall | None:
+    members = {json.loads(name): text[begin:end] for name, (begin, end) in zip(read.names, read.values, strict=True)}
+    name = json.loads(members.pop("name", "null"))
+    if not isinstance(name, str):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(call["name"], arguments, f"call_{uuid.uuid4().hex[:24]}")
+    arguments = next(iter(members.values()), "{}")
+    if arguments.startswith('"'):  # some models write JSON text in a string
+        arguments = json.loads(arguments)
+    return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
 
 
-def _overlap(text: str) -> int:
-    """How many of the last characters may be the beginning of the opening mark."""
-    return next(
-        (size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if OPENING.startswith(text[-size:])), 0
-    )
-
-
-def call_grammar(functions: list[dict[str, Any]], marks: CallMarks) -> str:
-    """A grammar (Lark's syntax, as llguidance reads it) of exactly one call of one of `functions`."""
-    rules = []
-    for number, function in enumerate(functions):
-        name = json.dumps(function["name"], ensure_ascii=False)
-        opening = json.dumps(f'{{"name":{name},"arguments":', ensure_ascii=False)
-        # Each schema stands by itself: what it refers to by "#/$defs/..." is in it.
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_OPTIONS}
-        rules += [f'call{number}: {opening} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
-    calls = " | ".join(f"call{number}" for number in range(len(functions)))
-    return "\n".join([f'start: {marks.opening} "\\n" ({calls}) "\\n" {marks.closing}', *rules, ""])
+def _overlap(text: str, mark: str) -> int:
+    """Return how many of the last characters may be the beginning of `mark`."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)

@@ -19,14 +19,34 @@ class StreamingDetokenizer:
         self._piece = piece
         self._strip = strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is still incomplete."""
+        return self._decoded(self._next(token_id))
+
+    def place(self, token_id: int) -> int:
+        """Push `token_id`, and return the index in the whole text of the character that its first byte belongs to."""
+        piece = self._next(token_id)
+        if not piece:
+            return self._characters
+        self._decoded(piece[:1])
+        is_complete = not self._decoder.getstate()[0]
+        place = self._characters - is_complete
+        self._decoded(piece[1:])
+        return place
+
+    def _next(self, token_id: int) -> bytes:
         piece = self._piece(token_id)
         if self._strip:
             piece = piece.removeprefix(b" ")
             self._strip = False
-        return self._decoder.decode(piece)
+        return piece
+
+    def _decoded(self, piece: bytes) -> str:
+        text = self._decoder.decode(piece)
+        self._characters += len(text)
+        return text
 
     def finish(self) -> str:
         """What is left when no more tokens come: U+FFFD for an incomplete character, else nothing."""

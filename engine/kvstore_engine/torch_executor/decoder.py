@@ -86,5 +86,6 @@ class Decoder:
             logits = torch.mm(rows, output.weight.t(), out_dtype=torch.float32)
         if output.bias is not None:
             logits = logits + output.bias
+        logits = logits[:, : self._model.config.vocabulary]
         cap = self._model.config.output_softcap
         return cap * torch.tanh(logits / cap) if cap else logits

@@ -152,7 +152,7 @@ class TorchModel:
 def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
     """Memory of the weights on `device`."""
     elements = sum(int(np.prod(info.shape)) for info in file.tensors.values())
-    output = config.width * config.vocabulary
+    output = config.width * (config.vocabulary + config.padding)
     if device.is_cuda:
         return 2 * elements
     return 2 * elements + (4 * output if config.tied_embeddings else 2 * output)

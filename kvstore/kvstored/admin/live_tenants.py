@@ -48,13 +48,13 @@ class LiveTenants:
     def relist(self, config: Config) -> None:
         """Let the tenants be those of `config`. Raises ConfigError where that cannot be written down."""
         tenants = self._tenants
-        former = tenants.listed, tenants.default
+        former, with_tokens = (tenants.listed, tenants.default), names_in(config.unary.tokens_in_use)
         tenants.relist(config.tenants, config.tenant_default)
         try:
-            follow_users(tenants, self._residency, names_in(config.unary.tokens_in_use))
+            follow_users(tenants, self._residency, with_tokens)
         except OSError as error:
             tenants.relist(*former)
-            raise ConfigError(f"the tenants' names cannot be written down: {error.strerror}") from None
+            raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
         left = self._handshake.hang_up(self._is_another_now)
         if left:

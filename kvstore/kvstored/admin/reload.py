@@ -133,6 +133,7 @@ def _shown_tenant(section: TenantSection) -> str:
         "gids": " ".join(map(str, section.gids)),
         "durability": section.durability,
         "remote": section.remote,
+        "unmapped": "true" if section.unmapped else "",
         "put_in_place": "" if section.put_in_place is None else str(section.put_in_place).lower(),
     }
     words = ", ".join(f"{key} {value}" for key, value in said.items() if value)

@@ -18,6 +18,7 @@ from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
 from kvstored.clients.tenants.reach import Stored
+from kvstored.config import ConfigError
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,11 @@ class RenameTenant:
                 ErrorKind.FORBIDDEN,
                 f"{new} does not list uid {uid}, who stored these blocks: add it to uids of {new} and restart first",
             )
-        if old in self._with_tokens():
+        try:
+            with_tokens = self._with_tokens()
+        except ConfigError as error:
+            raise KVStoreError(ErrorKind.UNAVAILABLE, str(error)) from None
+        if old in with_tokens:
             raise KVStoreError(
                 ErrorKind.INVALID, f"unary.tokens_file has tokens for {old!r}: write {new!r} there and restart first"
             )
@@ -108,6 +113,8 @@ class RenameTenant:
         try:
             await asyncio.to_thread(keyring.write, identities)
         except OSError as error:
-            raise KVStoreError(ErrorKind.UNAVAILABLE, f"it cannot be written down: {error.strerror}") from None
+            raise KVStoreError(
+                ErrorKind.UNAVAILABLE, f"{keyring.path} cannot be written ({error.strerror}): make room there"
+            ) from None
         keyring.adopt(identities)
         self._tenants.refresh()

@@ -51,7 +51,7 @@ class Sampler:
         for name, level in (
             ("clients", len(parts.sessions)),
             ("blocks", len(parts.residency)),
-            ("leases", len(parts.leases)),
+            ("leases", parts.leases.live),
             ("limbo_bytes", parts.leases.limbo_bytes()),
             ("rss_bytes", resident_bytes()),
         ):

@@ -26,6 +26,7 @@ from kvstored.store.policies import Policy, ResidencyClass
 from kvstored.store.transfer.link import Mover
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
+from kvstored.unsaved import Unsaved
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Parts:
     flows: Flows
     modes: DegradedModes
     endurance: EnduranceAccount
+    unsaved: Unsaved
 
 
 class Views:
@@ -81,7 +83,7 @@ class Views:
             rss_bytes=resident_bytes(),
             clients=len(parts.sessions),
             blocks=len(parts.residency),
-            leases=len(parts.leases),
+            leases=parts.leases.live,
             limbo_bytes=parts.leases.limbo_bytes(),
             prefault_done_bytes=done_bytes,
             prefault_total_bytes=total_bytes,
@@ -91,6 +93,8 @@ class Views:
                 *parts.modes.sentences(),
                 *self._other_tier_messages(),
                 *out_of_reach(parts.tenants, parts.residency),
+                *parts.unsaved.sentences(),
+                *parts.sessions.containers.sentences(),
             ],
         )
         for item in parts.modes.all():

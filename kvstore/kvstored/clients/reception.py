@@ -70,6 +70,7 @@ class Reception:
         self._tiers_on = tiers_on
         self._returning = returning
         self._epoch = os.urandom(16)
+        self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
         """Open a session; the answer and the staging descriptor to send, if any."""
@@ -77,7 +78,10 @@ class Reception:
             session = self._open(peer, hello)
         except KVStoreError as error:
             self._counters.add("sessions_refused")
-            log.info("refused pid %d uid %d: %s", peer.pid, peer.uid, error.message)
+            is_news = (peer.has_no_uid or peer.has_no_gid) and not self._warned_of_unmapped
+            self._warned_of_unmapped |= is_news
+            level = logging.WARNING if is_news else logging.INFO
+            log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
             raise
         limits, staging, returning = self._config.limits, session.staging, self._returning
         welcome = hs.Welcome(

@@ -35,9 +35,7 @@ class SessionFactory:
         """Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
-            raise KVStoreError(
-                ErrorKind.FORBIDDEN, f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
-            )
+            raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
     def open(self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int) -> Session:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstored.clients.containers import SeenContainers
 from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.store.operations.client import Client
@@ -20,13 +21,14 @@ class Session(Client):
     """`staging` is None for a client that only reads, and for a unary call. `loan` is the number under which the client
     may store from its staging, 0 before it has asked; what was asked for under an earlier number is void."""
 
-    token: bytes
+    token: bytes = field(repr=False)  # who has it is this session's client on data.sock
     peer: Peer
     tenant: Tenant
     staging: Staging | None
     give_back_staging: Callable[[int], None]
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
+    is_over_leases: bool = False  # once it was, which is logged
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
@@ -42,6 +44,7 @@ class SessionTable:
 
     def __init__(self, last_session_id: int = 0) -> None:
         self._by_token: dict[bytes, Session] = {}
+        self.containers = SeenContainers()
         self._last_session_id = last_session_id
 
     def __len__(self) -> int:
@@ -59,6 +62,7 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         self._by_token[session.token] = session
+        self.containers.note(session.tenant.name, session.peer.uid, session.peer.cgroup)
 
     def close(self, session: Session) -> None:
         """Forget the session and run what was attached to its end. Idempotent."""

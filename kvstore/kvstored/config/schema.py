@@ -146,6 +146,7 @@ class TenantSection:
     durability: str = ""
     put_in_place: bool | None = None  # None: as [put] says
     remote: str = ""  # "": as the tier says
+    unmapped: bool = False  # whether users that the daemon's user namespace does not map are this tenant
 
 
 class Written(NamedTuple):

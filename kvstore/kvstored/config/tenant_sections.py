@@ -9,7 +9,9 @@ from kvstore_console.units import parse_size
 from kvstored.config.mistakes import ConfigError, did_you_mean
 from kvstored.config.schema import Config, TenantSection
 
-_TENANT_KEYS = {"name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote"}
+_TENANT_KEYS = {
+    "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
+}  # fmt: skip
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
 
@@ -49,9 +51,12 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 entry.get("durability", ""),
                 _flag(entry, "put_in_place"),
                 entry.get("remote", ""),
+                bool(_flag(entry, "unmapped")),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
+        if found[name].unmapped and owners.setdefault("unmapped", name) != name:
+            raise ConfigError(f"tenant {name}: unmapped users are tenant {owners['unmapped']} already")
     return tuple(found.values())
 
 

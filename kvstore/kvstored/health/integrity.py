@@ -19,6 +19,7 @@ from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.orphans import find, none_of, snapshot
+from kvstored.unsaved import Unsaved
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 ORPHANS_S = 1.0  # how soon after a block was taken by force its descendants are the first to leave
@@ -37,12 +38,13 @@ class IntegrityReport:
 class Integrity:
     """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
-    def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
+    def __init__(self, store: Store, is_idle: Callable[[], bool], unsaved: Unsaved | None = None) -> None:
         self._store = store
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
         self.scrubber = self._make_scrubber()
         if self.scrubber is not None:
+            self.scrubber.unsaved = unsaved or self.scrubber.unsaved
             self.report.scrub = self.scrubber.report
         self.device_scrubber = self._make_device_scrubber()
         self.books = InvariantChecker(store, is_idle)

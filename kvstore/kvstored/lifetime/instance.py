@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
 from pathlib import Path
 
+from kvstore_proto.state_identity import SECRET_FILE
 from kvstore_tiers.nvme.directory import make_directory
+from kvstore_tiers.nvme.lock_file import lock_directory, open_lock, read_holder, write_holder
+from kvstored.clients.tenants import ourselves
+
+log = logging.getLogger(__name__)
 
 
 class StateDirectoryError(Exception):
@@ -34,7 +40,12 @@ def who_else_can_change(directory: Path) -> str | None:
 
 
 def make_state_dir(path: Path) -> None:
-    """Raises StateDirectoryError."""
+    """Make it, if need be, where it is ours alone. Raises StateDirectoryError."""
+    if ourselves().has_no_uid:
+        raise StateDirectoryError(
+            f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map: others' files "
+            "and callers look like the daemon's own: run it as a user that the namespace maps to another uid"
+        )
     try:
         make_directory(path)
     except OSError as error:
@@ -43,30 +54,36 @@ def make_state_dir(path: Path) -> None:
         ) from None
     if (others := who_else_can_change(path)) is not None:
         raise StateDirectoryError(f"state directory {path} {others}: with the secret in it, blocks and keys are theirs")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise StateDirectoryError(f"state directory {path} is not writable by uid {os.geteuid()}")
+    if not os.access(path, os.W_OK | os.X_OK) and not (path / SECRET_FILE).exists():
+        raise StateDirectoryError(
+            f"state directory {path} is not writable by uid {os.geteuid()}, and there is no secret in it yet: let this "
+            "user write there (is the file system read-only?), or set daemon.state_dir to another place"
+        )
 
 
 class InstanceLock:
     """Held from construction to `release`."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd, self._directory = open_lock(state_dir), -1
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not stat.S_ISDIR(os.fstat(self._fd).st_mode):
+                self._directory = lock_directory(state_dir)
         except BlockingIOError:
-            written = os.pread(self._fd, 32, 0).strip()
+            written = read_holder(self._fd)
             os.close(self._fd)
             holder = f"pid {int(written)}" if written.isdigit() else "whose pid is not known"
             raise AlreadyRunning(
                 f"{state_dir} is in use by another kvstored, {holder}; stop it or choose another daemon.state_dir"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        if not write_holder(self._fd):
+            log.warning("%s/lock cannot be written: a second daemon is refused without our pid", state_dir)
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        for descriptor in (self._directory, self._fd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 class FreshDirectories:

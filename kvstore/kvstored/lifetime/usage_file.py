@@ -24,13 +24,14 @@ from numpy.lib import format as npy
 from kvstore_predictor.base import Array, Piece
 from kvstore_predictor.pieces import within
 from kvstore_tiers.base import Slot, Tier
-from kvstored.clients.tenants.private_file import private_file
+from kvstore_tiers.replaced_file import replaced_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, apply, collect
 from kvstored.store.policies import Origin, Policy
 from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
+from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 FILE = "usage.npz"
@@ -48,8 +49,9 @@ _QUARANTINED = np.dtype([*((name, "<u8") for name in Slot._fields), ("why", f"S{
 class UsageFile:
     """Keeps the file of one daemon. `restore`, then make policies, then `follow` them, then `run`."""
 
-    def __init__(self, state_dir: Path, residency: Residency, clock: Clock) -> None:
+    def __init__(self, state_dir: Path, residency: Residency, clock: Clock, unsaved: Unsaved | None = None) -> None:
         self._path = state_dir / FILE
+        self._unsaved = unsaved or Unsaved()
         self._residency = residency
         # The mapped tier's memory may outlive the daemon, the durable one does.
         self._tiers = [residency.mapped, *([residency.durable] if residency.durable >= 0 else [])]
@@ -63,7 +65,6 @@ class UsageFile:
         self._origin = Origin(np.empty(0, np.int64), 0, 0)
         self._saved_at = (-1, -1, -1)  # requests counted, changes of residency, and hints
         self._written_bytes = 0
-        self._failed = False
 
     # At the start
 
@@ -172,11 +173,10 @@ class UsageFile:
         try:
             await asyncio.to_thread(self._write, parts)
         except OSError as error:
-            if not self._failed:
-                log.warning("%s cannot be written (%s): a restart forgets how blocks were used", self._path, error)
-            self._failed = True
+            self._unsaved.failed(self._path, error, "a restart forgets how blocks were used")
             return
-        self._saved_at, self._failed = state, False
+        self._unsaved.saved(self._path)
+        self._saved_at = state
 
     def _state(self) -> tuple[int, int, int]:
         requests = self._counters["acquires"] + self._counters["stored_blocks"]
@@ -209,7 +209,7 @@ class UsageFile:
 
     def _write(self, parts: dict[str, list[Array]]) -> None:
         """As `np.savez` would, but piece by piece: a large copy would hold the GIL."""
-        with self._writing, private_file(self._path, durable=False) as file:
+        with self._writing, replaced_file(self._path, durable=False) as file:
             with zipfile.ZipFile(file, "w") as archive:
                 for name, pieces in parts.items():
                     first, count = pieces[0], sum(map(len, pieces))

@@ -112,7 +112,7 @@ class Store:
         )  # fmt: skip
         self.leases = LeaseTable(
             residency.unpin_run, self._free_leased, self._mark_retired,
-            limbo_limit_bytes=config.limits.limbo_per_tenant_bytes,
+            limbo_limit_bytes=config.limits.limbo_per_tenant_bytes, expired_limit=config.limits.leases_per_client,
         )  # fmt: skip
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
         self.exits = self._make_exits()

@@ -9,7 +9,7 @@ found at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,7 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 @dataclass(slots=True)
 class Lease:
     """`tokens` name residency rows as pinned: a block may be removed by force, its row be used again. Empty once
-    expired."""
+    expired. `continues`: granted for the same request as another one, which counts for both."""
 
     lease_id: int
     session_id: int
@@ -31,6 +31,7 @@ class Lease:
     slots: list[Slot]
     expires_ns: int
     expired: bool = False
+    continues: bool = False
 
 
 class LeaseBook(Protocol):
@@ -45,7 +46,8 @@ class LeaseTable:
     """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
     in a slot in limbo is no block any more) are those of the tiers that clients read, no two of which have a container
     of the same number. A tenant has at most `limbo_limit_bytes` in limbo by
-    eviction; what an operator drops may exceed it."""
+    eviction; what an operator drops may exceed it. Of a session that holds more than `expired_limit` expired leases the
+    oldest become one, which ends with the session: so what is kept for it is bounded by the slots there are."""
 
     def __init__(
         self,
@@ -54,11 +56,15 @@ class LeaseTable:
         mark_retired: Callable[[Slot], None] = lambda slot: None,
         *,
         limbo_limit_bytes: int = 2**63,
+        expired_limit: int = 2**63,
     ) -> None:
         self._unpin = unpin
         self._free_slot = free_slot
         self._mark_retired = mark_retired
         self._limbo_limit_bytes = limbo_limit_bytes
+        self._expired_limit = expired_limit
+        self._counted: Counter[int] = Counter()  # by session, of those that live
+        self._expired: dict[int, dict[int, Lease]] = {}  # by session and number, the oldest first
         self._book: LeaseBook | None = None
         self._leases: dict[int, Lease] = {}
         self._of_session: dict[int, set[int]] = {}
@@ -71,8 +77,14 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def live(self) -> int:
+        """Those that have not expired."""
+        return len(self._due)
+
     def count(self, session_id: int) -> int:
-        return len(self._of_session.get(session_id, ()))
+        """For how many requests a session holds leases that have not expired."""
+        return self._counted[session_id]
 
     def limbo_bytes(self, tenant: int | None = None) -> int:
         return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
@@ -81,12 +93,22 @@ class LeaseTable:
         """Bytes in limbo in those containers."""
         return sum(slot.nbytes for slot, _ in self._limbo.values() if is_here(slot.container))
 
-    def grant(self, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int) -> Lease:
+    def grant(
+        self,
+        session_id: int,
+        tenant: int,
+        tokens: list[int],
+        slots: list[Slot],
+        expires_ns: int,
+        *,
+        continues: bool = False,
+    ) -> Lease:
         """A new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
-        return self._hold(Lease(self._last_id, session_id, tenant, tokens, slots, expires_ns))
+        lease = Lease(self._last_id, session_id, tenant, tokens, slots, expires_ns, continues=continues)
+        return self._hold(lease)
 
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
@@ -112,6 +134,7 @@ class LeaseTable:
         self._leases[lease.lease_id] = lease
         self._due[lease.lease_id] = lease
         self._of_session.setdefault(session_id, set()).add(lease.lease_id)
+        self._counted[session_id] += not lease.continues
         for slot in slots:
             place = (slot.container, slot.offset)
             self._readers[place] = self._readers.get(place, 0) + 1
@@ -148,10 +171,10 @@ class LeaseTable:
             lease = next(iter(self._due.values()))
             if lease.expires_ns > now_ns:
                 break
-            del self._due[lease.lease_id]
-            lease.expired = True
-            self._unpin(lease.tokens)
-            lease.tokens = []
+            self._lapse(lease)
+            expired = self._expired[lease.session_id]
+            if len(expired) > self._expired_limit:
+                self._join(list(expired.values())[: (len(expired) + 1) // 2])
             lapsed += 1
         return lapsed
 
@@ -174,6 +197,25 @@ class LeaseTable:
         self._limbo[place] = (slot, tenant)
         self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
 
+    def _join(self, expired: list[Lease]) -> None:
+        """One lease in the place of several expired ones of a session."""
+        slots = {(slot.container, slot.offset): slot for lease in expired for slot in lease.slots}
+        first = expired[0]
+        self._lapse(self.grant(first.session_id, first.tenant, [], list(slots.values()), first.expires_ns))
+        for lease in expired:
+            self._end(lease)
+
+    def _lapse(self, lease: Lease) -> None:
+        """It lives no more: its rows may be evicted, and it does not count."""
+        del self._due[lease.lease_id]
+        lease.expired = True
+        self._unpin(lease.tokens)
+        lease.tokens = []
+        self._expired.setdefault(lease.session_id, {})[lease.lease_id] = lease
+        self._counted[lease.session_id] -= not lease.continues
+        if not self._counted[lease.session_id]:
+            del self._counted[lease.session_id]
+
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
         if self._book is not None:
@@ -183,8 +225,11 @@ class LeaseTable:
         if not owned:
             del self._of_session[lease.session_id]
         if not lease.expired:
-            del self._due[lease.lease_id]
-            self._unpin(lease.tokens)
+            self._lapse(lease)
+        expired = self._expired[lease.session_id]
+        del expired[lease.lease_id]
+        if not expired:
+            del self._expired[lease.session_id]
         for slot in lease.slots:
             place = (slot.container, slot.offset)
             self._readers[place] -= 1

@@ -63,6 +63,7 @@ COUNTERS = {
     "read_failures": "reads that a tier refused",
     "write_failures": "writes that a tier refused",
     "expired_leases": "leases that lapsed",
+    "lease_limit_refusals": "gets throttled because their client held limits.leases_per_client leases",
     "sessions_opened": "handshakes that succeeded",
     "sessions_refused": "handshakes that did not",
     "warm_blocks": "blocks in memory, DRAM or a GPU's, taken over from the daemon before",

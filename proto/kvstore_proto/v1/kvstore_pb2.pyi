@@ -785,16 +785,24 @@ class PrefetchReply(google.protobuf.message.Message):
 
     RESIDENT_BLOCKS_FIELD_NUMBER: builtins.int
     SCHEDULED_BLOCKS_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    SCHEDULED_BYTES_FIELD_NUMBER: builtins.int
     resident_blocks: builtins.int
     """already mapped"""
     scheduled_blocks: builtins.int
+    stored_blocks: builtins.int
+    """leading keys that are stored; more than the two above: a limit came first"""
+    scheduled_bytes: builtins.int
+    """payload; counts against the budget"""
     def __init__(
         self,
         *,
         resident_blocks: builtins.int = ...,
         scheduled_blocks: builtins.int = ...,
+        stored_blocks: builtins.int = ...,
+        scheduled_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["resident_blocks", b"resident_blocks", "scheduled_blocks", b"scheduled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["resident_blocks", b"resident_blocks", "scheduled_blocks", b"scheduled_blocks", "scheduled_bytes", b"scheduled_bytes", "stored_blocks", b"stored_blocks"]) -> None: ...
 
 global___PrefetchReply = PrefetchReply
 

@@ -122,7 +122,9 @@ class Chain(google.protobuf.message.Message):
     group: builtins.int
     """layer group id of the fingerprint"""
     first_block: builtins.int
-    """with token_ids or object: blocks before this one only lead to it and are not named"""
+    """cut); a tail that fills no block is left out
+    with token_ids or object: blocks before this one only lead to it and are not named
+    """
     extras: builtins.bytes
     """with token_ids: empty, or 16 bytes for each block of the prefix: digest of what"""
     keys: builtins.bytes
@@ -137,7 +139,7 @@ class Chain(google.protobuf.message.Message):
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """the whole prefix from its first token; a tail that fills no block is left out"""
+        """the whole prefix from its first token, each id an int32 (wider ones are refused, not"""
 
     def __init__(
         self,

@@ -15,13 +15,17 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
+from kvstore_tiers.nvme.lock_file import LOCK, lock_directory, open_lock, read_holder, write_holder
+from kvstore_tiers.replaced_file import remove_leftover, replace_file, sync_directory
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
@@ -38,7 +42,7 @@ class TierDirectory:
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
         self.path = Path(path)
         self.slabs = self.path / "slabs"
-        self._lock_fd = -1
+        self._lock_fd = self._own_fd = -1
         try:
             if create:
                 make_directory(self.path)
@@ -46,8 +50,9 @@ class TierDirectory:
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-                sync_directory(self.slabs)  # also for names that a killed process made and did not sync
-                sync_directory(self.path)
+                if not os.fstatvfs(self._lock_fd).f_flag & os.ST_RDONLY:
+                    sync_directory(self.slabs)  # also for names that a killed process made and did not sync
+                    sync_directory(self.path)
         except OSError as error:
             self.close()
             raise DirectoryUnusable(
@@ -60,14 +65,15 @@ class TierDirectory:
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for descriptor in {self._own_fd, self._lock_fd} - {-1}:
+            os.close(descriptor)
+        self._lock_fd = self._own_fd = -1
 
-    def identity(self) -> tuple[int, int]:
-        """Device and inode of the lock that we hold: what `lock` in this path should still be."""
-        status = os.fstat(self._lock_fd)
-        return status.st_dev, status.st_ino
+    def is_in_place(self) -> bool:
+        """Whether the lock that we hold still is what its path names. Raises OSError where there is nothing."""
+        held = os.fstat(self._lock_fd)
+        found = os.stat(self.path if stat.S_ISDIR(held.st_mode) else self.path / LOCK)
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def slab_path(self, number: int, suffix: str = "slab") -> Path:
         return slab_path(self.slabs, number, suffix)
@@ -79,7 +85,12 @@ class TierDirectory:
     def require_direct(self) -> None:
         """Raise DirectoryUnusable when the file system has no direct I/O."""
         probe = self.slabs / "probe.new"
-        probe.touch(mode=0o600)
+        try:
+            probe.touch(mode=0o600)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            return  # each slab that is there, or is made, is asked for it too
         try:
             os.close(open_direct(probe, require_direct=True)[0])
         finally:
@@ -101,13 +112,14 @@ class TierDirectory:
     def remove_unfinished(self) -> None:
         """Delete slab files that a crash left half made."""
         for number in self.numbers("new"):
-            self.slab_path(number, "new").unlink()
+            with suppress(OSError):  # the next start may have more luck; making one of that number cuts it
+                self.slab_path(number, "new").unlink()
 
     def _lock(self) -> int:
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(self.path)
         looks = 0
         while not _locked(fd, fcntl.LOCK_EX):
-            holder = os.pread(fd, 32, 0).strip()
+            holder = read_holder(fd)
             is_looked_at = _locked(fd, fcntl.LOCK_SH)  # by a scan, which keeps it for microseconds and leaves no pid
             fcntl.flock(fd, fcntl.LOCK_UN)
             if not is_looked_at or looks == _LOOKS:
@@ -115,9 +127,13 @@ class TierDirectory:
                 raise DirectoryInUse(str(self.path), int(holder) if holder.isdigit() and not is_looked_at else 0)
             looks += 1
             time.sleep(_LOOK_S)
+        try:
+            self._own_fd = fd if stat.S_ISDIR(os.fstat(fd).st_mode) else lock_directory(self.path)
+        except BlockingIOError:
+            os.close(fd)
+            raise DirectoryInUse(str(self.path), 0) from None
         self.former = LockMark.of(fd)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        write_holder(fd)
         return fd
 
     def _check_format(self, create: bool) -> None:
@@ -131,9 +147,17 @@ class TierDirectory:
             if found:
                 _LOG.warning("%s is damaged: it is written anew", path)
             self._write_format(path)
+        elif create:
+            remove_leftover(path)
 
     def _write_format(self, path: Path) -> None:
-        write_durably(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n")
+        """Where there are slabs, which say their own format, the directory is usable without."""
+        try:
+            replace_file(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n".encode())
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE or not self.numbers():
+                raise
+            _LOG.warning("%s cannot be written (%s): the next start tries again", path, error.strerror)
 
 
 def read_format(text: bytes) -> int | None:
@@ -150,16 +174,6 @@ def _locked(fd: int, how: int) -> bool:
     return True
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Make or replace a small file: after a crash it has the old content or the new one, never a part."""
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    with open(temporary, "rb") as written:
-        os.fsync(written.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
 def make_directory(path: Path) -> None:
     """Make a directory, with those above it that are missing, and make their names durable.
 
@@ -173,14 +187,15 @@ def make_directory(path: Path) -> None:
             sync_directory(ancestor)
 
 
-def open_direct(path: Path, *, require_direct: bool = False) -> tuple[int, bool]:
+def open_direct(path: Path, *, require_direct: bool = False, read_only: bool = False) -> tuple[int, bool]:
     """Open a slab for slot I/O: (descriptor, whether it is O_DIRECT).
 
     A file system without O_DIRECT (some FUSE and network ones, tmpfs before Linux 6.6) gets buffered I/O, which keeps
     a second copy of every block in the page cache; `require_direct` makes that a DirectoryUnusable instead.
     """
+    rights = os.O_RDONLY if read_only else os.O_RDWR
     try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), True
+        return os.open(path, rights | os.O_DIRECT | os.O_CLOEXEC), True
     except OSError as error:
         if not is_without_direct(error):
             raise
@@ -189,7 +204,7 @@ def open_direct(path: Path, *, require_direct: bool = False) -> tuple[int, bool]
             f"{path.parent} is on a file system without direct I/O, which the configuration requires: "
             "use a local disk, or allow buffered I/O"
         )
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC), False
+    return os.open(path, rights | os.O_CLOEXEC), False
 
 
 def is_without_direct(error: OSError) -> bool:
@@ -202,15 +217,6 @@ def allocated_bytes(path: Path) -> int:
         status = path.stat()
         return max(status.st_size, status.st_blocks * 512)
     return 0
-
-
-def sync_directory(path: Path) -> None:
-    """Make names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _MOST_BYTES = 64  # read of a file that holds a version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 
@@ -28,4 +29,4 @@ class LockMark(NamedTuple):
     @classmethod
     def of(cls, fd: int) -> LockMark:
         status = os.fstat(fd)
-        return cls(status.st_ino, status.st_mtime_ns, os.pread(fd, 32, 0))
+        return cls(status.st_ino, status.st_mtime_ns, os.pread(fd, 32, 0) if S_ISREG(status.st_mode) else b"")

@@ -67,6 +67,10 @@ class TierHealth:
             self._read_errors = 0
         return outcome
 
+    def hold_back(self, reason: str) -> None:
+        """Allow no write before a probe went well."""
+        self.state, self.message = TierState.READ_ONLY, reason
+
     def note_growth(self) -> None:
         """A slab file was made: the medium has room again."""
         with self._lock:

@@ -21,12 +21,11 @@ from kvstore_tiers.segments import AlignedBuffer, buffer_at, put_bytes
 
 def require_place(directory: TierDirectory) -> None:
     """Raise OSError when the directory is no longer the one that was opened: removed, unmounted, or replaced."""
-    held = directory.identity()
     try:
-        found = os.stat(directory.path / "lock")
+        is_in_place = directory.is_in_place()
     except FileNotFoundError:
         raise OSError(errno.ENOENT, f"{directory.path} is gone: removed, or its file system is not mounted") from None
-    if (found.st_dev, found.st_ino) != held:
+    if not is_in_place:
         raise OSError(errno.ESTALE, f"{directory.path} is another directory now than the one that was opened")
 
 

@@ -12,7 +12,7 @@ the other's slot may have been overwritten since.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ import numpy as np
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
+from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
@@ -81,7 +82,8 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
     for number in directory.numbers():
         file = SlabFile.open(directory, number, require_direct=require_direct)
         if isinstance(file, str):
-            directory.put_aside(number)
+            with suppress(OSError):  # where nothing can be written it stays, and is not looked at
+                directory.put_aside(number)
             report.damaged_slabs += 1
         else:
             files.append(file)
@@ -95,11 +97,18 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 
 
 class Recovery:
-    """One pass over the slabs that `open_slabs` opened."""
+    """One pass over the slabs that `open_slabs` opened. `owed`: why the medium could not be made what the books say;
+    then nothing may be written to it before `make_up`."""
 
     def __init__(
-        self, space: SlabSpace, seal: Seal, report: RecoveryReport, ahead: EarlyRecordScan | None = None
+        self,
+        space: SlabSpace,
+        seal: Seal,
+        report: RecoveryReport,
+        ahead: EarlyRecordScan | None = None,
     ) -> None:
+        self.owed: OSError | None = None
+        self._judged: list[ScannedSlab] = []
         self._ahead = ahead
         self._space = space
         self._seal = seal
@@ -107,9 +116,10 @@ class Recovery:
         self._origins = Origins()
 
     def run(self) -> RecoveredBlocks:
-        """Judge, repair, open the slabs for use: the blocks there are.
+        """Judge, repair, open the slabs for use: the blocks there are. Where the medium cannot be written they are the
+        same, and the repair is owed.
 
-        Raises OSError when the medium fails.
+        Raises OSError when the medium cannot be read.
         """
         judged, live = scan_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
@@ -117,13 +127,12 @@ class Recovery:
             self._report.damaged_records += one.damaged
             self._report.truncated_blocks += one.truncated
         self._drop_superseded(judged, live)
-        self._seal.remove()
-        judged = self._drop_excess(judged)
+        judged = self._withdraw_what_must_go(judged)
         if self._report.dropped_slabs or any(one.is_cut for one in judged):
             live = LiveBlocks.joined([one.live for one in judged]) if judged else LiveBlocks.room(0)
-        failpoints.hit("nvme.recover-before-repair")
-        with ThreadPoolExecutor(_REPAIR_THREADS, thread_name_prefix="nvme-repair") as threads:
-            list(threads.map(self._repair, judged))
+        self._judged = judged
+        if self.owed is None:
+            self._try(self._repair_all)
         for one in judged:
             one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.payload_bytes)
         failpoints.hit("nvme.recover-after-repair")
@@ -133,6 +142,38 @@ class Recovery:
         for one in judged:
             self._report.quarantined_slots += int(np.count_nonzero(one.states == RecordState.QUARANTINED))
         return blocks
+
+    def make_up(self) -> None:
+        """Make the medium what the books say, if that is owed. Waits for it. Raises OSError: then it still is owed."""
+        if self.owed is None:
+            return
+        for one in self._judged:
+            if one.slab.file.why_read_only is not None:
+                one.slab.file.open_to_write()
+        self._seal.remove()
+        self._repair_all()
+        self.owed = None
+
+    def _withdraw_what_must_go(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
+        """Remove the seal, and slabs beyond the capacity; the slabs that are left."""
+        self.owed = next((one.slab.file.why_read_only for one in judged if one.slab.file.why_read_only), None)
+        if self.owed is not None:
+            return judged
+        self._try(self._seal.remove)
+        return judged if self.owed is not None else self._drop_excess(judged)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            self.owed = error
+
+    def _repair_all(self) -> None:
+        failpoints.hit("nvme.recover-before-repair")
+        with ThreadPoolExecutor(_REPAIR_THREADS, thread_name_prefix="nvme-repair") as threads:
+            list(threads.map(self._repair, self._judged))
 
     def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> None:
         """Of several records with one key, keep the newest."""
@@ -158,8 +199,15 @@ class Recovery:
         if self._space.used_bytes <= self._space.capacity_bytes:
             return judged
         while kept and self._space.used_bytes > self._space.capacity_bytes:
-            slab = kept.pop(0).slab
-            slab.file.path.unlink()
+            slab = kept[0].slab
+            try:
+                slab.file.path.unlink()
+            except OSError as error:
+                if error.errno not in CANNOT_WRITE:
+                    raise
+                self.owed = error
+                break
+            kept.pop(0)
             slab.close()
             self._space.discard(slab)
             self._report.dropped_slabs += 1

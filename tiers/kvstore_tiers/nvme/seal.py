@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore_tiers.nvme.directory import sync_directory
+from kvstore_tiers.replaced_file import replace_file, sync_directory
 
 SEAL = "seal"
 _TEXT = b"no record waits to be synced\n"
@@ -23,14 +23,13 @@ class Seal:
 
     def remove(self) -> None:
         """From here on records may change. Raises OSError."""
-        self._path.unlink(missing_ok=True)
+        if self._path.exists():
+            self._path.unlink()
         sync_directory(self._path.parent)  # also for a process that was killed before it came to that
 
     def write(self) -> None:
         """Everything that changed is committed. Raises OSError."""
-        temporary = self._path.with_name(f"{SEAL}.new")
-        temporary.write_bytes(_TEXT)
-        temporary.replace(self._path)
+        replace_file(self._path, _TEXT, durable=False)
 
     def _holds(self) -> bool:
         try:

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
-from kvstore_tiers.nvme.directory import TierDirectory, open_direct, sync_directory
+from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.nvme.directory import TierDirectory, open_direct
 from kvstore_tiers.nvme.errors import FormatUnsupported
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
@@ -28,19 +29,24 @@ from kvstore_tiers.nvme.layout import (
     Superblock,
     read_superblock,
 )
+from kvstore_tiers.replaced_file import sync_directory
 from kvstore_tiers.sizes import aligned_up
 
 _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there
 
 
 class SlabFile:
-    """An open slab file of the geometry `superblock`."""
+    """An open slab file of the geometry `superblock`. `read_only`: until `open_to_write`; `why_read_only` is the error
+    then."""
 
-    def __init__(self, path: Path, superblock: Superblock, *, require_direct: bool = False) -> None:
+    def __init__(
+        self, path: Path, superblock: Superblock, *, require_direct: bool = False, read_only: bool = False
+    ) -> None:
         self.path = path
         self.superblock = superblock
-        self.slot_fd, self.direct = open_direct(path, require_direct=require_direct)
-        self._record_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.why_read_only: OSError | None = None
+        self.slot_fd, self.direct = open_direct(path, require_direct=require_direct, read_only=read_only)
+        self._record_fd = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         self._is_removed = False
         self._has_names = os.fstat(self._record_fd).st_nlink > 0  # some file systems do not count them
 
@@ -68,7 +74,8 @@ class SlabFile:
 
     @classmethod
     def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
-        """Open an existing slab file; a sentence when both its superblocks are lost.
+        """Open an existing slab file, only to read where it cannot be written; a sentence when both its superblocks are
+        lost.
 
         Raises FormatUnsupported when a newer version wrote it, OSError when it cannot be opened.
         """
@@ -78,7 +85,28 @@ class SlabFile:
             return superblock
         if superblock.number != number:
             return f"its superblock is that of slab {superblock.number}"
-        return cls(path, superblock, require_direct=require_direct)
+        try:
+            return cls(path, superblock, require_direct=require_direct)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            why = error
+        file = cls(path, superblock, require_direct=require_direct, read_only=True)
+        file.why_read_only = why
+        return file
+
+    def open_to_write(self) -> None:
+        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError."""
+        slots, _ = open_direct(self.path, require_direct=self.direct)
+        try:
+            records = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            os.close(slots)
+            raise
+        for writes, reads in ((slots, self.slot_fd), (records, self._record_fd)):
+            os.dup2(writes, reads, inheritable=False)
+            os.close(writes)
+        self.why_read_only = None
 
     @property
     def length_bytes(self) -> int:

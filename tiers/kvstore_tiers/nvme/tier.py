@@ -43,7 +43,7 @@ from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
-from kvstore_tiers.nvme.seal import Seal
+from kvstore_tiers.nvme.seal import SEAL, Seal
 from kvstore_tiers.nvme.slab import SlotState
 from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
@@ -76,6 +76,7 @@ class NvmeTier(Tier):
         directory: TierDirectory,
         space: SlabSpace,
         seal: Seal,
+        recovery: Recovery,
         report: RecoveryReport,
         recovered: RecoveredBlocks,
         options: TierOptions,
@@ -93,6 +94,11 @@ class NvmeTier(Tier):
         self._quarantined: dict[Slot, str] = {}
         self._journal = Journal(report.last_sequence + 1)
         self._health = TierHealth(options.clock)
+        self._recovery = recovery
+        if recovery.owed is not None:
+            self._health.hold_back(
+                f"{directory.path} cannot be written ({recovery.owed.strerror}): what it holds is read"
+            )
         self._counters = TransferCounters()
         self._transfers = SlotTransfers(self._journal, self._health, self._counters)
         self._pending = PendingWrites()
@@ -133,7 +139,9 @@ class NvmeTier(Tier):
             report = open_slabs(opened, space, require_direct=require_direct)
             seal = Seal(opened.path)
             still_holds = early_scan is not None and early_scan.is_of(opened.former)
-            recovered = Recovery(space, seal, report, early_scan if still_holds else None).run()
+            ahead = early_scan if still_holds else None
+            recovery = Recovery(space, seal, report, ahead)
+            recovered = recovery.run()
         except OSError as error:
             opened.close()
             raise DirectoryUnusable(f"{directory} cannot be read: {error}") from error
@@ -144,7 +152,7 @@ class NvmeTier(Tier):
             if early_scan is not None:
                 early_scan.close()
         options = TierOptions(io_threads, quarantine_slots, clock, name)
-        return cls(opened, space, seal, report, recovered, options)
+        return cls(opened, space, seal, recovery, report, recovered, options)
 
     @property
     def path(self) -> Path:
@@ -327,7 +335,8 @@ class NvmeTier(Tier):
         self._threads.close()
         self._transfers.close()
         if self._commit.close():
-            self._write_seal()
+            if self._recovery.owed is None:  # else the one that there was, if any, still holds
+                self._write_seal()
         else:
             _LOG.warning("the last commit of %s failed: its next start syncs the records again", self._directory.path)
         for slab in self._space.slabs.values():
@@ -342,6 +351,7 @@ class NvmeTier(Tier):
 
     def _probe(self) -> Outcome:
         free_bytes = probe_medium(self._directory, list(self._space.slabs.values()))
+        self._recovery.make_up()
         self._health.note_probe(free_bytes, self._space.growth_bytes)
         return Outcome(OutcomeKind.DONE)
 
@@ -357,7 +367,8 @@ class NvmeTier(Tier):
             failpoints.hit("nvme.seal")
             self._seal.write()
         except OSError as error:  # the medium is gone or full: the next start syncs the slabs
-            _LOG.warning("%s is not sealed: %s", self._directory.path, error)
+            path, why = self._directory.path / SEAL, error.strerror
+            _LOG.warning("%s cannot be written (%s): the next start syncs all slabs, which takes longer", path, why)
 
     def _message(self) -> str:
         direct = all(slab.file.direct for slab in self._space.slabs.values() if slab.is_made)

@@ -43,6 +43,7 @@ class Written(Enum):
     STORED = "stored"
     EXISTS = "exists"  # a value of this name was there, and still is
     NO_ROOM = "no room"  # the store is full, and refused this one
+    BEGUN = "begun"  # another writer began this name and has not ended: nothing can be read, perhaps ever
 
 
 class Driver(ABC):

@@ -164,6 +164,10 @@ class Worker:
         for request, written in zip(requests, self._driver.write(placed), strict=True):
             if written is Written.NO_ROOM:
                 self._answer(request, {"error": "the store has no room", "errno": errno.ENOSPC})
+            elif written is Written.BEGUN:
+                self._answer(
+                    request, {"error": "another node is writing this value, or died at it", "errno": errno.EBUSY}
+                )
             else:
                 self._answer(request, {})
 

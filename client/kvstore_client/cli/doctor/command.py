@@ -106,7 +106,8 @@ def _checks(
             ("cluster secret", partial(remote.cluster, around)),
         ]  # fmt: skip
     yield "machine", [
-        ("kernel", partial(machine.kernel, around)), ("processors", partial(machine.processors, around)),
+        ("kernel", partial(machine.kernel, around)), ("users", partial(machine.user_namespace, around)),
+        ("processors", partial(machine.processors, around)),
         ("clock", partial(clock.check, around)),
     ]  # fmt: skip
     yield "packages", [("python", packages.python)]

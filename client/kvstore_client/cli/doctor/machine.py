@@ -12,6 +12,7 @@ from kvstore_client.cli.doctor.surroundings import Surroundings
 
 _OLDEST_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _PIDFD_KERNEL = (6, 5)  # SO_PEERPIDFD
+_ALL_IDS = 2**32 - 1  # -1 is no id
 _STA_UNSYNC = 0x40
 _STEP_S = 0.05
 _MANY_RESTARTS = 3
@@ -56,6 +57,25 @@ def processors(around: Surroundings) -> Iterator[Finding]:
             ", ".join(sorted(governors)),
             "a sleepy processor shows in p99: cpupower frequency-set -g performance",
         )
+
+
+def user_namespace(around: Surroundings) -> Iterator[Finding]:
+    """Look whether the daemon's user namespace maps every user and group: it knows callers by what it maps."""
+    if around.status is None:
+        return
+    for kind, what in (("uid", "users"), ("gid", "groups")):
+        lines = (around.read(around.proc / str(around.status.pid) / f"{kind}_map") or "").splitlines()
+        lengths = [int(fields[2]) for fields in map(str.split, lines) if len(fields) == 3 and fields[2].isdecimal()]
+        if not lengths:
+            yield ok(what, "the daemon's user namespace is not to be seen from here")
+        elif sum(lengths) >= _ALL_IDS:
+            yield ok(what, f"the daemon's user namespace maps all {what}")
+        else:
+            yield warn(
+                what,
+                f"the daemon's user namespace maps {sum(lengths)} {what}; all others look alike there and are refused",
+                f"run engines as {what} that it maps, or make all others one tenant: [[tenant]] unmapped = true",
+            )
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ class BackendMisconfigured(ValueError):
 
 def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:
     """The fingerprint of one rank of one model, from SGLang's HiCacheStorageConfig and its host pool."""
-    if not config.model_name and not extra.get("weights_digest"):
+    weights = _stated(extra, "weights_digest")
+    if not config.model_name and not weights:
         raise BackendMisconfigured('SGLang names no model: give "weights_digest" in the backend\'s extra config')
     if not 1 <= page_tokens <= MAX_BLOCK_TOKENS:
         raise BackendMisconfigured(f"pages of {page_tokens} tokens; 1..{MAX_BLOCK_TOKENS} can be stored")
@@ -36,10 +37,10 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
     shape = " ".join(f"{kind}={rank}/{size}" for kind, rank, size in ranks)
     return Fingerprint(
         str(config.model_name),
-        weights_digest=str(extra.get("weights_digest") or f"SGLang model {config.model_name}"),
+        weights_digest=weights or f"SGLang model {config.model_name}",
         kv_dtype=_type(dtype, extra),
         layout=f"SGLang/{layout}/page={page_tokens}/{shape}",
-        adapter_digest=str(extra.get("adapter_digest", "")),
+        adapter_digest=_stated(extra, "adapter_digest"),
         shard_index=index,
         shard_count=count,
         block_tokens=page_tokens,
@@ -61,12 +62,23 @@ def is_drafts(pool: str) -> bool:
 
 def _type(dtype: str, extra: dict[str, Any]) -> str:
     """SGLang keeps values of every 8-bit type as bytes, and a pool does not say of which."""
-    if dtype == "torch.uint8" and not extra.get("kv_dtype"):
+    stated = _stated(extra, "kv_dtype")
+    if dtype == "torch.uint8" and not stated:
         raise BackendMisconfigured(
             'the K/V values are of an 8-bit type that SGLang does not name: give "kv_dtype" in the extra config, '
             'such as "fp8_e4m3"'
         )
-    return str(extra.get("kv_dtype") or dtype)
+    return stated or dtype
+
+
+def _stated(extra: dict[str, Any], name: str) -> str:
+    """What the extra config says, "" for nothing: text alone, since 1 and "1" would name the same."""
+    value = extra.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BackendMisconfigured(
+            f'"{name}" in the backend\'s extra config must be text, got {value!r}: put it in quotes'
+        )
+    return value or ""
 
 
 def whole_prefixes(present: Sequence[bool]) -> set[int]:

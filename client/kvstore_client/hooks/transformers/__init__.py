@@ -5,8 +5,8 @@
 
 Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
 model's calls), `layers` (where K and V are), `copies` (how blocks get there and back, on the host and on a device),
-`restore`, `storer`, `compute_times`, `fingerprint` and `sessions`. Needs torch and transformers 5, imported in this
-package alone.
+`restore`, `storer`, `compute_times`, `fingerprint`, `mapped_weights`, `self_test` and `sessions`. Needs torch and
+transformers 5.14, imported in this package alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        f"kvstore_client.hooks.transformers needs torch and transformers 5 ({error}): "
+        f"kvstore_client.hooks.transformers needs torch and transformers 5.14 or later ({error}): "
         "pip install 'kvstored[transformers]'"
     ) from None
 
-if int(transformers.__version__.partition(".")[0]) < 5:
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the first with layer types of a cache
     raise ImportError(
-        f"kvstore_client.hooks.transformers needs transformers 5, found {transformers.__version__}: "
-        "pip install 'transformers>=5'"
+        f"kvstore_client.hooks.transformers needs transformers 5.14 or later, found {transformers.__version__}: "
+        "pip install 'transformers>=5.14'"
     )
 
 from kvstore_client.hooks.transformers.cache import KVStoreCache

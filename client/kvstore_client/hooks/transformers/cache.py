@@ -25,14 +25,17 @@ from kvstore_client.hooks.transformers.compute_times import ComputeTimes
 from kvstore_client.hooks.transformers.copies import BlockCopies
 from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
+from kvstore_client.hooks.transformers.mapped_weights import written_file
 from kvstore_client.hooks.transformers.report import CacheReport
 from kvstore_client.hooks.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
+from kvstore_client.hooks.transformers.self_test import failure_of, prove
 from kvstore_client.hooks.transformers.sessions import copies_of, shared_session
 from kvstore_client.hooks.transformers.storer import Computed, Sequence, Tokens, storer_of
 from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.session import Session
+from kvstore_proto.token_ids import checked_tokens
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
 
@@ -96,6 +99,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             session = shared_session(session, model)
         elif differs := difference(session.fingerprint, model):
             raise invalid(f"the session was opened for another model or another state of it: {differs} differ")
+        prove(inner, session.block_tokens)
         if session.state != "closed":
             session.wake()
         self._session = session
@@ -140,7 +144,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not self._settle():  # the last call was interrupted
             self._go_back()
         held = int(self.get_seq_length())
-        if self._refused or held != self._count or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
+        if self._refused or not self._holds_all() or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
             return held
         tokens = _as_tokens(input_ids)
         if not np.array_equal(tokens[:held], self._tokens()):
@@ -202,7 +206,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             self._times.ended(self._count, count, self._called, self._copies.moment())
         self._seen.append(coming.clone())
         self._count += count
-        if not self._stack.is_whole or self.get_seq_length() != self._count:
+        if not self._holds_all():
             self._refuse("K/V of another shape, place or kind than the model's configuration says")
             return output
         try:
@@ -216,7 +220,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def crop(self, tokens_to_remove: int) -> None:
         """As of a DynamicCache. What is stored stays stored; the sequence goes on from the shorter prefix."""
         kept = self._count + min(tokens_to_remove, 0)
-        whole = self._stack.is_whole and not self._refused and self._count == self.get_seq_length()
+        whole = not self._refused and self._holds_all()
         if not whole or kept < self._sequence.wanted_blocks * self._session.block_tokens or tokens_to_remove > 0:
             super().crop(tokens_to_remove)
             self._refuse("the sequence was cut back into blocks that are stored")
@@ -268,7 +272,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def _may_go_on(self, call: Call) -> bool:
         reason = why_not(call, self._count)
-        if not reason and self.get_seq_length() != self._count:
+        if not reason and not self._holds_all():
             reason = "tokens were computed in calls that this cache did not see"
         reason = reason or self._unfit()
         if not reason and call["input_ids"].shape[1] > 1:
@@ -276,6 +280,11 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if reason:
             self._refuse(reason)
         return not reason
+
+    def _holds_all(self) -> bool:
+        """Return whether each layer, and no other, has exactly the tokens seen. One that a model does not fill would be
+        stored as whatever its memory had."""
+        return len(self.layers) == len(self._stack.layers) and self._stack.holds(self._count)
 
     def _unfit(self) -> str:
         """Why K/V of this model is not to be stored or restored now; empty if it may be."""
@@ -290,7 +299,11 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def _changed(self) -> str:
         """Why it is another model than the session's; empty if it is not. Takes too long for each token."""
         differs = difference(self._session.fingerprint, self._model)
-        return f"the model has changed since the session was opened: {differs}" if differs else ""
+        if differs:
+            return f"the model has changed since the session was opened: {differs}"
+        if written := written_file(self._inner):
+            return f"{written}, from which weights are mapped, was written to: load the model again"
+        return failure_of(self._inner, self._session.block_tokens)
 
     def _settle(self) -> bool:
         """Whether what was copied beside the last call, if anything, is what was leased."""
@@ -341,6 +354,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         tensor = self._stack.tensor
         if tensor is None or sequence.reason or blocks <= max(sequence.wanted_blocks, sequence.done_blocks):
             return
+        if written := written_file(self._inner):
+            self._refuse(f"{written}, from which weights are mapped, was written to while they computed")
+            return
         if self._session.state != "connected":
             return  # the blocks are announced with a later one, if the daemon comes back meanwhile
         tokens = self._tokens()[: blocks * self._session.block_tokens]
@@ -359,5 +375,4 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
 
 def _as_tokens(ids: torch.Tensor) -> Tokens:
-    tokens: Tokens = ids[0].to("cpu", torch.int32).numpy()
-    return tokens
+    return checked_tokens(ids[0])

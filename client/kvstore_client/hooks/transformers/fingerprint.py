@@ -5,7 +5,7 @@ V of a full attention. What is fingerprinted is what is in memory, not where it 
 edited weight or another dtype is another model. Never does: look at the attention implementation, which changes
 nothing that is meant. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
 the layout of its blocks is another one.
-Invariant: the digest of a model is computed again when a weight, an adapter or its state has changed.
+Invariant: the digest of a model is computed again when a weight, its file, an adapter or its state has changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvstore_client.errors import invalid
+from kvstore_client.hooks.transformers.mapped_weights import is_watched, watch, written_file
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
@@ -141,6 +142,8 @@ def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
     described = _digest([type(model).__name__, json.dumps(config, sort_keys=True, default=str)])
     if model_id is not None:
+        if not is_watched(model):
+            watch(model, by_content=False)
         return f"{ID_PREFIX}{model_id}:{described}"
     return f"{_weights_digest(model)}:{described}"
 
@@ -164,13 +167,17 @@ def _weights_digest(model: PreTrainedModel) -> str:
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [tensor for _, tensor in named]
     marks = list(map(_mark, tensors))
-    if known is not None and known.adapters == adapters and known.marks == marks and _same(known.tensors, tensors):
+    is_same = known is not None and known.adapters == adapters and known.marks == marks
+    if known is not None and is_same and _same(known.tensors, tensors) and not written_file(model):
         return known.digest
+    watch(model, by_content=True)
     hashing = xxhash.xxh3_128()
     for name, tensor in sorted(named, key=lambda item: item[0]):
         hashing.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         hashing.update(_bytes_of(model, name, tensor))
     digest = hashing.hexdigest()
+    if written := written_file(model):
+        raise _unstorable(model, f"{written} was written to while the weights were hashed")
     _hashed[model] = _Hashed(tensors, marks, adapters, digest)
     return digest
 

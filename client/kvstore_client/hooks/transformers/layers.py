@@ -49,6 +49,10 @@ class KVStack:
             and not (keys.requires_grad or values.requires_grad)
         )
 
+    def holds(self, tokens: int) -> bool:
+        """Return whether every layer has K and V of exactly `tokens` tokens, in the stack's tensor."""
+        return self.is_whole and all(layer.length == tokens and layer.is_ours for layer in self.layers)
+
     def reserve(self, tokens: int, device: torch.device) -> None:
         """Room for `tokens` tokens; what is there moves into a larger tensor when it must. Others may still read the
         old one.

@@ -19,6 +19,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.hooks.transformers.copies import BlockCopies
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, device_index, inner_model, model_fingerprint
 from kvstore_client.hooks.transformers.host_copies import HostCopies
+from kvstore_client.hooks.transformers.self_test import prove
 from kvstore_client.hooks.transformers.storer import storer_of
 from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
@@ -35,16 +36,20 @@ def kvstore_session(
     *,
     model_id: str | None = None,
     block_tokens: int = BLOCK_TOKENS,
+    self_test: bool = True,
     **options: Any,
 ) -> Session:
     """A session for the K/V state of `model`; `socket` and `options` are those of `kvstore_client.connect`.
 
     `model_id` and `block_tokens` are those of `model_fingerprint`. For a model on a CUDA device the session is opened
-    with that `device`. Raises KVStoreError(INVALID) for a model whose state cannot be stored, and for a device that
-    cannot be used. Close it when all is done, or use it as a context manager: closing waits for what is being stored.
+    with that `device`. `self_test`: the model computes two short prompts first, once, to prove that it answers from
+    restored blocks as without them. Raises KVStoreError(INVALID) for a model whose state cannot be stored, and for a
+    device that cannot be used. Close it when all is done, or use it as a context manager: closing waits for what is
+    being stored.
     """
-    fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
     inner = inner_model(model)
+    fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
+    prove(inner, block_tokens, skip=not self_test)
     device = device_index(inner)
     if device is not None:
         options = {**options, "device": device}

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvstore_client.hooks.vllm.orders import Prefix
-from kvstore_proto.identity import KEY_BYTES, BlockKeys, TokenIds
+from kvstore_proto.identity import KEY_BYTES, BlockKeys
+from kvstore_proto.token_ids import TokenIds
 
 _PERSON_DIGEST = b"kvstore vllm ext"
 _PERSON_KEY = b"kvstore vllm key"

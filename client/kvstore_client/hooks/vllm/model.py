@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_client.hooks.vllm.identity import Extras, Item
-from kvstore_client.hooks.vllm.weights import combined_digest, default_memory, weight_files, weights_digest
+from kvstore_client.hooks.vllm.weights import (
+    combined_digest,
+    default_memory,
+    loaded_others,
+    weight_files,
+    weights_digest,
+)
+from kvstore_client.hooks.weight_files import process_began
 from kvstore_proto.arena import MAX_TOKENS
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
@@ -122,7 +129,8 @@ def rope_by_length(model: Any) -> dict[str, Any]:
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
-    """The digest of the weights that vLLM loaded. ValueError with a sentence when there are no files to read."""
+    """Return the digest of the weights that vLLM loaded. ValueError with a sentence when there are no files to read, or
+    when they changed after this process began, and so perhaps after it loaded them."""
     if stated:
         return f"stated {stated}"
     model, load = vllm_config.model_config, vllm_config.load_config
@@ -134,6 +142,8 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
     location = Path(source)
     if not location.exists():
         location = _hub_snapshot(str(source), model.revision, load.download_dir)
+    elif unknown := loaded_others(weight_files(location), process_began()):
+        raise ValueError(f"{unknown}; start the engine again, or {remedy}")
     digest = weights_digest(location, memory or default_memory())
     if not digest:
         raise ValueError(f"no weight files were found at {location}; {remedy}")

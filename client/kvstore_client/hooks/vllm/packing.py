@@ -6,7 +6,9 @@ run is part of the name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvstore_client.hooks.vllm.specs import all_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """On CPUs the instruction set that the kernels are for: amx, vec, vec16, neon, …; elsewhere the device, and what
-    was set for attention."""
+    """Return, on CPUs, the instruction sets that the kernels of the attention layers are for: amx, vec, vec16, neon, …;
+    elsewhere the device, and what was set for attention."""
     if vllm_config.device_config.device_type != "cpu":
         from vllm.platforms import current_platform
 
@@ -23,8 +25,7 @@ def packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         return f"{current_platform.get_device_name()} {capability} {vllm_config.attention_config!r}"
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    isa = _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-    )
-    return f"{CPUAttentionBackend.get_name()} {isa}"
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    sizes = {(spec.block_size, spec.head_size) for spec in all_specs(kv_cache_config) if hasattr(spec, "head_size")}
+    isas = sorted({_get_attn_isa(dtype, *size, cache_dtype) for size in sizes})
+    return f"{CPUAttentionBackend.get_name()} {' '.join(isas) or 'without attention'}"

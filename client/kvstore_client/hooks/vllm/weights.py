@@ -12,15 +12,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
-import xxhash
-
+from kvstore_client.hooks.weight_files import WeightFiles, why_unknown
 from kvstore_client.json_file import write_json
 from kvstore_client.paths import cache_directory
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_READ_BYTES = 1 << 22
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -40,6 +39,17 @@ def weight_files(location: Path) -> list[Path]:
     return []
 
 
+def loaded_others(files: Iterable[Path], began: float) -> str:
+    """Return why `files` may not be those that a process that `began` then (Unix time) has loaded; empty if they are.
+
+    vLLM copies weights, so that what is in a file later does not matter. Those in a Hugging Face cache are named by
+    their content, and are as young as their download.
+    """
+    outside = [file for file in files if not _is_named_by_content(file.resolve())]
+    with closing(WeightFiles(outside)) as opened:
+        return why_unknown(opened, [], began)
+
+
 def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
     """Of files, by name and content; "" for none."""
     lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
@@ -53,20 +63,23 @@ def default_memory() -> Path:
 
 def _file_digest(file: Path, memory: Path | None) -> str:
     real = file.resolve()
-    if real.parent.name == "blobs" and _SHA256_NAME.fullmatch(real.name):
+    if _is_named_by_content(real):
         return real.name
     state = real.stat()
     slot = f"{real}:{state.st_size}:{state.st_ino}:{state.st_mtime_ns}:{state.st_ctime_ns}"
     known = _remembered(memory)
     if slot in known:
         return known[slot]
-    hasher = xxhash.xxh3_128()
-    with open(real, "rb", buffering=0) as handle:
-        while chunk := handle.read(_READ_BYTES):
-            hasher.update(chunk)
-    digest = hasher.hexdigest()
+    with closing(WeightFiles([real])) as files:
+        digest = files.digest()
+        if files.changed():
+            raise ValueError(f"{file} was written to while it was digested: start the engine again")
     _remember(memory, slot, digest)
     return digest
+
+
+def _is_named_by_content(real: Path) -> bool:
+    return real.parent.name == "blobs" and _SHA256_NAME.fullmatch(real.name) is not None
 
 
 def _remembered(memory: Path | None) -> dict[str, str]:

@@ -57,7 +57,7 @@ def _name_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         raise ValueError(
             "KVStoreOffloadingConnector is for KVStoreTier, and secondary_tiers has none: see docs/vllm-tier.md"
         )
-    refused = refusal(vllm_config)
+    refused = refusal(vllm_config, kv_cache_config)
     if refused:
         raise ValueError(f"kvstored cannot serve this engine: {refused}")
     for tier in ours:

@@ -15,15 +15,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvstore_client.hooks.vllm.model import find_weights, model_digest, rope_by_length
+from kvstore_client.hooks.vllm.specs import kind_of, unknown_spec
 from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
 
 GroupKind = Literal["full", "sliding", "recurrent", "unknown"]
-_KINDS: dict[str, GroupKind] = {
-    "MambaSpec": "recurrent",
-    "SlidingWindowSpec": "sliding",
-    "SlidingWindowMLASpec": "sliding",
-    "ChunkedLocalAttentionSpec": "sliding",
-}
 HASHES = ("sha256", "sha256_cbor")
 MIN_HASH_BYTES = 32
 
@@ -54,8 +49,8 @@ def stated(weights_digest: str) -> EngineName:
     return EngineName(f"stated {weights_digest}", "stated", "stated", {}, False)
 
 
-def refusal(vllm_config: Any) -> str:
-    """Why the tier cannot serve this engine, and what to do about it; "" when it can."""
+def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why the tier cannot serve this engine, and what to do about it; "" when it can."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if getattr(cache, "calculate_kv_scales", False):
         return (
@@ -67,6 +62,8 @@ def refusal(vllm_config: Any) -> str:
         )
     if parallel.nnodes_within_dp > 1:
         return "its workers are on several nodes, and vLLM's CPU tier is on one: set --nnodes 1"
+    if unknown := unknown_spec(kv_cache_config):
+        return f"{unknown}: unset --kv-transfer-config"
     return ""
 
 
@@ -94,7 +91,7 @@ def engine_name(
         weights=find_weights(vllm_config, stated_weights),
         model=model_digest(model),
         settings=_digest(settings),
-        kinds={number: _KINDS.get(type(group.kv_cache_spec).__name__, "full") for number, group in enumerate(groups)},
+        kinds={number: kind_of(group.kv_cache_spec) or "unknown" for number, group in enumerate(groups)},
         describes_requests=True,
     )
 

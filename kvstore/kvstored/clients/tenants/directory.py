@@ -6,6 +6,7 @@ may hold, or hold the secret that keys are made of (`Keyring` does).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -22,6 +23,7 @@ from kvstored.clients.tenants.peer import Peer
 from kvstored.config import TenantSection
 from kvstored.config.schema import PutSection
 from kvstored.store.blocks import Residency
+from kvstored.unsaved import Unsaved
 
 MAX_NUMBERED_FINGERPRINTS = 65_536
 UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
@@ -71,7 +73,12 @@ class TenantDirectory:
     """Resolves callers to tenants; remembers the names behind digests."""
 
     def __init__(
-        self, state_dir: Path, listed: tuple[TenantSection, ...], default: str, keyring: Keyring | None = None
+        self,
+        state_dir: Path,
+        listed: tuple[TenantSection, ...],
+        default: str,
+        keyring: Keyring | None = None,
+        unsaved: Unsaved | None = None,
     ) -> None:
         self._keyring = Keyring(state_dir) if keyring is None else keyring
         self._listed = listed
@@ -80,7 +87,7 @@ class TenantDirectory:
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._families: dict[tuple[str, str, int], set[int]] = {}
-        self._names = Names(state_dir / "names.json", lambda: list(self._tenants))
+        self._names = Names(state_dir / "names.json", lambda: list(self._tenants), unsaved or Unsaved())
         for name in (*self._names.load(), *self._keyring.bound()):
             if self._keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -90,8 +97,8 @@ class TenantDirectory:
         self._names.save()
 
     async def run(self) -> None:
-        """A task: new names are saved as they come."""
-        await self._names.run()
+        """A task: new names are saved as they come, and what could not be written is tried again."""
+        await asyncio.gather(self._names.run(), self._keyring.run())
 
     def close(self) -> None:
         self._names.close()
@@ -105,13 +112,17 @@ class TenantDirectory:
         self._names.changed()
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused."""
+        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused, `why_refused` says why.
+        A number that may stand for any user, or any group, selects only a tenant that says `unmapped`."""
+        if peer.has_no_uid:
+            strangers = next((section for section in self._listed if section.unmapped), None)
+            return None if strangers is None else self._callable(strangers)
         for section in self._listed:
             if peer.uid in section.uids:
                 return self._callable(section)
         for section in self._listed:
             if peer.gid in section.gids:
-                return self._callable(section)
+                return None if peer.has_no_gid and not section.unmapped else self._callable(section)
         if self._default == "refuse":
             return None
         name = f"uid-{peer.uid}"
@@ -123,14 +134,36 @@ class TenantDirectory:
             self._names.changed()
         return known
 
+    def why_refused(self, peer: Peer) -> str:
+        """Return a sentence for a caller for whom `resolve` found no tenant: what is wrong, and what to do."""
+        if peer.has_no_uid:
+            what, number = "user", peer.uid
+        elif peer.has_no_gid and any(peer.gid in section.gids for section in self._listed):
+            what, number = "group", peer.gid
+        elif not self._keyring.is_settled:
+            return f"{self._keyring.path} cannot be written, and a new tenant is closed until it is: free room there"
+        else:
+            return f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
+        return (
+            f"the daemon's user namespace does not map this {what}: it sees {number}, as for every other one; map it "
+            "there, or write unmapped = true in the [[tenant]] that all of them are to share"
+        )
+
     def named(self, name: str) -> Tenant | None:
-        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N"."""
+        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N". None
+        where it is closed for now, too."""
+        if not self.is_named(name):
+            return None
         if (section := self.section(name)) is not None:
             return self._callable(section)
         uid = uid_of(name)
-        if self._default == "refuse" or uid is None or self._keyring.identity_of(name) is None:
-            return None
-        return self._tenant(TenantSection(name, uids=(uid,)))
+        return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
+
+    def is_named(self, name: str) -> bool:
+        """Whether `named` finds a tenant of this name, if not now then later."""
+        if (section := self.section(name)) is not None:
+            return not self._keyring.is_kept(name) or self._callable(section) is not None
+        return self._default != "refuse" and uid_of(name) is not None and self._keyring.identity_of(name) is not None
 
     @property
     def keyring(self) -> Keyring:
@@ -248,8 +281,10 @@ class TenantDirectory:
 
     def _callable(self, section: TenantSection) -> Tenant | None:
         """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
-        list: `follow_users` ends that."""
+        list: `follow_users` ends that; or for what is not on the medium yet, where a restart would not find it."""
         uid = uid_of(self._keyring.claim(section.name))
+        if not self._keyring.is_kept(section.name):
+            return None
         return self._tenant(section) if uid is None or uid in section.uids else None
 
     def _tenant(self, section: TenantSection) -> Tenant:

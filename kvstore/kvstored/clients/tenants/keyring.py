@@ -10,8 +10,10 @@ crash in between ends in a refusal or in what was before.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 from kvstore_proto.state_identity import (
@@ -24,8 +26,9 @@ from kvstore_proto.state_identity import (
     secret_check,
 )
 from kvstore_tiers import failpoints
-from kvstored.clients.tenants.private_file import write_private
+from kvstore_tiers.replaced_file import remove_leftover, replace_file
 from kvstored.config import ConfigError
+from kvstored.unsaved import RETRY_S, Unsaved
 
 log = logging.getLogger(__name__)
 failpoints.declare("keyring.secret-written", "a new secret is in place, no check value of it is")
@@ -37,9 +40,18 @@ class Keyring:
     ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError."""
 
     def __init__(
-        self, state_dir: Path, nvme_dir: Path | None = None, *, new_secret: bool = False, given: bytes | None = None
+        self,
+        state_dir: Path,
+        nvme_dir: Path | None = None,
+        *,
+        new_secret: bool = False,
+        given: bytes | None = None,
+        unsaved: Unsaved | None = None,
     ) -> None:
         """`given`: the secret to have, of a cluster."""
+        self._unsaved = unsaved or Unsaved()
+        self._writing = threading.Lock()
+        self._is_behind = False
         found = read_ownership(state_dir, nvme_dir)
         if given is not None and found.secret != given:
             has_blocks = found.secret is not None or bool(found.problem)
@@ -48,7 +60,7 @@ class Keyring:
                     f"cluster.secret_file is not the secret that the blocks of {state_dir} were stored under: restore "
                     "the file, take the setting out, or run `kvstored serve --new-secret` once, which drops the blocks"
                 )
-            write_private(state_dir / SECRET_FILE, given)
+            _write_secret(state_dir, given)
             failpoints.hit("keyring.secret-written")
             found = Ownership(given, {}, "", dram_is_lost=has_blocks, nvme_is_lost=has_blocks)
             new_secret = False
@@ -60,11 +72,13 @@ class Keyring:
         self.dram_is_lost, self.nvme_is_lost = found.dram_is_lost, found.nvme_is_lost
         self._identities = found.tenants
         self._names = {identity: name for name, identity in found.tenants.items()}
+        self._kept = self._latest = found.tenants  # on the medium, and to be there
+        self._has_new_secret = found.secret is None
         if found.secret is not None:
             self.secret = found.secret
         else:
             self.secret = os.urandom(SECRET_BYTES)
-            write_private(state_dir / SECRET_FILE, self.secret)
+            _write_secret(state_dir, self.secret)
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
@@ -110,25 +124,88 @@ class Keyring:
         self._identities = identities
         self._names = {identity: name for name, identity in identities.items()}
 
+    @property
+    def path(self) -> Path:
+        return self._directories[-1] / IDENTITY_FILE
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the medium says what every name stands for."""
+        return self._kept == self._identities
+
+    def is_kept(self, name: str) -> bool:
+        """Whether the medium says what this name stands for, as far as could be seen."""
+        return not self._is_behind or self._kept.get(name) == self._identities.get(name)
+
     def settle(self) -> None:
         """Say on the medium whose blocks these are. Raises OSError."""
         self.write(self._identities)
 
+    def begin(self) -> None:
+        """`settle` at a start, which goes on where the secret was there before: names that stand for what the medium
+        does not say are closed until `run` has written it. Raises OSError under a new secret."""
+        try:
+            self.settle()
+        except OSError as error:
+            if self._has_new_secret:
+                raise
+            self._latest, self._is_behind = self._identities, True
+            self._unsaved.failed(
+                self.path, error, "an exchanged secret is not noticed, tenants with new names are closed"
+            )
+
+    async def run(self) -> None:
+        """A task: what could not be written is tried again."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            if self._is_behind:
+                await asyncio.to_thread(self._catch_up)
+
+    def _catch_up(self) -> None:
+        with self._writing:
+            try:
+                self._write(self._latest)
+            except OSError as error:
+                log.debug("%s cannot be written: %s", self.path, error)
+
     def write(self, identities: dict[str, str]) -> None:
         """`settle` with identities that are yet to be adopted. Waits for a device. Raises OSError: then what was there
         stands."""
+        with self._writing:
+            self._write(identities)
+
+    def _write(self, identities: dict[str, str]) -> None:
         content = Identity(secret_check(self.secret), identities).to_bytes()
+        is_behind = False
         for directory in self._directories:
             path = directory / IDENTITY_FILE
             is_copy = directory != self._directories[-1]
             try:
                 if not path.exists() or path.read_bytes() != content:
-                    write_private(path, content)
+                    replace_file(path, content)
                 else:
-                    path.with_name(f"{path.name}.new").unlink(missing_ok=True)  # of a process that was killed
+                    remove_leftover(path)
             except OSError as error:
                 if not is_copy:
                     raise
-                log.warning("%s cannot be written: %s", path, error.strerror)
+                is_behind = True
+                self._unsaved.failed(path, error, f"if {self.path} is lost, renamed tenants lose what they stored")
+            else:
+                self._unsaved.saved(path)
             if is_copy:
                 failpoints.hit("keyring.nvme-marked")
+        self._kept = self._latest = identities
+        self._is_behind = is_behind
+
+
+def _write_secret(state_dir: Path, secret: bytes) -> None:
+    """Raises OSError: no key is made of a secret that a restart would not find."""
+    path = state_dir / SECRET_FILE
+    try:
+        replace_file(path, secret)
+    except OSError as error:
+        reason = (
+            f"{error.strerror}: a new secret has to be written before anything is stored under it; make room there, or "
+            "set daemon.state_dir to another place"
+        )
+        raise OSError(error.errno, reason, str(path)) from None

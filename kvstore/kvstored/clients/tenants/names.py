@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
-from kvstored.clients.tenants.private_file import write_private
+from kvstore_tiers.replaced_file import replace_file
+from kvstored.unsaved import RETRY_S, Unsaved
 
 MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
 MAX_NAMED_BYTES = 4 << 20  # of all of them, in canonical form
 PAUSE_S = 0.1  # between two writes of the file
+COST = "after a restart listings show digests for names that are not in it, until their clients reconnect"
 log = logging.getLogger(__name__)
 
 
@@ -32,8 +34,10 @@ def is_plain(name: str) -> bool:
 class Names:
     """`tenants()` returns the current names of tenants. `run` is a task."""
 
-    def __init__(self, path: Path, tenants: Callable[[], Iterable[str]]) -> None:
+    def __init__(self, path: Path, tenants: Callable[[], Iterable[str]], unsaved: Unsaved) -> None:
         self._path = path
+        self._unsaved = unsaved
+        self._on_medium = b""
         self._tenants = tenants
         self.fingerprints: dict[bytes, Fingerprint] = {}
         self._texts: list[str] = []  # of the same, canonical
@@ -45,7 +49,8 @@ class Names:
         """The tenants in the file; its fingerprints are kept. A lost or damaged file costs labels, never blocks."""
         tenants: list[str] = []
         try:
-            raw = json.loads(self._path.read_bytes())
+            self._on_medium = self._path.read_bytes()
+            raw = json.loads(self._on_medium)
             tenants = [name for name in raw["tenants"] if isinstance(name, str) and is_plain(name)]
             for text in raw["fingerprints"]:
                 fingerprint = parse_fingerprint(str(text).encode())
@@ -70,31 +75,35 @@ class Names:
         """Save what changes, on another thread."""
         while True:
             await self._changed.wait()
-            await asyncio.to_thread(self._save_if_possible)
-            await asyncio.sleep(PAUSE_S)
+            is_saved = await asyncio.to_thread(self.save)
+            await asyncio.sleep(PAUSE_S if is_saved else RETRY_S)
 
     def close(self) -> None:
         """Save what is not saved yet, after a write that is under way."""
         with self._writing:
             is_behind = self._changed.is_set()
         if is_behind:
-            self._save_if_possible()
+            self.save()
 
-    def save(self) -> None:
-        """Raises OSError."""
+    def save(self) -> bool:
+        """Write the file, unless it says all this already; whether that is so now. A full disk costs labels after the
+        next start, not the start and no client's session."""
         with self._writing:
             self._changed.clear()  # first: a change from now on may miss this save
             tenants = ",\n".join(map(json.dumps, sorted(self._tenants())))
             fingerprints = ",\n".join(map(json.dumps, list(self._texts)))  # piece by piece: others want the GIL too
             content = f'{{"tenants": [\n{tenants}\n],\n"fingerprints": [\n{fingerprints}\n]}}\n'
-            write_private(self._path, content.encode())
-
-    def _save_if_possible(self) -> None:
-        """A full disk costs labels after the next start, not a client's session."""
-        try:
-            self.save()
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._path, error.strerror)
+            raw = content.encode()
+            try:
+                if raw != self._on_medium:
+                    replace_file(self._path, raw)
+            except OSError as error:
+                self._unsaved.failed(self._path, error, COST)
+                self._changed.set()
+                return False
+            self._on_medium = raw
+            self._unsaved.saved(self._path)
+            return True
 
     def _keep(self, digest: bytes, fingerprint: Fingerprint) -> bool:
         """False when there is no room for it."""

@@ -7,6 +7,10 @@ import select
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
+
+from kvstored.clients.containers import container_of
+from kvstored.clients.tenants.user_namespace import is_unmapped
 
 _SO_PEERPIDFD = 77  # Linux 6.5; missing from Python's socket module
 _UCRED = struct.Struct("3i")
@@ -14,19 +18,38 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """`pid` is 0 when the caller lives in a pid namespace that we cannot see into."""
+    """Who connected, as of that moment: what the process becomes later does not count.
+
+    `pid` is 0 when the caller lives in a pid namespace that we cannot see into. `cgroup` is "" where it is not known.
+    `has_no_uid`, `has_no_gid`: the number stands for any that our user namespace does not map. `gid` is the primary
+    group; others do not count."""
 
     pid: int
     uid: int
     gid: int
     cgroup: str = ""
+    has_no_uid: bool = False
+    has_no_gid: bool = False
 
 
 def read_peer(connection: socket.socket) -> Peer:
     """Raises OSError only when the socket itself is broken."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
-    return Peer(pid, uid, gid, _cgroup_of(connection, pid))
+    return Peer(
+        pid,
+        uid,
+        gid,
+        _cgroup_of(connection, pid),
+        has_no_uid=is_unmapped("uid", uid),
+        has_no_gid=is_unmapped("gid", gid),
+    )
+
+
+def ourselves() -> Peer:
+    """Return what a daemon would read about this process."""
+    uid, gid = os.geteuid(), os.getegid()
+    return Peer(os.getpid(), uid, gid, has_no_uid=is_unmapped("uid", uid), has_no_gid=is_unmapped("gid", gid))
 
 
 def has_exited(peer: Peer) -> bool:
@@ -48,16 +71,34 @@ def has_exited(peer: Peer) -> bool:
 
 
 def _cgroup_of(connection: socket.socket, pid: int) -> str:
-    """The caller's cgroup, read while a pidfd proves that the pid has not been reused."""
+    """The caller's cgroup; "" where it cannot be known: the caller has exited, or we cannot see its process."""
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        return ""  # before Linux 6.5: a label for people is all that is lost
+    except OSError:  # before Linux 6.5: who connected may have exited, and another have its number
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, ValueError):
+            return ""
     try:
-        with open(f"/proc/{pid}/cgroup") as file:
-            lines = file.read().splitlines()
-        return lines[-1].rpartition(":")[2] if lines else ""
-    except OSError:
+        return read_cgroup(Path("/proc"), _pid_in_proc(pidfd))
+    except (OSError, ValueError):
         return ""
     finally:
         os.close(pidfd)
+
+
+def _pid_in_proc(pidfd: int) -> int:
+    """The number of a process in the pid namespace of /proc, which need not be ours. Raises ValueError where it has
+    none."""
+    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+        if line.startswith("Pid:") and (pid := int(line.removeprefix("Pid:"))) > 0:
+            return pid
+    raise ValueError("it has exited, or is not to be seen")
+
+
+def read_cgroup(proc: Path, pid: int) -> str:
+    """Return the cgroup of a process: the one that names a container, where a hierarchy of version 1 does; else the
+    unified one. Raises OSError."""
+    lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
+    paths = [line.split(":", 2)[2].removesuffix(" (deleted)") for line in lines if line.count(":") >= 2]
+    return next((path for path in reversed(paths) if container_of(path)), paths[-1] if paths else "")

@@ -70,7 +70,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
         if users is not None and with_tokens.isdisjoint((users, section.name)):
             log.info("tenant %s takes over %s of %s", section.name, stored.show(users), users)
             keyring.bind(section.name, users)
-    if keyring.bound() != before:
+    if keyring.bound() != before or not keyring.is_settled:
         try:
             keyring.settle()
         except OSError:
@@ -100,7 +100,13 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
 def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stored) -> str | None:
     """The identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring
-    if len(section.uids) != 1 or section.gids or section.name in keyring.bound() or stored.blocks(section.name):
+    if (
+        len(section.uids) != 1
+        or section.gids
+        or section.unmapped
+        or section.name in keyring.bound()
+        or stored.blocks(section.name)
+    ):
         return None
     identity = f"uid-{section.uids[0]}"
     return identity if keyring.holder(identity) is None and stored.blocks(identity) else None

@@ -16,6 +16,7 @@ from kvstored.clients.tenants.directory import Tenant
 from kvstored.config import ConfigError
 from kvstored.config.private_input import read_private
 
+_OF_NOTHING = frozenset(hashlib.sha256(text).digest() for text in (b"", b"\n"))
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
@@ -42,9 +43,12 @@ class Tokens:
         return None if found is None else self._find_tenant(found)
 
 
-def load_tokens(path: Path, find_tenant: Callable[[str], Tenant | None]) -> Tokens:
-    """Raises ConfigError as `read_tokens` does."""
-    return Tokens(read_tokens(path, lambda name: find_tenant(name) is not None), find_tenant)
+def load_tokens(
+    path: Path, find_tenant: Callable[[str], Tenant | None], is_tenant: Callable[[str], bool] | None = None
+) -> Tokens:
+    """Return the tokens of a file. `is_tenant(name)`: whether `find_tenant` finds one, if not now then later. Raises
+    ConfigError as `read_tokens` does."""
+    return Tokens(read_tokens(path, is_tenant or (lambda name: find_tenant(name) is not None)), find_tenant)
 
 
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
@@ -72,6 +76,8 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
                 f"{where}: there is no tenant {words[0]!r}; list it under [[tenant]], or write the tenant that lists it"
             )
         digest = bytes.fromhex(words[1])
+        if digest in _OF_NOTHING:
+            raise ConfigError(f"{where}: this is the SHA-256 of an empty token, which anybody has; make it of a token")
         if digest in seen:
             raise ConfigError(f"{where}: the same token as in line {seen[digest]}")
         seen[digest] = number
@@ -82,9 +88,10 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
 
 
 def names_in(path: Path | None) -> frozenset[str]:
-    """The tenants that a tokens file names, before it is looked at closely; none where it cannot be read."""
+    """Return the tenants that a tokens file names, before it is looked at closely; none without a file. Raises
+    ConfigError for one that cannot be read: then it is not known who else is which tenant."""
     try:
         lines = path.read_text(errors="replace").splitlines() if path is not None else []
-    except OSError:
-        return frozenset()
+    except OSError as error:
+        raise ConfigError(f"unary.tokens_file: cannot read {path}: {error.strerror}") from None
     return frozenset(words[0] for line in lines if (words := line.partition("#")[0].split()))

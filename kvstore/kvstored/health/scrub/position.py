@@ -7,9 +7,10 @@ is not synced and anything odd in it counts as lost.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from kvstore_tiers.replaced_file import replace_file
 
 _END = 2**63  # above every number that is meant
 
@@ -54,8 +55,4 @@ def load(path: Path) -> Position:
 
 def save(path: Path, position: Position) -> None:
     """Raises OSError."""
-    temporary = path.with_suffix(".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(position), file)
-    temporary.replace(path)
+    replace_file(path, json.dumps(asdict(position)).encode(), durable=False)

@@ -26,6 +26,7 @@ from kvstored.health.scrub.verification import Verification
 from kvstored.health.scrub.worker import Settings
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters
+from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTARTS_IN_S = 5, 3600
@@ -66,6 +67,7 @@ class Scrubber:
         start_s: float,
     ) -> None:
         self._settings = settings
+        self.unsaved = Unsaved()
         self._start_s = start_s
         self._residency = residency
         self._nvme = nvme
@@ -131,6 +133,11 @@ class Scrubber:
             report.last_pass_s = float(fields["ended_s"])
             report.last_pass_slots, report.last_pass_bytes = int(fields["slots"]), int(fields["bytes"])
             log.info("scrubbed %d slots, %d bytes", report.last_pass_slots, report.last_pass_bytes)
+        elif what == "unsaved":
+            error = OSError(fields["errno"], fields["error"])
+            self.unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
+        elif what == "saved":
+            self.unsaved.saved(Path(self._settings.position))
         elif what == "suspect":
             report.suspects += 1
             await self._judge(fields)

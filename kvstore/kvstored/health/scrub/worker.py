@@ -140,8 +140,12 @@ class Worker:
 
     def _save(self) -> None:
         self._saved_s = time.monotonic()
-        with suppress(OSError):  # no room: the next pass begins at the front
+        try:
             save(self._position_path, self._position)
+        except OSError as error:
+            say("unsaved", {"errno": error.errno, "error": error.strerror})
+        else:
+            say("saved", {})
 
 
 def say(what: str, fields: dict[str, object]) -> None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.holder import MAX_DESCRIPTORS
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError
@@ -144,7 +145,8 @@ class HolderKeeper(Keeper):
         """Let it drop everything and end; one that does not listen ends when it misses its file. A service stays."""
         self._say(b"Q")
         if not self.is_service:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a file system that cannot be written: nothing answers there
+                self._path.unlink(missing_ok=True)
 
     def _say(self, packet: bytes, descriptor: int = -1) -> bool:
         try:
@@ -190,8 +192,9 @@ class HolderKeeper(Keeper):
             )  # fmt: skip
         except OSError as error:
             raise KeeperError(
-                f"no holder for warm restarts can be started: {error.strerror or error}; "
-                'set host.warm_restart = "off" to do without'
+                f"no holder for warm restarts can be started: {self._path}: {error.strerror or error}; "
+                'set host.warm_restart = "off" to do without',
+                is_for_want_of_room=error.errno in CANNOT_WRITE,
             ) from None
         finally:
             listener.close()

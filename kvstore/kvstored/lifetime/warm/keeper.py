@@ -20,7 +20,12 @@ _SETTLE_STEP_S = 0.01
 
 
 class KeeperError(Exception):
-    """Descriptors cannot be kept; the message says why and what to do."""
+    """Descriptors cannot be kept; the message says why and what to do. `is_for_want_of_room`: a file system takes no
+    writes."""
+
+    def __init__(self, message: str, *, is_for_want_of_room: bool = False) -> None:
+        super().__init__(message)
+        self.is_for_want_of_room = is_for_want_of_room
 
 
 def no_listener() -> None:

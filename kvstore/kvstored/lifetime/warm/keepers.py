@@ -85,7 +85,8 @@ def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
 
 
 def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
-    """The keeper that `host.warm_restart` names; None for "off". Raises KeeperError.
+    """The keeper that `host.warm_restart` names; None for "off", and where the state directory has no room for its
+    socket: blocks on NVMe are served without. Raises KeeperError.
 
     "auto" is the holder that runs as a service of its own, where $KVSTORED_HOLDER names its socket and it answers; else
     systemd where the unit has a store; else a holder of our own.
@@ -109,7 +110,7 @@ def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
     try:
         return HolderKeeper(state_dir, linger_s)
     except KeeperError as error:
-        if mode == "holder":
+        if mode == "holder" and not error.is_for_want_of_room:
             raise
         log.warning("what is in memory will not survive a restart: %s", error)
         return None

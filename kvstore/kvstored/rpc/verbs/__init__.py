@@ -42,8 +42,9 @@ class Verbs:
         self._staged_put = StagedPut(put, limits, default_mode=config.durability.mode)
         self._in_place_put = InPlacePut(put, store.reservations, residency, store.host, store.room, store.clock, config)
         self._get = AcquireVerb(
-            operations.get, residency, misses, max_keys=limits.max_keys, leases_per_client=limits.leases_per_client
-        )
+            operations.get, residency, misses, store.counters, max_keys=limits.max_keys,
+            leases_per_client=limits.leases_per_client,
+        )  # fmt: skip
         self._hints = HintVerb(operations.hints, max_keys=limits.max_keys)
         self._delete = delete
         self._explain = explain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import cache, partial
@@ -15,15 +16,25 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.operations.get import Acquired, Expected, Get, LeasedRun, Wanted
 from kvstored.store.policies import RequestContext
-from kvstored.telemetry import RecentMisses
+from kvstored.telemetry import Counters, RecentMisses
+
+log = logging.getLogger(__name__)
 
 
 class AcquireVerb:
     """`max_keys` of a request and `leases_per_client` are limits that a request must keep."""
 
     def __init__(
-        self, get: Get, residency: ResidencyView, misses: RecentMisses, *, max_keys: int, leases_per_client: int
+        self,
+        get: Get,
+        residency: ResidencyView,
+        misses: RecentMisses,
+        counters: Counters,
+        *,
+        max_keys: int,
+        leases_per_client: int,
     ) -> None:
+        self._counters = counters
         self._get = get
         self._misses = misses
         self._max_keys = max_keys
@@ -80,9 +91,7 @@ class AcquireVerb:
         keys_of(request.set.keys, self._max_keys)
         known_group(session, request.set.group)
         if self._get.leases_of(session) >= self._leases_per_client:
-            raise KVStoreError(
-                ErrorKind.THROTTLED, f"this client holds {self._leases_per_client} leases: release some", 10
-            )
+            raise self._one_too_many(session)
         context = None
         if request.prompt_tokens:
             self._requests += 1
@@ -91,6 +100,19 @@ class AcquireVerb:
             request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
             request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
         )  # fmt: skip
+
+    def _one_too_many(self, session: Session) -> KVStoreError:
+        most, ttl_s = self._leases_per_client, self._get.limits.lease_ttl_ms / 1000
+        self._counters.add("lease_limit_refusals")
+        if not session.is_over_leases:
+            session.is_over_leases = True
+            log.warning(
+                "%s (pid %d) holds %d leases, limits.leases_per_client: its gets are throttled until it releases some "
+                "or they expire, after %g s (said once)",
+                session.client_name or "a client", session.peer.pid, most, ttl_s,
+            )  # fmt: skip
+        message = f"this client holds {most} leases, limits.leases_per_client: release some, or let them expire"
+        return KVStoreError(ErrorKind.THROTTLED, message, 10)
 
     def _reply(self, session: Session, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
         reply = pb.AcquireReply(blocks=held.blocks, resident_blocks=held.resident_blocks, load_us=held.load_us)

@@ -22,7 +22,12 @@ class HintVerb:
         """See `Hints.prefetch`."""
         self._check(session, request.set)
         queued = self._hints.prefetch(session, request.set.keys, request.budget_bytes, request.in_ms)
-        return pb.PrefetchReply(resident_blocks=queued.resident_blocks, scheduled_blocks=queued.scheduled_blocks)
+        return pb.PrefetchReply(
+            resident_blocks=queued.resident_blocks,
+            scheduled_blocks=queued.scheduled_blocks,
+            stored_blocks=queued.stored_blocks,
+            scheduled_bytes=queued.scheduled_bytes,
+        )
 
     def hint(self, session: Session, request: pb.Hint) -> pb.HintReply:
         """Raises KVStoreError for a hint that cannot be meant so."""

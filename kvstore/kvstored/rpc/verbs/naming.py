@@ -15,8 +15,9 @@ import numpy as np
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, FingerprintError, parse_fingerprint
-from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, TokenIds, chain, pack_tokens, split_keys
+from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, pack_tokens, split_keys
 from kvstore_proto.objects import MAX_NAME_BYTES, OBJECTS, object_tokens
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstored.clients.sessions import Session
 from kvstored.rpc.verbs.validate import keys_of, known_group

@@ -5,12 +5,14 @@ Changes no answer. Composed only where the configuration names a recording, so t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_tiers.failures import CANNOT_WRITE
 from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
@@ -18,10 +20,19 @@ from kvstored.rpc.verbs import Verbs
 from kvstored.store.operations.offer import Offer
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
 
+log = logging.getLogger(__name__)
+
 
 def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> Verbs:
-    """`verbs`, recorded to a file that `stack` closes."""
-    recorder = Recorder(path, clock.monotonic_ns())
+    """`verbs`, recorded to a file that `stack` closes; not recorded where that file cannot be written. Raises
+    FileExistsError where there is one already."""
+    try:
+        recorder = Recorder(path, clock.monotonic_ns())
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        log.error("nothing is recorded: %s: %s", path, error.strerror)
+        return verbs
     stack.callback(recorder.close)
     return RecordedVerbs(verbs, recorder, clock)
 

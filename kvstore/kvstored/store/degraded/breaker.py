@@ -101,7 +101,7 @@ class TierBreaker:
             self._trial.discard(what)
             if what == "write" and self.mode is Mode.FULL and self._tier.statistics().state is TierState.OK:
                 self._recover()
-        elif outcome.kind is OutcomeKind.FAILED:
+        elif outcome.kind is OutcomeKind.FAILED and outcome.errno != errno.EBUSY:  # another's value, not the medium
             self._failed(what, outcome)
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 

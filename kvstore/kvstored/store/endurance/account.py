@@ -226,13 +226,14 @@ class EnduranceAccount:
         try:
             await asyncio.get_running_loop().run_in_executor(None, file.save, state)
         except OSError as error:
+            trouble = f"{file.path} cannot be written ({error.strerror}): nothing more is written to NVMe until it can"
             if not self._trouble:
-                log.error("the endurance budget cannot be saved, so nothing of it is spent: %s", error)
-            self._trouble = f"{file.path} cannot be written ({error}): nothing more is written to NVMe until it can"
+                log.error("%s", trouble)
+            self._trouble = trouble
             self._retry_ns = self._clock.monotonic_ns() + round(RETRY_SAVE_S * NS_PER_S)
             return False
         if self._trouble:
-            log.info("the endurance budget can be saved again")
+            log.info("%s can be written again", file.path)
         self._trouble = ""
         return True
 

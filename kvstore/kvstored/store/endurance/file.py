@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 
 import xxhash
 
 from kvstore_tiers import failpoints
+from kvstore_tiers.replaced_file import replace_file
 from kvstored.store.endurance.budget import SavedBudget
 
 log = logging.getLogger(__name__)
 FILE_NAME = "endurance.json"
 _VERSION = 2
-failpoints.declare(
-    "endurance.before-rename", "an allotment of the endurance budget is written, the old state is in place"
-)
 failpoints.declare("endurance.after-rename", "an allotment of the endurance budget is in place, nothing of it is spent")
 
 
@@ -33,11 +30,14 @@ class BudgetFile:
         self.path = directory / FILE_NAME
 
     def load(self) -> SavedBudget | None:
-        """None on a first start. Raises OSError when there is a file that cannot be read for the medium's sake."""
+        """None on a first start."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            log.error("%s cannot be read (%s): the endurance budget starts empty", self.path, error.strerror)
+            return SavedBudget(0, 0, 2**62, "")
         try:
             raw = json.loads(text)
             if raw["version"] != _VERSION:
@@ -63,22 +63,7 @@ class BudgetFile:
             "spent_bytes": state.spent_bytes,
         }
         raw["xxh3"] = _checksum(raw)
-        temporary = self.path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            left = json.dumps(raw).encode() + b"\n"
-            while left:  # a disk that fills up takes part of a write before it refuses
-                left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        failpoints.hit("endurance.before-rename")
-        temporary.replace(self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        replace_file(self.path, json.dumps(raw).encode() + b"\n")
         failpoints.hit("endurance.after-rename")
 
 

@@ -176,7 +176,7 @@ class Get:
         are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
         for a whole chain for one of the blocks that were mapped.
         """
-        began_ns, asked = self._clock.monotonic_ns(), None
+        began_ns, asked, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, wanted)
         question = self._ask(client, wanted, len(rows))
         loading = self._loader.load(rows, self._readable(client, wanted))
@@ -200,7 +200,11 @@ class Get:
                 arrived = await loading.wait(until_ns)
                 for run in _runs(arrived):
                     leased.update(run)
-                    yield self._lease(client, wanted, loading.lease(run), run[0], loading.sources, began_ns)
+                    rows_of_run = loading.lease(run)
+                    yield self._lease(
+                        client, wanted, rows_of_run, run[0], loading.sources, began_ns, continues=has_leased
+                    )
+                    has_leased = True
                 if not arrived and self._clock.monotonic_ns() >= until_ns:
                     self._counters.add("acquire_timeouts")
                     break
@@ -313,6 +317,8 @@ class Get:
         first: int,
         sources: dict[int, int],
         began_ns: int | None = None,
+        *,
+        continues: bool = False,
     ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
         residency = self._residency
@@ -324,7 +330,7 @@ class Get:
         now_ns = self._clock.monotonic_ns()
         expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
-        lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns)
+        lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns, continues=continues)
         promoted: Counter[int] = Counter()
         promoted_bytes = 0
         if sources:

@@ -21,10 +21,13 @@ DUE_MAX_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """Blocks of a prefetch that were mapped already, and that were queued to be."""
+    """Blocks of a prefetch that were mapped already, and that were queued to be, with their payload; of those that are
+    stored."""
 
     resident_blocks: int
     scheduled_blocks: int
+    stored_blocks: int
+    scheduled_bytes: int
 
 
 class Hints:
@@ -59,16 +62,17 @@ class Hints:
             now_ns = self._clock.monotonic_ns()
             due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
             deliver_hint(self._feed.policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
-        resident = scheduled = 0
+        resident = scheduled = scheduled_bytes = 0
         for row in rows:
             if residency.has(row, residency.mapped):
                 resident += 1
                 continue
-            budget_bytes -= residency.payload_bytes(row)
-            if budget_bytes < 0 or not self._promoter.prefetch(row):
+            nbytes = residency.payload_bytes(row)
+            if scheduled_bytes + nbytes > budget_bytes or not self._promoter.prefetch(row):
                 break
             scheduled += 1
-        return Prefetched(resident, scheduled)
+            scheduled_bytes += nbytes
+        return Prefetched(resident, scheduled, len(rows), scheduled_bytes)
 
     def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
         """Pass on what is expected of the chain `keys`, and in how long a request for it is due; how many of its blocks

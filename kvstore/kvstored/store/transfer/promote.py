@@ -168,12 +168,13 @@ class Promoter:
             promotion.link.cancel(promotion.ticket)
 
     def prefetch(self, row: int) -> bool:
-        """Queue a promotion that no client waits for; False when those that wait hold all the room they may."""
+        """Queue a promotion that no client waits for; False when those that wait hold all the room they may, or fill
+        the lane's queue."""
         link = self._link_of(row)
         if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
         self.promote(row, Priority.PREFETCH)
-        return True
+        return self.is_coming(row)
 
     def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
         """As `prefetch`, of a block that is not coming yet: into a free slot, or one that the policy's next victim

@@ -4,7 +4,8 @@
 
 Facts of the library that this file is built around (0.3.13):
 - `put` answers success for a name that is taken. A put session says so, hence a write is a session: start, transfer,
-  end. The master drops a session that its writer never ended.
+  end. A name is taken as soon as a session has begun, and until 30 s after its writer died. It can be read, and exists
+  by the library's own question, once the session has ended.
 - Its own time limits are 30 s for a transfer and 90 s for a set-up without a master, and a transfer that was given up
   may still write to its memory: see `MemoryHeld`.
 - The master evicts by itself, except values that were read in the last seconds.
@@ -27,6 +28,7 @@ import numpy as np
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
 from kvstore_tiers.remote.drivers.mooncake_place import Place, place_of
+from kvstore_tiers.remote.drivers.system_library import advice
 
 try:
     from mooncake.store import MooncakeDistributedStore
@@ -51,8 +53,9 @@ BUSY: Final = frozenset({-706, -708, -714})  # a lease, a copy or a read in prog
 TOO_SHORT = -600  # and other wrong arguments
 TRANSFER_FAILED = -800
 RPC_TIMEOUT = -901
-_KINDS: Final = {0: Written.STORED, TAKEN: Written.EXISTS, NO_ROOM: Written.NO_ROOM}
+_KINDS: Final = {0: Written.STORED, NO_ROOM: Written.NO_ROOM}
 RETRY_S = 0.02
+TAKEN_PATIENCE_S = 0.5  # with a name that another writer began: what it moves takes some milliseconds
 
 _LEFT_OPEN: Final[list[Any]] = []
 """Clients of closed drivers, with calls that were given up: the library crashes if they are closed or collected."""
@@ -66,9 +69,7 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
         raise ValueError("Mooncake knows no credentials: keep its master on a network of your own")
     place = place_of(url)
     if _UNUSABLE is not None:
-        raise ModuleNotFoundError(
-            f"Mooncake's library cannot be loaded ({_UNUSABLE}): apt-get install libibverbs1", name="mooncake"
-        )
+        raise ModuleNotFoundError(f"Mooncake's library cannot be loaded: {advice(str(_UNUSABLE))}", name="mooncake")
     return MooncakeDriver(place, min(timeout_s, LONGEST_TIMEOUT_S), threads)
 
 
@@ -177,7 +178,7 @@ class MooncakeDriver(Driver):
         return sizes
 
     def _write(self, store: Any, values: Sequence[Placed], call: Call) -> list[Written]:
-        """A name that another thread is writing is taken: the library has one session for each name."""
+        """The library has one session for each name: one that another thread is writing is taken."""
         with self._writing_lock:
             mine = {value.name: value for value in reversed(values) if value.name not in self._writing}
             self._writing |= mine.keys()
@@ -186,9 +187,25 @@ class MooncakeDriver(Driver):
         finally:
             with self._writing_lock:
                 self._writing -= mine.keys()
-        return [written[value.name] if mine.get(value.name) is value else Written.EXISTS for value in values]
+        written |= self._of_others(store, {value.name for value in values} - written.keys(), call)
+        is_again = [mine.get(value.name) is not value and written[value.name] is Written.STORED for value in values]
+        return [Written.EXISTS if again else written[value.name] for value, again in zip(values, is_again, strict=True)]
+
+    def _of_others(self, store: Any, names: set[str], call: Call) -> dict[str, Written]:
+        """Return what became of names that others began: they exist once they can be read."""
+        began, there = time.monotonic(), set[str]()
+        while names - there:
+            waiting = sorted(names - there)
+            there |= {name for name, exists in zip(waiting, self._exist(store, waiting), strict=True) if exists}
+            left_s = min(began + TAKEN_PATIENCE_S - time.monotonic(), call.remaining_s - RETRY_S)
+            if left_s <= 0 or call.is_given_up:
+                break
+            if names - there:
+                time.sleep(min(RETRY_S, left_s))
+        return {name: Written.EXISTS if name in there else Written.BEGUN for name in names}
 
     def _store_each(self, store: Any, values: Sequence[Placed], call: Call) -> dict[str, Written]:
+        """Return what became of each name but those that are taken."""
         names, places, sizes = _arguments(values)
         answers = dict(zip(names, store.batch_put_session_start(names, sizes), strict=True))
         started = [number for number, name in enumerate(names) if answers[name] == 0]
@@ -196,7 +213,7 @@ class MooncakeDriver(Driver):
         try:
             self._need(list(answers.values()), allowed={TAKEN, NO_ROOM})
             if not started:
-                return {name: _KINDS[answer] for name, answer in answers.items()}
+                return {name: _KINDS[answer] for name, answer in answers.items() if answer != TAKEN}
             _step_behind()
             moved = store.batch_put_from_multi_buffer_ranges(
                 open_names,
@@ -212,7 +229,7 @@ class MooncakeDriver(Driver):
         finally:
             if open_names:
                 store.batch_put_session_revoke(open_names)
-        return {name: _KINDS[answer] for name, answer in answers.items()}
+        return {name: _KINDS[answer] for name, answer in answers.items() if answer != TAKEN}
 
     def _remove(self, store: Any, names: list[str], call: Call) -> None:
         while True:

@@ -1,0 +1,138 @@
+"""A question in a process of its own, which ends with all that it started when its time is up.
+
+Owns that process and the file that it prints to. What it told before its end, by itself or by our hand, is kept, and so
+is what it printed: of a question that hangs, where each of its threads stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from kvstore_proto.cuda_compiler import signal_name
+from support.gpu_answers import Answer, Question, Sizes, listen
+from support.gpu_lacking import lacking, one_line, why_not_imported
+from support.gpu_questions import QUESTIONS
+
+YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
+INTERRUPTED = "interrupted"
+PATIENCE_S = 2.0  # for an end by itself
+MOST_OUTPUT = 48 << 10  # characters that are kept of what a question printed: its begin and its end
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How it went, the answer, and what the process printed. `is_interrupted`: whoever asks wants to ask no more."""
+
+    how: str
+    answer: Answer
+    output: str = ""
+    is_interrupted: bool = False
+
+
+def asked(
+    question: Question, device: int, limit_s: float, sizes: Sizes, folder: Path | None, hear: Callable[[Answer], None]
+) -> Asked:
+    """Ask for at most `limit_s`, the end of the process included. `hear` gets what is known meanwhile; the output is in
+    a file of `folder` until then."""
+    for_question_s = max(limit_s - PATIENCE_S, limit_s / 2)
+    sizes = replace(sizes, tools_s=min(sizes.tools_s, for_question_s - PATIENCE_S / 2))  # tools end before it
+    with tempfile.NamedTemporaryFile("r", errors="replace", dir=folder, prefix="running-", suffix=".log") as output:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_ask, args=(question.name, device, sizes, theirs, output.name))
+        process.start()
+        theirs.close()
+        kind, told = _listened(ours, time.monotonic() + for_question_s, hear)
+        _end(process, is_stuck=kind in ("late", INTERRUPTED), patience_s=PATIENCE_S * (1 + 2 * (kind == INTERRUPTED)))
+        printed = output.read()
+    if kind == "answer":
+        return Asked({True: YES, False: NO, None: UNKNOWN}[told.holds], told, _both_ends(printed))
+    why = {
+        "late": f"no answer within {limit_s:.0f} s", "died": f"its process died ({_status(process)})",
+    }.get(kind, kind)  # fmt: skip
+    says = f"{why}; known until then: {told.says}" if told.says else why
+    is_cut = kind == INTERRUPTED or (kind == "late" and bool(told.says))
+    how = FAILED if not is_cut else NO if told.holds is False else LEFT
+    return Asked(how, Answer(None, says, told.figures), _both_ends(printed), kind == INTERRUPTED)
+
+
+def _listened(pipe: Connection, until_s: float, hear: Callable[[Answer], None]) -> tuple[str, Answer]:
+    """How it ended, "answer" or why there is none, and what was told last."""
+    told = Answer(None, "")
+    try:
+        while pipe.poll(max(until_s - time.monotonic(), 0.0)):
+            kind, found = pipe.recv()
+            if kind != "known":
+                return (kind, found) if kind == "answer" else (found, told)
+            told = found
+            hear(told)
+        return "late", told
+    except (EOFError, OSError):
+        return "died", told
+    except KeyboardInterrupt:
+        return INTERRUPTED, told
+
+
+def _ask(name: str, device: int, sizes: Sizes, pipe: Connection, output: str) -> None:
+    """The body of the process: what it starts, and what that prints, ends up with it."""
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for each in (1, 2):
+        os.dup2(descriptor, each)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("it was ended"))
+
+    def tell(answer: Answer) -> None:
+        print(answer.says, flush=True)
+        pipe.send(("known", answer))
+
+    listen(tell)
+    try:
+        pipe.send(("answer", QUESTIONS[name].ask(device, sizes)))
+    except (Exception, SystemExit) as error:  # one that broke does not end the others
+        traceback.print_exc()
+        missing = why_not_imported(error) if isinstance(error, ImportError) else lacking(str(error))
+        if missing:
+            pipe.send(("answer", Answer(None, f"not asked: {missing}")))
+        else:
+            pipe.send(("broke", one_line(f"{type(error).__name__}: {error}")))
+    sys.stdout.flush()
+
+
+def _end(process: BaseProcess, *, is_stuck: bool, patience_s: float) -> None:
+    """Of one that is stuck, it is printed first where its threads stand."""
+    process.join(0.0 if is_stuck else patience_s)
+    for number, wait_s in ((signal.SIGUSR1, patience_s / 10), (signal.SIGTERM, patience_s)):
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
+            process.join(wait_s)
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def _status(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    return signal_name(-code) if code < 0 else f"status {code}"
+
+
+def _both_ends(text: str) -> str:
+    half, more = MOST_OUTPUT // 2, len(text) - MOST_OUTPUT
+    return text if more <= 0 else f"{text[:half]}\n... {more} characters ...\n{text[-half:]}"

@@ -1,0 +1,83 @@
+"""What a caller gives, checked once, at the door: seconds, counts, names.
+
+Each function returns the value in the form that the client works with, or raises KVStoreError(INVALID) whose line names
+the argument. Nothing behind the door checks again, and nothing was sent before the check.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from numbers import Real
+from typing import Any, Final
+
+from kvstore_client.errors import invalid
+
+LONGEST_S: Final = 24 * 3600.0  # a longer wait is as good as for ever; what carries it counts milliseconds in 32 bits
+UINT32_MAX: Final = (1 << 32) - 1
+UINT64_MAX: Final = (1 << 64) - 1
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return a duration: below 0 is 0, as of a moment that has passed; over a day, `inf` too, is a day."""
+    if not _is_number(value) or value != value:
+        raise invalid(f"{name} must be a number of seconds, got {shown(value)}")
+    return float(max(0.0, min(value, LONGEST_S)))
+
+
+def positive_seconds(name: str, value: Any) -> float:
+    """Return a duration that is more than 0."""
+    given = seconds(name, value)
+    if not given:
+        raise invalid(f"{name} must be more than 0 seconds, got {value!r}")
+    return given
+
+
+def count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> int:
+    """Return a whole number from `least` to `most`."""
+    try:
+        given = operator.index(value)
+    except Exception:  # of the value's own making, too
+        given = least - 1
+    if isinstance(value, bool) or given < least or (most is not None and given > most):
+        bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+        raise invalid(f"{name} must be a whole number {bounds}, got {shown(value)}")
+    return given
+
+
+def number_between(name: str, value: Any, least: float, most: float) -> float:
+    """Return a number in a range."""
+    if not _is_number(value) or not least <= value <= most:
+        raise invalid(f"{name} must be from {least:g} to {most:g}, got {shown(value)}")
+    return float(value)
+
+
+def one_of(name: str, value: Any, known: Collection[str]) -> str:
+    """Return one of some words."""
+    if not isinstance(value, str) or value not in known:
+        raise invalid(f"{name} {shown(value)} is unknown; known: {', '.join(known)}")
+    return value
+
+
+def text(name: str, value: Any, most_bytes: int) -> str:
+    """Return text that a message can carry."""
+    try:
+        is_fit = isinstance(value, str) and len(value.encode()) <= most_bytes
+    except UnicodeEncodeError:
+        is_fit = False
+    if not is_fit:
+        raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {shown(value)}")
+    return str(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """Return the value as Python writes it, on one line of bounded length."""
+    try:
+        written = " ".join(repr(value).split())
+    except Exception:  # of the value's own making
+        written = f"a {type(value).__name__}"
+    return written if len(written) <= 80 else f"{written[:77]}..."

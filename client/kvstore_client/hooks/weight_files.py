@@ -1,0 +1,147 @@
+"""The files that a running model's weights come from: whether they are those that were loaded, and still unchanged.
+
+Weights that are mapped change with their file. Owns open descriptors of such files, so that a file that is renamed over
+or deleted is still watched, their digest, and what they looked like when it was taken.
+Bound: a change is noticed by the next `changed` after it; one whose time of change was set back only where a digest was
+taken, by reading again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+_CHUNK_BYTES = 64 << 20
+_TICK_S = 0.02  # times of files move in steps: a write within the same one as the last would not be seen
+DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A run of addresses, [begin, end), that show a file; `path` ends in " (deleted)" where that name is gone."""
+
+    begin: int
+    end: int
+    device: int
+    inode: int
+    path: str
+
+
+class WeightFiles:
+    """Open files whose content must stay as it is. Closed when it is collected."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Open `paths` and remember how they look now. Raises OSError."""
+        self._descriptors: list[int] = []
+        self.paths = list(paths)
+        try:
+            for path in self.paths:
+                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self.close()
+            raise
+        self._marks = [_settled(descriptor) for descriptor in self._descriptors]
+        self._digest = ""
+
+    @property
+    def states(self) -> list[os.stat_result]:
+        """How each file looks now."""
+        return [os.fstat(descriptor) for descriptor in self._descriptors]
+
+    def digest(self) -> str:
+        """Return xxh3 over the content of all files, in order. It guards against mix-ups, not forgery."""
+        hashing = xxhash.xxh3_128()
+        for descriptor in self._descriptors:
+            offset = 0
+            while chunk := os.pread(descriptor, _CHUNK_BYTES, offset):
+                hashing.update(chunk)
+                offset += len(chunk)
+        self._digest = self._digest or hashing.hexdigest()
+        return hashing.hexdigest()
+
+    def changed(self, *, by_content: bool = False) -> str:
+        """Return the path of a file that was written to, or cut, since it was opened; empty if none was.
+
+        `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
+        """
+        for index, path in enumerate(self.paths):
+            try:
+                now = _mark(os.fstat(self._descriptors[index]))
+                if now == self._marks[index]:
+                    continue
+                is_same = now[:2] == self._marks[index][:2] and not by_content
+                if is_same and (not self._digest or self.digest() == self._digest):
+                    self._marks[index] = now  # another name or other permissions
+                    continue
+            except OSError:  # a file system that is gone, or a handle that a server no longer knows
+                pass
+            return str(path)
+        return ""
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
+    """Return why `files` may not be those that were loaded by this process, which `began` then (Unix time); empty if
+    they are: this process maps them, or neither they nor a link to them is younger than the process."""
+    for path, state in zip(files.paths, files.states, strict=True):
+        real = os.path.realpath(path)
+        shown = [each for each in mappings if each.path in (real, real + DELETED)]
+        if any(each.path == real and (each.inode == state.st_ino or each.device != state.st_dev) for each in shown):
+            continue
+        if shown:
+            return f"{path} was replaced after it was loaded: open the model again"
+        if _youngest(path, state) >= began:
+            return f"{path} is younger than this process, and not mapped: what was loaded cannot be known from it"
+    return ""
+
+
+def process_began() -> float:
+    """Return when this process began, as Unix time in seconds, at most a tick too early."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    uptime = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + uptime - _TICK_S
+
+
+def mappings_now() -> list[Mapping]:
+    """Return what this process maps of files."""
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            addresses, _, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            if path and inode != "0":
+                begin, end = (int(part, 16) for part in addresses.split("-"))
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.append(Mapping(begin, end, os.makedev(major, minor), int(inode), path[0]))
+    return found
+
+
+def _youngest(path: Path, state: os.stat_result) -> float:
+    """Return when the file, or a symbolic link on the way to it, last changed or came to its name."""
+    links = [part for part in (path.absolute(), *path.absolute().parents) if part.is_symlink()]
+    return max([state.st_ctime, *(link.lstat().st_ctime for link in links)])
+
+
+def _settled(descriptor: int) -> tuple[int, int, int]:
+    """Return a file's mark once a later write is sure to change it: at most a tick after its last one."""
+    state = os.fstat(descriptor)
+    age_s = time.time() - max(state.st_mtime, state.st_ctime)
+    if 0 <= age_s < _TICK_S:
+        time.sleep(_TICK_S - age_s)
+        state = os.fstat(descriptor)
+    return _mark(state)
+
+
+def _mark(state: os.stat_result) -> tuple[int, int, int]:
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns

@@ -1,0 +1,77 @@
+"""Marks what a conversation says, to see that all of it reaches the prompt.
+
+Owns the marks: a word that stands in no text, put at the end of every text and name. A template that shows a
+text shows its end, whatever else it does to it: trims it, escapes it, cuts thoughts off its head. A text with white
+space alone says nothing. A text beside tool calls is the template's to leave out, as many do; the calls are not.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore_engine.template.environment import Message, TemplateError
+
+Json = dict[str, Any]
+
+
+class Marks:
+    """Marks for one conversation."""
+
+    def __init__(self) -> None:
+        self._stem = f"kvq{secrets.randbits(64)}n"  # in no text but by a guess
+        self._places: dict[str, tuple[str, str]] = {}  # by mark
+
+    def conversation(self, messages: Sequence[Message]) -> list[Json]:
+        """Return `messages` with a mark in each of them."""
+        return [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+    def tools(self, tools: Sequence[Message]) -> list[Json]:
+        """Return `tools` with a mark in each name."""
+        return [
+            {**tool, "function": self._named(tool["function"], f"tools[{index}]", "tools")}
+            for index, tool in enumerate(tools)
+        ]
+
+    def check(self, marked: str) -> None:
+        """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation."""
+        shown = set(re.findall(rf"{self._stem}\d+e", marked))
+        for mark, (place, param) in self._places.items():
+            if mark not in shown:
+                hint = '; leave tools out, or send tool_choice "none"' if param == "tools" else ""
+                raise TemplateError(
+                    f"{place} does not reach the prompt: the model's chat template leaves it out{hint}", param
+                )
+
+    def _message(self, message: Message, place: str) -> Json:
+        calls, content = message.get("tool_calls"), message.get("content")
+        if calls:
+            marked = [
+                {**call, "function": self._called(call["function"], f"{place}.tool_calls[{index}]")}
+                for index, call in enumerate(calls)
+            ]
+            return {**message, "tool_calls": marked}
+        if isinstance(content, list):
+            texts = [self._text(part["text"], f"{place}.content[{index}]") for index, part in enumerate(content)]
+            return {**message, "content": [{**part, "text": text} for part, text in zip(content, texts, strict=True)]}
+        return {**message, "content": self._text(content or "", place)}
+
+    def _text(self, text: str, place: str) -> str:
+        return text + self._mark(place, "messages") if text.strip() else text
+
+    def _called(self, function: Json, place: str) -> Json:
+        """Mark both a call's name and its arguments: some templates show an id in place of the name."""
+        marked = self._named(function, place, "messages")
+        mark, arguments = marked["name"].removeprefix(function["name"]), function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**marked, "arguments": {**arguments, mark: mark} if isinstance(arguments, dict) else arguments}
+
+    def _named(self, function: Json, place: str, param: str) -> Json:
+        return {**function, "name": function["name"] + self._mark(place, param)}
+
+    def _mark(self, place: str, param: str) -> str:
+        mark = f"{self._stem}{len(self._places)}e"
+        self._places[mark] = (place, param)
+        return mark

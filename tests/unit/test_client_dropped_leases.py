@@ -1,0 +1,66 @@
+"""A lease that was dropped without release is given back: not before the last view of its blocks is gone, and once."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+
+from kvstore_client import Session
+from tests.reference.fake_daemon import FakeDaemon, eventually
+from tests.reference.twelve_blocks import PAYLOADS, TOKENS
+
+
+def held(daemon: FakeDaemon) -> int:
+    return sum(len(client.leases) for client in daemon.clients.values())
+
+
+def test_what_nobody_released_is_given_back(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    for _ in range(5):
+        assert len(session.get(TOKENS)) == 12
+    gc.collect()
+    session.ping()
+    eventually(lambda: held(daemon) == 0)
+    assert len(daemon.released) == len(set(daemon.released)) == 5
+
+
+def test_a_view_alone_keeps_the_lease(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    view = session.get(TOKENS).payload(3)[8:].view(np.uint16)[::2]
+    gc.collect()
+    session.ping()
+    session.touch(TOKENS)
+    assert held(daemon) == 1 and not view.flags.writeable
+    assert np.array_equal(view, PAYLOADS[3].view(np.uint8)[8:].view(np.uint16)[::2])
+    del view
+    gc.collect()
+    session.ping()
+    eventually(lambda: held(daemon) == 0)
+
+
+def test_a_released_lease_is_released_once(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    with session.get(TOKENS) as lease:
+        assert len(lease) == 12
+    del lease
+    gc.collect()
+    session.ping()
+    eventually(lambda: held(daemon) == 0)
+    assert len(daemon.released) == len(set(daemon.released))
+
+
+def test_a_forked_child_gives_back_nothing_of_its_parent(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    lease = session.get(TOKENS)
+    child = os.fork()
+    if not child:
+        from kvstore_client import dropped_leases
+
+        del lease
+        gc.collect()
+        os._exit(len(dropped_leases._dropped))
+    assert os.waitpid(child, 0)[1] == 0
+    assert lease.valid and held(daemon) == 1
+    lease.release()

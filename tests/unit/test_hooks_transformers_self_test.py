@@ -1,0 +1,124 @@
+"""What a session's opening proves of a model: that K and V in blocks are all that its answers depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference.tiny_transformers import prompt, tiny_model
+
+# isort: split
+import torch
+from transformers import MllamaConfig, MllamaForCausalLM, PreTrainedModel
+
+from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, kv_shape
+from kvstore_client.hooks.transformers.layers import KVStack
+from kvstore_client.hooks.transformers.self_test import failure_of
+from kvstore_proto.errors import KVStoreError
+
+MLA = {
+    "kind": "deepseek_v3", "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def mllama() -> PreTrainedModel:
+    """A text model whose layers 1 and 3 attend to images, and keep nothing where there is none."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "cross_attention_layers": [1, 3],
+    }  # fmt: skip
+    return MllamaForCausalLM(MllamaConfig(text_config=text | IDS).text_config).eval()
+
+
+def with_another_answer() -> PreTrainedModel:
+    """A model whose answer depends on how many tokens came in one call: no cache of K and V has that."""
+    model = tiny_model()
+
+    def shifted(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + 5 * torch.sin(torch.arange(output.shape[-1]) * float(output.shape[-2]))
+
+    model.model.embed_tokens.register_forward_hook(shifted)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (mllama, "layer 1 keeps no K and V"),
+        (lambda: tiny_model("falcon", multi_query=True, **IDS), r"\[1, 1, 80, 16\], and .* \[1, 2, 80, 16\]"),
+        (lambda: tiny_model("gpt2", n_embd=64, n_head=4, n_layer=3, **IDS), "layer 0 keeps K and V as"),
+        (lambda: tiny_model(**MLA), "layer 0 keeps K and V as"),
+        (lambda: tiny_model("rwkv", **IDS), "no K and V of the tokens"),
+        (with_another_answer, "otherwise than from the whole prompt"),
+    ],
+    ids=["cross-attention", "multi-query", "fields-that-say-otherwise", "mla", "recurrent", "answers"],
+)
+def test_a_model_that_blocks_do_not_hold_is_refused_when_its_session_is_opened(
+    make: Any, why: str, tmp_path: Path
+) -> None:
+    model = make()
+    with pytest.raises(KVStoreError, match=f"cannot be stored: .*{why}"):
+        kvstore_session(model, tmp_path)
+    with pytest.raises(KVStoreError, match="cannot be stored"):
+        KVStoreCache(tmp_path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox", "phi", "gpt_bigcode"])
+def test_a_model_of_full_attention_passes(kind: str, dtype: torch.dtype) -> None:
+    settings = {"multi_query": False} if kind == "gpt_bigcode" else {}
+    if kind == "gpt_bigcode":
+        settings |= {"n_embd": 64, "n_head": 4, "n_layer": 3, "num_key_value_heads": 4}
+    assert failure_of(tiny_model(kind, dtype=dtype, **IDS, **settings), BLOCK_TOKENS) == ""
+
+
+def test_a_model_is_tried_once_and_not_where_that_is_declined(tmp_path: Path) -> None:
+    calls: list[int] = []
+    model = tiny_model()
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    random = torch.get_rng_state()
+    with kvstore_session(model, tmp_path) as session:
+        KVStoreCache(session, model)
+        tried = len(calls)
+        kvstore_session(model, tmp_path).close()
+    assert len(calls) == tried == 3
+    assert torch.equal(torch.get_rng_state(), random)
+    with kvstore_session(mllama(), tmp_path, self_test=False):
+        pass
+
+
+def test_a_layer_that_is_never_filled_ends_storing_at_the_first_call(tmp_path: Path) -> None:
+    model = mllama()
+    with kvstore_session(model, tmp_path, self_test=False) as session:
+        cache = KVStoreCache(session, model)
+        with torch.no_grad():
+            model(prompt(40), past_key_values=cache)
+        assert "another shape, place or kind" in cache.report.store_reason
+        assert cache.report.waiting_blocks == 0
+
+
+def test_a_model_in_training_mode_is_tried_once_it_no_longer_is(tmp_path: Path) -> None:
+    model = mllama().train()
+    with kvstore_session(model, tmp_path) as session, torch.no_grad():
+        cache = KVStoreCache(session, model)
+        model.eval()
+        model(prompt(40), past_key_values=cache)
+        assert "layer 1 keeps no K and V" in cache.report.reason
+
+
+def test_a_stack_holds_tokens_only_if_each_of_its_layers_does() -> None:
+    shape = kv_shape(tiny_model())
+    stack = KVStack(shape)
+    state = torch.zeros(1, shape.heads, 5, shape.head_dim)
+    for layer in stack.layers[:-1]:
+        layer.update(state, state)
+    assert not stack.holds(5)
+    stack.layers[-1].update(state, state)
+    assert stack.holds(5) and not stack.holds(4)

@@ -1,0 +1,221 @@
+"""Small files that cannot be written: nothing is left beside them, each is named once, and all are tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.state_identity import IDENTITY_FILE, read_identity
+from kvstore_tiers import failpoints
+from kvstore_tiers.nvme import lock_file
+from kvstore_tiers.replaced_file import remove_leftover, replace_file, replaced_file
+from kvstored import sockets
+from kvstored.clients.tenants import Peer, TenantDirectory, keyring, names
+from kvstored.clients.tenants.keyring import Keyring
+from kvstored.config import TenantSection
+from kvstored.lifetime.instance import AlreadyRunning, InstanceLock
+from kvstored.store.endurance.file import FILE_NAME, BudgetFile
+from kvstored.unsaved import Unsaved
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_armed")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+ERRORS = ["ENOSPC", "EDQUOT", "EROFS", "EIO"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, error: str, durable: bool) -> None:
+    path = tmp_path / "names.json"
+    replace_file(path, b"old", durable=durable)
+    failpoints.arm(f"file.names.json=error:{error}")
+    with pytest.raises(OSError) as failed:
+        replace_file(path, b"new", durable=durable)
+    assert failed.value.filename == str(path) and failed.value.errno == getattr(errno, error)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    failpoints.disarm()
+    replace_file(path, b"new", durable=durable)
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written(tmp_path: Path) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("needs /dev/full")
+    path = tmp_path / "usage.npz"
+    (tmp_path / "usage.npz.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"usage\.npz'") as failed, replaced_file(path) as file:
+        file.write(bytes(1 << 20))
+    assert failed.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
+
+
+def test_a_leftover_that_cannot_be_removed_is_left(tmp_path: Path) -> None:
+    remove_leftover(tmp_path / "a")
+    (tmp_path / "a.new").mkdir()
+    remove_leftover(tmp_path / "a")
+    (tmp_path / "b.new").touch()
+    remove_leftover(tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.new"]
+
+
+def test_each_file_is_named_once_until_it_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    unsaved, path = Unsaved(), Path("/state/names.json")
+    for _ in range(3):
+        unsaved.failed(path, FULL, "labels are lost")
+    said = "/state/names.json cannot be written (No space left on device): labels are lost"
+    assert unsaved.sentences() == [said] and caplog.messages == [said]
+    unsaved.saved(path)
+    unsaved.saved(path)
+    assert unsaved.sentences() == [] and caplog.messages[1:] == ["/state/names.json can be written again"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_names_are_saved_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "RETRY_S", 0.0)
+    unsaved = Unsaved()
+    failpoints.arm("file.names.json=error:ENOSPC")
+    tenants = TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid", unsaved=unsaved)
+    tenants.remember(Fingerprint("a model", "w"))
+    assert "names.json cannot be written" in unsaved.sentences()[0]
+
+    async def run() -> None:
+        task = asyncio.create_task(tenants.run())
+        await until(lambda: failpoints.hits("file.names.json") > 2)
+        failpoints.disarm()
+        await until(lambda: not unsaved.sentences())
+        task.cancel()
+
+    asyncio.run(run())
+    assert "a model" in (tmp_path / "names.json").read_text()
+
+
+def test_names_that_are_as_they_were_are_not_written(tmp_path: Path) -> None:
+    TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid").close()
+    failpoints.arm("file.names.json=error:EROFS")
+    unsaved = Unsaved()
+    TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid", unsaved=unsaved).close()
+    assert failpoints.hits("file.names.json") == 0 and unsaved.sentences() == []
+
+
+def test_a_check_value_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyring, "RETRY_S", 0.0)
+    state, nvme = tmp_path / "state", tmp_path / "nvme"
+    for place in (state, nvme):
+        place.mkdir()
+    Keyring(state, nvme).begin()
+    for place in (state, nvme):
+        (place / IDENTITY_FILE).unlink()
+    unsaved = Unsaved()
+    failpoints.arm("file.identity.json=error:ENOSPC")
+    ring = Keyring(state, nvme, unsaved=unsaved)
+    ring.begin()
+    assert sorted(sentence.partition(" ")[0] for sentence in unsaved.sentences()) == [
+        str(nvme / IDENTITY_FILE), str(state / IDENTITY_FILE),
+    ]  # fmt: skip
+
+    async def run() -> None:
+        task = asyncio.create_task(ring.run())
+        await until(lambda: failpoints.hits("file.identity.json") > 4)
+        failpoints.disarm()
+        await until(lambda: not unsaved.sentences())
+        task.cancel()
+
+    asyncio.run(run())
+    assert read_identity(state / IDENTITY_FILE) == read_identity(nvme / IDENTITY_FILE) is not None
+
+
+def test_what_a_restart_would_not_find_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that is newly listed under a name whose blocks have another one by now gets an identity of its own."""
+    monkeypatch.setattr(keyring, "RETRY_S", 0.0)
+    before = Keyring(tmp_path)
+    before.bind("new", "old")
+    before.begin()
+    failpoints.arm("file.identity.json=error:ENOSPC")
+    ring = Keyring(tmp_path)
+    sections = (TenantSection("old", uids=(7,)), TenantSection("new", uids=(8,)))
+    tenants = TenantDirectory(tmp_path, sections, "by-uid", ring)
+    ring.begin()
+    caller = Peer(1, 7, 7)
+    assert tenants.resolve(caller) is None and "identity.json cannot be written" in tenants.why_refused(caller)
+    assert tenants.named("old") is None and tenants.is_named("old"), "a token for it is no mistake"
+    assert tenants.resolve(Peer(1, 8, 8)) is not None and tenants.resolve(Peer(1, 9, 9)) is not None
+
+    async def run() -> None:
+        task = asyncio.create_task(ring.run())
+        failpoints.disarm()
+        await until(lambda: tenants.resolve(caller) is not None)
+        task.cancel()
+
+    asyncio.run(run())
+    assert Keyring(tmp_path).bound() == ring.bound() and set(ring.bound()) == {"old", "new"}
+
+
+def test_a_new_secret_has_to_be_on_the_medium(tmp_path: Path) -> None:
+    failpoints.arm("file.secret=error:EDQUOT")
+    with pytest.raises(OSError, match="a new secret has to be written before anything is stored") as refused:
+        Keyring(tmp_path)
+    assert refused.value.filename == str(tmp_path / "secret") and list(tmp_path.iterdir()) == []
+
+
+def test_an_endurance_file_that_cannot_be_read_is_an_empty_bucket(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE_NAME).mkdir()  # as for any other error of the medium
+    saved = BudgetFile(tmp_path).load()
+    assert saved is not None and saved.level_bytes == 0 and "cannot be read" in caplog.text
+
+
+def test_a_directory_is_locked_where_no_lock_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def full(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise FULL
+        return real(path, flags, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lock_file.os, "open", full)
+        first = InstanceLock(tmp_path)
+        with pytest.raises(AlreadyRunning):
+            InstanceLock(tmp_path)
+    with pytest.raises(AlreadyRunning):
+        InstanceLock(tmp_path)  # there is room again, and it made the file
+    assert (tmp_path / "lock").exists()
+    first.release()
+    InstanceLock(tmp_path).release()
+
+
+def test_a_mark_keeps_the_space_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").write_text("123456789012\n")
+    cuts: list[int] = []
+    real = os.ftruncate
+
+    def cut(descriptor: int, length: int) -> None:
+        cuts.append(length)
+        real(descriptor, length)
+
+    monkeypatch.setattr(lock_file.os, "ftruncate", cut)
+    InstanceLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n" and 0 not in cuts
+
+
+def test_a_socket_that_cannot_be_removed_is_named_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unlink(path: Path, **_: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(sockets.Path, "unlink", unlink)
+    sockets.remove_socket(tmp_path / "data.sock")
+    assert f"{tmp_path}/data.sock cannot be removed (Read-only file system)" in caplog.text
