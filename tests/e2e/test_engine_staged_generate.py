@@ -17,6 +17,7 @@ from kvstore_engine.cli.main import main
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import LoadOptions, fingerprint_of, open_model
+from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.restore.profile import profile_path
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import admin_pb2
@@ -83,7 +84,8 @@ class Engines:
         """Delete a stage's "kv" or "states" of the prompt and its answer."""
         with open_model(self.model, LoadOptions(threads=1, warm_up=False)) as loaded:
             tokenizer, pool = loaded.generator.tokenizer, loaded.generator.pool
-            file, config = loaded.template_source, loaded.generator.executor.model.config  # type: ignore[attr-defined]
+            file = loaded.template_source
+            config = ModelConfig.from_gguf(file)
             whole = fingerprint_of(file, config, tokenizer, pool, file.weights_digest())
             tokens = [*tokenizer.encode(PROMPT).tolist(), *answer.tokens]
             prints = dict(zip(("kv", "states"), _prints(whole, config, stages)[stage], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from kvstore_client.cli.doctor.surroundings import Surroundings
@@ -17,14 +18,14 @@ def holder_of_lock(around: Surroundings) -> int | None:
     state_dir = around.settings.path("daemon.state_dir")
     if state_dir is None:
         raise OSError("the state directory is not known")
-    try:
-        status = (state_dir / LOCK_FILE).stat()
-    except FileNotFoundError:
-        return None
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    wanted = set()
+    for path in (state_dir / LOCK_FILE, state_dir):  # where no lock file can be made, the directory alone is locked
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            wanted.add(f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}")
     for line in (around.proc / "locks").read_text().splitlines():
         words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[3] == "WRITE" and words[5] == wanted:
+        if len(words) > 5 and words[1] == "FLOCK" and words[3] == "WRITE" and words[5] in wanted:
             return int(words[4])
     return None
 

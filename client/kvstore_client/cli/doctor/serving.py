@@ -29,8 +29,11 @@ def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Fi
         if trouble is not None and trouble.exit_code == DENIED:
             yield warn("admin", "not asked: the admin socket is closed to you", str(trouble))
         else:
-            reason = str(trouble).partition("; start it with")[0]
-            yield fail("admin", f"no answer: {reason}", how_to_start(around))
+            reason, nothing_listens, _ = str(trouble).partition("; start it with")
+            if nothing_listens:
+                yield fail("admin", f"no answer: {reason}", how_to_start(around))
+            else:  # a daemon listens, and is slow or stopped
+                yield fail("admin", "no answer", reason)
         return
     seen = f"pid {status.pid} answers, {status.state}, up {human_seconds(status.uptime_s)}"
     if status.state == "serving":
