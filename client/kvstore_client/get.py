@@ -24,7 +24,14 @@ from kvstore_client.lease_stream import LeaseStream, Order
 from kvstore_client.lookup import lookup
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_LATE, REASON_NO_ARENA, REASON_THROTTLED, REASON_VERIFY_FAILED, miss_reason
+from kvstore_client.results import (
+    REASON_LATE,
+    REASON_NO_ARENA,
+    REASON_NO_DAEMON,
+    REASON_THROTTLED,
+    REASON_VERIFY_FAILED,
+    miss_reason,
+)
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
@@ -77,9 +84,10 @@ def _kept(parts: list[Lease]) -> list[Lease]:
     """Those parts up to the first whose lease ended while later ones were loaded; it and what follows is given back."""
     for number, part in enumerate(parts[:-1]):
         if not part.keep():
+            is_late = part.grant is not None and part.grant.is_alive()
             for ended in parts[number:]:
                 ended.release()
-            return [*parts[:number], Lease(reason=REASON_LATE)]
+            return [*parts[:number], Lease(reason=REASON_LATE if is_late else REASON_NO_DAEMON)]
     return parts
 
 
