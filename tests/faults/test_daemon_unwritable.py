@@ -89,10 +89,11 @@ def test_a_recovery_that_cannot_write_serves_what_is_there_until_it_can(error: s
     with running_daemon() as daemon:
         assert put(daemon, 1) == {"durable"}
         daemon.kill9()
-        daemon.restart(failpoints=f"nvme.recover-before-repair=error:{error}@1-2")
+        daemon.restart(failpoints=f"nvme.recover-before-repair=error:{error}@1-3")
+        assert put(daemon, 1) == {"volatile"}, "nobody knows yet whether its record is on the medium"
         assert got(daemon, 1) and "read-only" in daemon.log and REASONS[error] in daemon.log
-        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok"), "the second probe makes up for it"
-        assert put(daemon, 2) == {"durable"}
+        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok"), "the third probe makes up for it"
+        assert put(daemon, 1) == {"durable"} and put(daemon, 2) == {"durable"}
         daemon.kill9()
         daemon.restart()
         assert got(daemon, 1) and got(daemon, 2)
