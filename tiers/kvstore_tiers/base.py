@@ -293,8 +293,8 @@ class Tier(ABC):
 
     @property
     def keeps_recovered(self) -> bool:
-        """Whether what `recover` found is known to be on the medium. Where it is not, a probe or a `sync` that goes well
-        brings it there, and none of those blocks may be called durable before."""
+        """Whether what `recover` found is known to be on the medium. Where it is not, none of those blocks may be
+        called durable before a probe or a `sync` went well, which brings it there."""
         return True
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:

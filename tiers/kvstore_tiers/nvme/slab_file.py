@@ -96,8 +96,8 @@ class SlabFile:
         return file
 
     def open_to_write(self) -> None:
-        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError, also where the
-        name is another file's by now."""
+        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError, also
+        where the name is another file's by now."""
         opened = []
         try:
             opened.append(open_direct(self.path, require_direct=self.direct)[0])
