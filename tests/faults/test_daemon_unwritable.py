@@ -204,6 +204,23 @@ def test_a_full_file_system_is_served_and_written_when_there_is_room(fill: objec
 
 
 @needs_root
+def test_removed_sockets_come_back_when_their_directory_has_room() -> None:
+    with mounted() as (daemon, disk):
+        daemon.socket_dir = disk / "run"
+        daemon.restart()
+        removed = [daemon.socket_dir / f"{name}.sock" for name in ("unary", "handshake")]
+        for path in removed:
+            path.unlink()
+            (disk / f"filler-{path.name}").touch()
+        fill_inodes(disk)
+        said = "cannot be made again: No space left on device"
+        assert eventually(lambda: all(f"{path}: it was removed, and {said}" in daemon.log for path in removed))
+        empty(disk)
+        assert eventually(lambda: all(path.exists() for path in removed))
+        assert got(daemon, 1) and daemon.log.count(said) == len(removed)
+
+
+@needs_root
 @pytest.mark.parametrize("how", ["ro", "space", "inodes"])
 def test_a_new_state_directory_without_room_is_refused(how: str) -> None:
     with mounted() as (daemon, disk):

@@ -24,6 +24,7 @@ from kvstored.rpc.callers import Callers, Guard
 from kvstored.rpc.grpc_socket import connection_options, private_umask
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
+from kvstored.sockets import SocketError
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
@@ -42,14 +43,17 @@ class UnaryDoors:
     health: Health
 
     def bind_local(self, path: Path) -> grpc.aio.Server:
-        """A server that is bound to `path`, for our own user alone, and not yet started. Raises ConfigError."""
+        """A server that is bound to `path`, for our own user alone, and not yet started. Raises SocketError."""
         local = self._server(Callers(self.tokens, self.own))
         with private_umask():
-            _bind(local, f"unix:{path}", None)
+            try:
+                _bind(local, f"unix:{path}", None)
+            except ConfigError as error:
+                raise SocketError(str(error)) from None
         return local
 
     def bind_remote(self) -> grpc.aio.Server:
-        """As `bind_local`, of the TCP port."""
+        """As `bind_local`, of the TCP port. Raises ConfigError."""
         remote = self._server(Callers(self.tokens, None))
         _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
         return remote
