@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvstore_client import Fingerprint
@@ -201,6 +202,26 @@ def test_a_full_file_system_is_served_and_written_when_there_is_room(fill: objec
         daemon.stop()
         daemon.restart()
         assert got(daemon, 1) and got(daemon, 2) and put(daemon, 3) == {"durable"} and not daemon.status().warnings
+
+
+@needs_root
+def test_a_drop_that_the_medium_does_not_learn_of_is_no_success() -> None:
+    with mounted() as (daemon, disk):
+        remount(disk, "ro")
+        daemon.restart()
+        with pytest.raises(grpc.RpcError, match="come back with a restart"):
+            daemon.drop("nvme", discard=True)
+        daemon.kill9()
+        daemon.restart()
+        assert got(daemon, 1), "as it said"
+        with pytest.raises(grpc.RpcError, match="come back with a restart"):
+            daemon.drop("nvme", discard=True)
+        remount(disk, "rw")
+        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok")
+        daemon.drop("nvme", discard=True)
+        daemon.kill9()
+        daemon.restart()
+        assert not got(daemon, 1)
 
 
 @needs_root

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import FILES_BYTES
@@ -216,3 +216,27 @@ def test_a_record_that_the_failed_sync_lost_is_no_promise(tmp_path: Path, medium
         tier._space.slabs[1].file.write_records([(0, bytes(RECORD_BYTES))])  # the page was read again from the medium
         outcome = finish(tier.sync)
         assert "records are gone" in outcome.message and not tier.keeps_recovered
+
+
+def test_names_that_cannot_be_synced_keep_a_start_from_nothing_but_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 after an error: files are opened to write, no directory is synced, and nothing says read-only."""
+    killed, found = tmp_path / "killed", tmp_path / "found"
+    with closing(open_tier(killed)) as tier:
+        slot = put(tier, *block(1, 5000))
+        assert slot is not None and finish(tier.sync).ok
+        shutil.copytree(killed, found)
+
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_tiers.nvme.directory.sync_directory", read_only)
+        with closing(open_tier(found)) as tier:
+            assert [place for place, _ in tier.recover()] == [slot] and not tier.keeps_recovered
+            assert not finish(tier.probe).ok and not tier.keeps_recovered
+        with pytest.raises(DirectoryUnusable):
+            open_tier(tmp_path / "fresh")
+    with closing(open_tier(found)) as tier:
+        assert tier.keeps_recovered

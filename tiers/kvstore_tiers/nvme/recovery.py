@@ -104,6 +104,7 @@ class Recovery:
 
     def __init__(
         self,
+        directory: TierDirectory,
         space: SlabSpace,
         seal: Seal,
         report: RecoveryReport,
@@ -113,6 +114,7 @@ class Recovery:
         self._making_up = threading.Lock()
         self._judged: list[ScannedSlab] = []
         self._ahead = ahead
+        self._directory = directory
         self._space = space
         self._seal = seal
         self._report = report
@@ -159,7 +161,7 @@ class Recovery:
             for one in self._judged:
                 if one.slab.file.why_read_only is not None:
                     one.slab.file.open_to_write()
-            self._seal.remove()
+            self._begin_changes()
             if not self._seal.held:
                 for one in self._judged:
                     _write_again(one)
@@ -171,8 +173,12 @@ class Recovery:
         self.owed = next((one.slab.file.why_read_only for one in judged if one.slab.file.why_read_only), None)
         if self.owed is not None:
             return judged
-        self._try(self._seal.remove)
+        self._try(self._begin_changes)
         return judged if self.owed is not None else self._drop_excess(judged)
+
+    def _begin_changes(self) -> None:
+        self._directory.sync_names()
+        self._seal.remove()
 
     def _try(self, write: Callable[[], None]) -> None:
         try:

@@ -140,7 +140,7 @@ class NvmeTier(Tier):
             seal = Seal(opened.path)
             still_holds = early_scan is not None and early_scan.is_of(opened.former)
             ahead = early_scan if still_holds else None
-            recovery = Recovery(space, seal, report, ahead)
+            recovery = Recovery(opened, space, seal, report, ahead)
             recovered = recovery.run()
         except OSError as error:
             opened.close()
