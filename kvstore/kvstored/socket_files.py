@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +71,11 @@ class SocketFiles:
         for file in missing:
             try:
                 self._prepare()
+                _require_room(file.path)
                 await file.bind()
             except (SocketError, OSError) as error:
-                self._say(file, f"it was removed, and cannot be made again: {error}")
+                why = error.strerror if isinstance(error, OSError) else error
+                self._say(file, f"it was removed, and cannot be made again: {why}")
                 continue
             file.identity, file.trouble = _identity(file.path), ""
             log.warning("%s was removed by somebody, and is made again; connected clients did not notice", file.path)
@@ -81,6 +84,13 @@ class SocketFiles:
         if trouble != file.trouble:
             file.trouble = trouble
             log.error("%s: %s", file.path, trouble)
+
+
+def _require_room(path: Path) -> None:
+    """Raise OSError where no file can be made at `path`. gRPC does not say why it cannot bind, but writes a line to
+    stderr each time."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    path.unlink()
 
 
 def _identity(path: Path) -> Identity | None:

@@ -76,14 +76,14 @@ def listing(**tenants: object) -> str:
     )
 
 
-def restart(daemon: RunningDaemon, **tenants: object) -> str:
+def restart(daemon: RunningDaemon, failpoints: str = "", /, **tenants: object) -> str:
     """Start with these tenants listed; what it said. Sockets are open to other users."""
     if daemon.process is not None and daemon.process.poll() is None:
         daemon.stop()
     daemon.config = daemon.directory / "kvstored.toml"
     daemon.config.write_text(listing(**tenants))
     before = len(daemon.log)
-    daemon.restart()
+    daemon.restart(failpoints=failpoints)
     daemon.socket_dir.chmod(0o755)
     for path in daemon.socket_dir.glob("*.sock"):
         path.chmod(0o666)
@@ -145,6 +145,22 @@ def test_what_a_user_stored_never_goes_to_a_tenant_without_him(daemon: RunningDa
     restart(daemon, alice={"uids": [OTHER]}, carol={"uids": [UID]})
     assert as_user(daemon, OTHER, gets=(1, 2, 3)) == [0, 0, BLOCKS]
     assert [got(daemon, number) for number in (1, 2, 3)] == [BLOCKS, BLOCKS, 0]
+
+
+def test_a_rename_that_cannot_be_written_drops_nothing(daemon: RunningDaemon) -> None:
+    restart(daemon)
+    put(daemon, 1)
+    team = {"team": {"uids": [UID, OTHER]}}
+    restart(daemon, **team)
+    put(daemon, 2)
+    restart(daemon, "file.identity.json=error:ENOSPC", **team)
+    with pytest.raises(grpc.RpcError) as refused:
+        rename(daemon, MINE, "team", replace=True)
+    assert refused.value.code() is grpc.StatusCode.INTERNAL, "UNAVAILABLE says that the daemon is gone"
+    assert f"{daemon.state_dir / IDENTITY_FILE} cannot be written (No space left" in refused.value.details()
+    assert got(daemon, 2) == BLOCKS and not any("cannot be written" in said for said in daemon.status().warnings)
+    restart(daemon, **team)
+    assert rename(daemon, MINE, "team", replace=True).replaced_blocks >= BLOCKS and got(daemon, 1) == BLOCKS
 
 
 @pytest.mark.skipif(UID != 0, reason="needs root, to be another user")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvstore_client import Fingerprint
@@ -89,10 +90,11 @@ def test_a_recovery_that_cannot_write_serves_what_is_there_until_it_can(error: s
     with running_daemon() as daemon:
         assert put(daemon, 1) == {"durable"}
         daemon.kill9()
-        daemon.restart(failpoints=f"nvme.recover-before-repair=error:{error}@1-2")
+        daemon.restart(failpoints=f"nvme.recover-before-repair=error:{error}@1-3")
+        assert put(daemon, 1) == {"volatile"}, "nobody knows yet whether its record is on the medium"
         assert got(daemon, 1) and "read-only" in daemon.log and REASONS[error] in daemon.log
-        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok"), "the second probe makes up for it"
-        assert put(daemon, 2) == {"durable"}
+        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok"), "the third probe makes up for it"
+        assert put(daemon, 1) == {"durable"} and put(daemon, 2) == {"durable"}
         daemon.kill9()
         daemon.restart()
         assert got(daemon, 1) and got(daemon, 2)
@@ -200,6 +202,43 @@ def test_a_full_file_system_is_served_and_written_when_there_is_room(fill: objec
         daemon.stop()
         daemon.restart()
         assert got(daemon, 1) and got(daemon, 2) and put(daemon, 3) == {"durable"} and not daemon.status().warnings
+
+
+@needs_root
+def test_a_drop_that_the_medium_does_not_learn_of_is_no_success() -> None:
+    with mounted() as (daemon, disk):
+        remount(disk, "ro")
+        daemon.restart()
+        with pytest.raises(grpc.RpcError, match="come back with a restart"):
+            daemon.drop("nvme", discard=True)
+        daemon.kill9()
+        daemon.restart()
+        assert got(daemon, 1), "as it said"
+        with pytest.raises(grpc.RpcError, match="come back with a restart"):
+            daemon.drop("nvme", discard=True)
+        remount(disk, "rw")
+        assert eventually(lambda: daemon.tiers()["nvme"].state == "ok")
+        daemon.drop("nvme", discard=True)
+        daemon.kill9()
+        daemon.restart()
+        assert not got(daemon, 1)
+
+
+@needs_root
+def test_removed_sockets_come_back_when_their_directory_has_room() -> None:
+    with mounted() as (daemon, disk):
+        daemon.socket_dir = disk / "run"
+        daemon.restart()
+        removed = [daemon.socket_dir / f"{name}.sock" for name in ("unary", "handshake")]
+        for path in removed:
+            path.unlink()
+            (disk / f"filler-{path.name}").touch()
+        fill_inodes(disk)
+        said = "cannot be made again: No space left on device"
+        assert eventually(lambda: all(f"{path}: it was removed, and {said}" in daemon.log for path in removed))
+        empty(disk)
+        assert eventually(lambda: all(path.exists() for path in removed))
+        assert got(daemon, 1) and daemon.log.count(said) == len(removed)
 
 
 @needs_root

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, record_header, record_holds
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import FILES_BYTES
@@ -170,3 +170,73 @@ def test_a_damaged_record_is_not_copied_when_its_slot_is_quarantined(tmp_path: P
         assert record_header(record).key == bytes(16)
     with closing(open_tier(tmp_path)) as tier:
         assert list(tier.quarantined()) == [slot]
+
+
+def test_a_start_whose_sync_failed_promises_nothing_until_the_records_are_written_again(
+    tmp_path: Path, medium: Medium
+) -> None:
+    killed, found = tmp_path / "killed", tmp_path / "found"
+    with closing(open_tier(killed)) as tier:
+        slots = [put(tier, *block(number, 5000)) for number in (1, 2, 3)]
+        assert finish(tier.sync).ok
+        shutil.copytree(killed, found)  # as a process that was killed leaves it: no seal
+    medium.records.clear()
+    medium.failing = 2  # the start's, and that of the first commit
+    with closing(open_tier(found)) as tier:
+        assert {slot for slot, _ in tier.recover()} == set(slots) and not tier.keeps_recovered
+        assert not finish(tier.sync).ok and not tier.keeps_recovered and not medium.records
+        assert finish(tier.sync).ok and tier.keeps_recovered
+        assert medium.states().count(RecordState.LIVE) == len(slots), "a sync alone answers for nothing"
+    with closing(open_tier(found)) as tier:
+        assert {slot for slot, _ in tier.recover()} == set(slots)
+
+
+def test_nothing_is_withdrawn_on_a_medium_before_its_repair(tmp_path: Path, medium: Medium) -> None:
+    killed, found = tmp_path / "killed", tmp_path / "found"
+    with closing(open_tier(killed)) as tier:
+        slot = put(tier, *block(1, 5000))
+        assert slot is not None and finish(tier.sync).ok
+        shutil.copytree(killed, found)
+    medium.failing = 2
+    with closing(open_tier(found)) as tier:
+        tier.free(slot)
+        assert not finish(tier.sync).ok, "a deletion is not answered for either"
+        assert tier._space.slabs[1].file.read_records()["state"][0] == RecordState.LIVE
+        assert finish(tier.sync).ok
+        assert medium.states()[0] == RecordState.FREE
+
+
+def test_a_record_that_the_failed_sync_lost_is_no_promise(tmp_path: Path, medium: Medium) -> None:
+    killed, found = tmp_path / "killed", tmp_path / "found"
+    with closing(open_tier(killed)) as tier:
+        assert put(tier, *block(1, 5000)) is not None and finish(tier.sync).ok
+        shutil.copytree(killed, found)
+    medium.failing = 1
+    with closing(open_tier(found)) as tier:
+        tier._space.slabs[1].file.write_records([(0, bytes(RECORD_BYTES))])  # the page was read again from the medium
+        outcome = finish(tier.sync)
+        assert "records are gone" in outcome.message and not tier.keeps_recovered
+
+
+def test_names_that_cannot_be_synced_keep_a_start_from_nothing_but_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 after an error: files are opened to write, no directory is synced, and nothing says read-only."""
+    killed, found = tmp_path / "killed", tmp_path / "found"
+    with closing(open_tier(killed)) as tier:
+        slot = put(tier, *block(1, 5000))
+        assert slot is not None and finish(tier.sync).ok
+        shutil.copytree(killed, found)
+
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_tiers.nvme.directory.sync_directory", read_only)
+        with closing(open_tier(found)) as tier:
+            assert [place for place, _ in tier.recover()] == [slot] and not tier.keeps_recovered
+            assert not finish(tier.probe).ok and not tier.keeps_recovered
+        with pytest.raises(DirectoryUnusable):
+            open_tier(tmp_path / "fresh")
+    with closing(open_tier(found)) as tier:
+        assert tier.keeps_recovered

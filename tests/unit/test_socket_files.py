@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -101,3 +103,24 @@ def test_a_directory_that_cannot_be_made_is_tried_again(place: Place, caplog: py
 
     asyncio.run(run())
     assert caplog.text.count("it is closed") == 2, "once a file"
+
+
+def test_a_file_for_which_there_is_no_room_is_not_bound_and_said_once(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def run() -> None:
+        first, _ = await started(place)
+        first.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_room)
+            for _ in range(3):
+                await place.look()
+        assert place.bound == 2, "gRPC writes to stderr at each try"
+        await place.look()
+        assert place.bound == 3 and first.exists()
+
+    asyncio.run(run())
+    assert caplog.text.count("cannot be made again: No space left on device") == 1

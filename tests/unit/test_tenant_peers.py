@@ -112,6 +112,7 @@ def test_a_peer_is_who_it_was_when_it_connected() -> None:
         ("/openrc.sshd", ""),
         ("/system.slice/a.service/worker-1", ""),
         ("/sandboxes/7", "/sandboxes/7"),
+        ("/nomad.slice/share.slice/0b6b5fd6-7f4c-4d2f-9d3c-0123456789ab.web.scope",) * 2,
         (f"/user.slice/libpod-conmon-{ID}.scope", ""),
         (f"/docker/{ID}", f"/docker/{ID}"),
         (f"/docker/{ID}/init.scope", f"/docker/{ID}"),

@@ -291,6 +291,12 @@ class Tier(ABC):
         """
         done(Outcome(OutcomeKind.DONE))
 
+    @property
+    def keeps_recovered(self) -> bool:
+        """Whether what `recover` found is known to be on the medium. Where it is not, none of those blocks may be
+        called durable before a probe or a `sync` went well, which brings it there."""
+        return True
+
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         """Find out whether the medium can be trusted, without touching a block; FAILED says why not.
 

@@ -99,21 +99,28 @@ class Drop:
         await self._make_final()
         return reply
 
-    async def _make_final(self) -> None:
-        """Make removals durable: a removed block must not reappear after a crash, nor out of a remote store."""
+    async def _make_final(self, *, is_named_on_medium: bool = True) -> None:
+        """Make removals durable: a removed block must not reappear after a crash, nor out of a remote store.
+        `is_named_on_medium`: whether records of what was removed may be there."""
         self._residency.deletions += 1  # answers of remote stores to questions asked before are dropped
         if self._writeback is not None:
-            await self._writeback.sync()
+            is_synced = await self._writeback.sync()
+            if is_named_on_medium and not is_synced:
+                raise KVStoreError(
+                    ErrorKind.INTERNAL,
+                    "the blocks are dropped, but come back with a restart: NVMe cannot be written; drop again when it "
+                    "can",
+                )
         if not await self._final():
             raise KVStoreError(
-                ErrorKind.UNAVAILABLE,
+                ErrorKind.INTERNAL,
                 "the blocks are dropped here, but a remote store did not remove its copies: drop again",
             )
 
     async def _drop_from(self, tiers: Sequence[int], tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
         for tier in reversed(tiers):  # slow tiers first: with all, the block is removed with its host copy
             await self._drop_tier(tier, tenant, reply, forget=forget)
-        await self._make_final()
+        await self._make_final(is_named_on_medium=self._residency.durable in tiers)
 
     async def _drop_tier(self, tier: int, tenant: int | None, reply: pb.DropReply, *, forget: bool) -> None:
         residency = self._residency

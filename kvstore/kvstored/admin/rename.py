@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import ParamSpec
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -22,6 +23,7 @@ from kvstored.config import ConfigError
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 
 class RenameTenant:
@@ -53,6 +55,8 @@ class RenameTenant:
                     f"{request.new} has stored {stored.show(former)} of its own, which would be lost: drop them with "
                     "--replace",
                 )
+            if request.replace:
+                await self._write(self._tenants.keyring.require_room)  # before anything is dropped
             reply = pb.RenameTenantReply(clients=self._hang_up(request))
             await self._empty(former, reply)
             await self._bind(request.new, identity)
@@ -89,7 +93,7 @@ class RenameTenant:
         try:
             with_tokens = self._with_tokens()
         except ConfigError as error:
-            raise KVStoreError(ErrorKind.UNAVAILABLE, str(error)) from None
+            raise KVStoreError(ErrorKind.INTERNAL, str(error)) from None
         if old in with_tokens:
             raise KVStoreError(
                 ErrorKind.INVALID, f"unary.tokens_file has tokens for {old!r}: write {new!r} there and restart first"
@@ -110,11 +114,15 @@ class RenameTenant:
     async def _bind(self, name: str, identity: str) -> None:
         keyring = self._tenants.keyring
         identities = keyring.bound_so(name, identity)
-        try:
-            await asyncio.to_thread(keyring.write, identities)
-        except OSError as error:
-            raise KVStoreError(
-                ErrorKind.UNAVAILABLE, f"{keyring.path} cannot be written ({error.strerror}): make room there"
-            ) from None
+        await self._write(keyring.write, identities)
         keyring.adopt(identities)
         self._tenants.refresh()
+
+    async def _write(self, write: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            await asyncio.to_thread(write, *arguments, **options)
+        except OSError as error:
+            raise KVStoreError(
+                ErrorKind.INTERNAL,
+                f"{self._tenants.keyring.path} cannot be written ({error.strerror}): make room there",
+            ) from None

@@ -18,6 +18,7 @@ _SHOWN = 4
 _ID = re.compile(r"[0-9a-f]{64}")
 _SCOPE = re.compile(
     r"(docker|libpod|podman|crio|cri-containerd|containerd|nerdctl|machine)[-:].+\.scope\Z|lxc\.payload\..+|systemd-nspawn@.+"
+    r"|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\..+\.scope\Z"  # ALLOCATION.TASK of Nomad
 )
 _MONITOR = re.compile(r"(libpod|crio)-conmon-")  # beside a container, not in it
 _PARENTS = {"docker", "lxc", "lxc.payload", "lxd", "libpod_parent", "garden", "ecs", "machine.slice", "nspawn"}

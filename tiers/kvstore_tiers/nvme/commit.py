@@ -21,9 +21,13 @@ from kvstore_tiers.threads import deliver, run_transfer
 class RecordCommit:
     """One resident thread that commits the journal when a caller requests it."""
 
-    def __init__(self, journal: Journal, watch: Callable[[Outcome], Outcome]) -> None:
+    def __init__(
+        self, journal: Journal, watch: Callable[[Outcome], Outcome], make_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """`make_up` does what has to be on the medium before any change; it raises OSError where it cannot."""
         self._journal = journal
         self._watch = watch
+        self._make_up = make_up
         self._waiters: list[Completion] = []
         self._wake = threading.Condition()
         self._closing = False
@@ -58,6 +62,7 @@ class RecordCommit:
                 deliver(outcome, done)
 
     def _commit(self) -> Outcome:
+        self._make_up()
         sequence = self._journal.sequence
         batch = self._journal.take()
         if batch:

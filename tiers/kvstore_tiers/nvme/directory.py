@@ -50,9 +50,6 @@ class TierDirectory:
             self._check_format(create)
             if create:
                 self.slabs.mkdir(mode=0o700, exist_ok=True)
-                if not os.fstatvfs(self._lock_fd).f_flag & os.ST_RDONLY:
-                    sync_directory(self.slabs)  # also for names that a killed process made and did not sync
-                    sync_directory(self.path)
         except OSError as error:
             self.close()
             raise DirectoryUnusable(
@@ -68,6 +65,14 @@ class TierDirectory:
         for descriptor in {self._own_fd, self._lock_fd} - {-1}:
             os.close(descriptor)
         self._lock_fd = self._own_fd = -1
+
+    def sync_names(self) -> None:
+        """Make the names of slabs and of what they are in durable, also those that a killed process made and did not
+        sync. Raises OSError."""
+        for directory in (self.slabs, self.path):
+            sync_directory(directory)
+        with suppress(PermissionError):  # as in `make_directory`
+            sync_directory(self.path.absolute().parent)
 
     def is_in_place(self) -> bool:
         """Whether the lock that we hold still is what its path names. Raises OSError where there is nothing."""
@@ -177,14 +182,21 @@ def _locked(fd: int, how: int) -> bool:
 def make_directory(path: Path) -> None:
     """Make a directory, with those above it that are missing, and make their names durable.
 
-    A block that is whole in a file is lost if the file's name is, or that of a directory above it.
+    A block that is whole in a file is lost if the file's name is, or that of a directory above it. Raises OSError, but
+    not where all of them are there and cannot be synced, as after an error of the file system.
     """
     path = path.absolute()
+    is_there = path.is_dir()
     missing = [ancestor for ancestor in path.parents if not ancestor.is_dir()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for ancestor in {path.parent, *(above.parent for above in missing)}:
-        with suppress(PermissionError):  # we cannot open it, so this user did not make what is in it
+        try:
             sync_directory(ancestor)
+        except PermissionError:
+            pass  # we cannot open it, so this user did not make what is in it
+        except OSError as error:
+            if not is_there or error.errno not in CANNOT_WRITE:
+                raise
 
 
 def open_direct(path: Path, *, require_direct: bool = False, read_only: bool = False) -> tuple[int, bool]:

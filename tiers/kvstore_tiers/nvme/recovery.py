@@ -11,6 +11,8 @@ the other's slot may have been overwritten since.
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,14 +104,17 @@ class Recovery:
 
     def __init__(
         self,
+        directory: TierDirectory,
         space: SlabSpace,
         seal: Seal,
         report: RecoveryReport,
         ahead: EarlyRecordScan | None = None,
     ) -> None:
         self.owed: OSError | None = None
+        self._making_up = threading.Lock()
         self._judged: list[ScannedSlab] = []
         self._ahead = ahead
+        self._directory = directory
         self._space = space
         self._seal = seal
         self._report = report
@@ -143,24 +148,37 @@ class Recovery:
             self._report.quarantined_slots += int(np.count_nonzero(one.states == RecordState.QUARANTINED))
         return blocks
 
+    @property
+    def is_on_medium(self) -> bool:
+        """Whether no crash takes what was found: its records are synced, by us or by a process that said so."""
+        return self.owed is None or self._seal.held
+
     def make_up(self) -> None:
         """Make the medium what the books say, if that is owed. Waits for it. Raises OSError: then it still is owed."""
-        if self.owed is None:
-            return
-        for one in self._judged:
-            if one.slab.file.why_read_only is not None:
-                one.slab.file.open_to_write()
-        self._seal.remove()
-        self._repair_all()
-        self.owed = None
+        with self._making_up:
+            if self.owed is None:
+                return
+            for one in self._judged:
+                if one.slab.file.why_read_only is not None:
+                    one.slab.file.open_to_write()
+            self._begin_changes()
+            if not self._seal.held:
+                for one in self._judged:
+                    _write_again(one)
+            self._repair_all()
+            self.owed = None
 
     def _withdraw_what_must_go(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
         """Remove the seal, and slabs beyond the capacity; the slabs that are left."""
         self.owed = next((one.slab.file.why_read_only for one in judged if one.slab.file.why_read_only), None)
         if self.owed is not None:
             return judged
-        self._try(self._seal.remove)
+        self._try(self._begin_changes)
         return judged if self.owed is not None else self._drop_excess(judged)
+
+    def _begin_changes(self) -> None:
+        self._directory.sync_names()
+        self._seal.remove()
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -231,6 +249,17 @@ class Recovery:
             with suppress(OSError):  # no room: the slots behind the end fail when they are written
                 slab.file.restore_length()
         slab.file.sync()
+
+
+def _write_again(one: ScannedSlab) -> None:
+    """Write the records of a slab over themselves: after a sync that failed the kernel takes pages for written that the
+    medium did not get, and the next sync answers for nothing. Raises OSError, also where a record is lost by now."""
+    records, live = one.slab.file.rewrite_records(), one.states == RecordState.LIVE
+    found = records["state"][live], records["generation"][live]
+    if not (np.all(found[0] == RecordState.LIVE) and np.array_equal(found[1], one.generations()[live])):
+        raise OSError(
+            errno.EIO, "records are gone that the start found: a restart drops their blocks", str(one.slab.file.path)
+        )
 
 
 def _equal_words(words: Array) -> Array:

@@ -96,16 +96,20 @@ class SlabFile:
         return file
 
     def open_to_write(self) -> None:
-        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError."""
-        slots, _ = open_direct(self.path, require_direct=self.direct)
+        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError, also
+        where the name is another file's by now."""
+        opened = []
         try:
-            records = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            os.close(slots)
-            raise
-        for writes, reads in ((slots, self.slot_fd), (records, self._record_fd)):
-            os.dup2(writes, reads, inheritable=False)
-            os.close(writes)
+            opened.append(open_direct(self.path, require_direct=self.direct)[0])
+            opened.append(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
+            reads = (self.slot_fd, self._record_fd)
+            if not all(os.path.sameopenfile(*pair) for pair in zip(opened, reads, strict=True)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
+            for pair in zip(opened, reads, strict=True):
+                os.dup2(*pair, inheritable=False)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
         self.why_read_only = None
 
     @property
@@ -193,6 +197,14 @@ class SlabFile:
                 end = first * RECORD_BYTES + len(run)
                 run += bytes(aligned_up(end) - end)
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
+
+    def rewrite_records(self) -> Records:
+        """Write all records as they are read, and return them. Raises OSError; nothing is written then that could not
+        be read."""
+        slots = self.superblock.slots
+        raw = os.pread(self._record_fd, slots * RECORD_BYTES, SUPERBLOCK_BYTES).ljust(slots * RECORD_BYTES, b"\0")
+        self.write_records((index, raw[index * RECORD_BYTES :][:RECORD_BYTES]) for index in range(slots))
+        return np.frombuffer(raw, dtype=RECORD_DTYPE)
 
     def open_to_read(self) -> int:
         """A new descriptor of the file for another process, which cannot write with it; the caller closes it. Raises

@@ -103,7 +103,7 @@ class NvmeTier(Tier):
         self._transfers = SlotTransfers(self._journal, self._health, self._counters)
         self._pending = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
-        self._commit = RecordCommit(self._journal, self._health.watch_write)
+        self._commit = RecordCommit(self._journal, self._health.watch_write, self._make_up)
         self._closed = False
         for slab in space.slabs.values():
             for index in slab.indices_in(SlotState.QUARANTINED):
@@ -140,7 +140,7 @@ class NvmeTier(Tier):
             seal = Seal(opened.path)
             still_holds = early_scan is not None and early_scan.is_of(opened.former)
             ahead = early_scan if still_holds else None
-            recovery = Recovery(space, seal, report, ahead)
+            recovery = Recovery(opened, space, seal, report, ahead)
             recovered = recovery.run()
         except OSError as error:
             opened.close()
@@ -285,6 +285,10 @@ class NvmeTier(Tier):
     def sync(self, done: Completion) -> None:
         self._pending.when_ended(lambda _: self._commit.request(done))
 
+    @property
+    def keeps_recovered(self) -> bool:
+        return self._recovery.is_on_medium
+
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         self._threads.submit(self._probe if thorough else self._look, done)
 
@@ -351,9 +355,15 @@ class NvmeTier(Tier):
 
     def _probe(self) -> Outcome:
         free_bytes = probe_medium(self._directory, list(self._space.slabs.values()))
-        self._recovery.make_up()
+        self._make_up()
         self._health.note_probe(free_bytes, self._space.growth_bytes)
         return Outcome(OutcomeKind.DONE)
+
+    def _make_up(self) -> None:
+        """Do what the recovery could not. Raises OSError: then nothing may be written yet."""
+        if self._recovery.owed is not None:
+            require_place(self._directory)
+            self._recovery.make_up()
 
     # -- books -------------------------------------------------------------------------------------------------------
 

@@ -87,6 +87,10 @@ class FaultyTier(Tier):
         for done in hanging:
             done(Outcome(OutcomeKind.FAILED, message="timed out (planned)", errno=errno.ETIMEDOUT))
 
+    @property
+    def keeps_recovered(self) -> bool:
+        return self.inner.keeps_recovered
+
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         fault = self._next("allocate")
         return None if fault and fault.action == "refuse" else self.inner.allocate(nbytes, owner)

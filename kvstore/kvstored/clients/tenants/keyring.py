@@ -174,9 +174,16 @@ class Keyring:
         with self._writing:
             self._write(identities)
 
+    def require_room(self) -> None:
+        """Write what the medium says once more. Waits for a device. Raises OSError: nothing new could be written."""
+        with self._writing:
+            replace_file(self.path, self._content(self._kept))
+
+    def _content(self, identities: dict[str, str]) -> bytes:
+        return Identity(secret_check(self.secret), identities).to_bytes()
+
     def _write(self, identities: dict[str, str]) -> None:
-        content = Identity(secret_check(self.secret), identities).to_bytes()
-        is_behind = False
+        content, failed = self._content(identities), []
         for directory in self._directories:
             path = directory / IDENTITY_FILE
             is_copy = directory != self._directories[-1]
@@ -188,14 +195,15 @@ class Keyring:
             except OSError as error:
                 if not is_copy:
                     raise
-                is_behind = True
-                self._unsaved.failed(path, error, f"if {self.path} is lost, renamed tenants lose what they stored")
+                failed.append((path, error))
             else:
                 self._unsaved.saved(path)
             if is_copy:
                 failpoints.hit("keyring.nvme-marked")
+        for path, error in failed:  # only now: without the other one, nothing has changed
+            self._unsaved.failed(path, error, f"if {self.path} is lost, renamed tenants lose what they stored")
         self._kept = self._latest = identities
-        self._is_behind = is_behind
+        self._is_behind = bool(failed)
 
 
 def _write_secret(state_dir: Path, secret: bytes) -> None:

@@ -57,7 +57,8 @@ class WriteBack:
         self._batch = batch
         self._backlog = gate.backlog
         self._budget_wait = BudgetWait(gate, counters, self._write_paid)
-        self._commit = GroupCommit(links[0].destination_tier, residency, completions, counters, gate, batch)
+        self._tier = links[0].destination_tier
+        self._commit = GroupCommit(self._tier, residency, completions, counters, gate, batch)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_end: asyncio.Future[None] | None = None  # of any write, while a caller waits for it
@@ -80,11 +81,15 @@ class WriteBack:
         return self.gate.refusals.of(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
-        return self._residency.has(row, self._position) and self._residency.token(row) not in self._commit.pending
+        return (
+            self._residency.has(row, self._position)
+            and self._residency.token(row) not in self._commit.pending
+            and self._tier.keeps_recovered
+        )
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
         """What may be promised of each: as `is_durable`, and nothing of a medium that is gone."""
-        if not self.gate.breaker.serves_reads:
+        if not self.gate.breaker.serves_reads or not self._tier.keeps_recovered:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
         if not pending:
@@ -112,10 +117,10 @@ class WriteBack:
         """Resolves to whether the block is durable. `at_once`: a client waits, at the priority of demand."""
         loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
-            if not self.is_durable(row):
+            if self._tier.keeps_recovered and not self.is_durable(row):
                 return self._commit.when_synced()
             durable: asyncio.Future[bool] = loop.create_future()
-            durable.set_result(self.gate.breaker.serves_reads)  # of a medium that is gone nothing is promised anew
+            durable.set_result(self.are_durable([row])[0])  # nothing is promised anew of a medium that is gone
             return durable
         token = self._residency.token(row)
         if token in self._budget_wait.pending:
