@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' model
 from kvstore_client import Fingerprint, LayerGroup
 from kvstore_console.table import render_table
 from kvstore_proto.errors import KVStoreError
+from kvstored.lifetime.holder import MAX_CONNECTIONS
 from tests.reference.tiny_llama import write_tiny_llama
 
 MODEL = Fingerprint("listeners", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=64),))
@@ -85,7 +86,7 @@ def over_unix(path: Path, kind: int = socket.SOCK_STREAM) -> Connect:
     return connected
 
 
-def listeners_of(daemon: BenchDaemon, ports: dict[str, int]) -> Iterator[Listener]:
+def listeners_of(daemon: BenchDaemon, state_dir: Path, ports: dict[str, int]) -> Iterator[Listener]:
     sockets, events = daemon.socket_dir, _child(daemon.pid, "kvstored.events.worker")
     yield Listener("handshake.sock", daemon.pid, over_unix(sockets / "handshake.sock", socket.SOCK_SEQPACKET), BOUND)
     for name in ("data.sock", "unary.sock", "admin.sock"):
@@ -94,6 +95,8 @@ def listeners_of(daemon: BenchDaemon, ports: dict[str, int]) -> Iterator[Listene
     yield Listener("metrics.listen", daemon.pid, over_tcp(ports["metrics"]), BOUND, HALF_REQUEST)
     yield Listener("events.listen", events, over_tcp(ports["events"]), BOUND)
     yield Listener("events.replay", events, over_tcp(ports["replay"]), BOUND)
+    holder, path = _child(daemon.pid, "kvstored.lifetime.holder"), state_dir / "holder.sock"
+    yield Listener("holder.sock", holder, over_unix(path, socket.SOCK_SEQPACKET), MAX_CONNECTIONS)
 
 
 def filled(listener: Listener, daemon: BenchDaemon, connections: int, engines: int) -> Row:
@@ -174,7 +177,7 @@ def serving(model: Path) -> Iterator[Listener]:
 def measure(options: argparse.Namespace) -> list[Row]:
     ports = {name: _free_port() for name in ("unary", "metrics", "events", "replay")}
     with tempfile.TemporaryDirectory(prefix="kvl-") as name, contextlib.ExitStack() as stack:
-        tokens = Path(name) / "tokens"
+        tokens, state_dir = Path(name) / "tokens", Path(name) / "state"
         tokens.touch(0o600)
         tokens.write_text(f"uid-{os.getuid()} {hashlib.sha256(os.urandom(32)).hexdigest()}\n")
         daemon = stack.enter_context(
@@ -185,9 +188,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 f"events.replay=tcp://127.0.0.1:{ports['replay']}", f"limits.handshakes_per_user={BOUND}",
                 f"limits.stream_connections={BOUND}", f"limits.admin_connections={BOUND}",
                 f"unary.connections={BOUND}", f"metrics.connections={BOUND}", f"events.connections={BOUND}",
+                "host.warm_restart=holder", state_dir=state_dir,
             )
         )  # fmt: skip
-        found = list(listeners_of(daemon, ports))
+        found = list(listeners_of(daemon, state_dir, ports))
         found.append(stack.enter_context(serving(write_tiny_llama(Path(name) / "tiny.gguf"))))
         rows = []
         for listener in found:

@@ -39,10 +39,10 @@ class Anchor:
 class _Anchored:
     """Memory that keeps an anchor as long as a NumPy array shows it."""
 
-    __slots__ = ("__array_interface__", "_anchor", "_memory")
+    __slots__ = ("__array_struct__", "_anchor", "_memory")
 
     def __init__(self, memory: Bytes, anchor: Anchor) -> None:
-        self.__array_interface__ = memory.__array_interface__
+        self.__array_struct__ = memory.__array_struct__  # a third of the time of __array_interface__
         self._memory, self._anchor = memory, anchor
 
 

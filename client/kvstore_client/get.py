@@ -24,7 +24,14 @@ from kvstore_client.lease_stream import LeaseStream, Order
 from kvstore_client.lookup import lookup
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_LATE, REASON_NO_ARENA, REASON_VERIFY_FAILED, miss_reason
+from kvstore_client.results import (
+    REASON_LATE,
+    REASON_NO_ARENA,
+    REASON_NO_DAEMON,
+    REASON_THROTTLED,
+    REASON_VERIFY_FAILED,
+    miss_reason,
+)
 from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
@@ -54,6 +61,9 @@ def get(
 ) -> Lease:
     """One lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay leased
     while later ones are asked for."""
+    if len(prefix) <= prefix.daemon.max_keys:
+        one = Get(prefix, counters, deadline_s, verify=verify, clock=clock)
+        return one.lease(prefault=prefault, promote=promote, prompt_tokens=prompt_tokens)
     until, parts = clock() + deadline_s, list[Lease]()
     for first, piece in prefix.pieces():
         one = Get(piece, counters, max(until - clock(), 0.001), verify=verify, clock=clock)
@@ -74,9 +84,10 @@ def _kept(parts: list[Lease]) -> list[Lease]:
     """Those parts up to the first whose lease ended while later ones were loaded; it and what follows is given back."""
     for number, part in enumerate(parts[:-1]):
         if not part.keep():
+            is_late = part.grant is not None and part.grant.is_alive()
             for ended in parts[number:]:
                 ended.release()
-            return [*parts[:number], Lease(reason=REASON_LATE)]
+            return [*parts[:number], Lease(reason=REASON_LATE if is_late else REASON_NO_DAEMON)]
     return parts
 
 
@@ -164,6 +175,7 @@ class Get:
 
     def begin(self) -> Call:
         self._asked_at = self._clock()
+        self._prefix.daemon.stream.send_releases()  # or what was just given back counts against this
         wanted = wire.ACQUIRE_ORDER_BACK if self._order == "back" else wire.ACQUIRE_ORDER_FRONT
         return self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._left_s())
 
@@ -187,8 +199,12 @@ class Get:
             self._prefix.daemon.release(lease_id)
 
     def _ask(self, request: wire.Request) -> wire.AcquireReply | str:
-        """The daemon's answer, or the reason why there is none before the deadline."""
-        answer = self._prefix.daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
+        """The daemon's answer, or the reason why there is none before the deadline. Leases that were given back in the
+        last milliseconds count until they are sent: asked again, then."""
+        daemon = self._prefix.daemon
+        answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
+        if answer == REASON_THROTTLED and daemon.stream.send_releases():
+            answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         return answer if isinstance(answer, str) else answer.acquire
 
     def _on_device(self, reply: wire.AcquireReply, timeout_s: float) -> OnDevice | None:

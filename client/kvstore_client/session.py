@@ -312,7 +312,7 @@ class Session:
             count("budget_bytes", budget_bytes, most=UINT64_MAX),
         )
         prefix = self._prefix(tokens, keys, group)
-        return Prefetched() if prefix is None else send_prefetch(prefix, in_s, budget_bytes)
+        return Prefetched(reason=REASON_NO_DAEMON) if prefix is None else send_prefetch(prefix, in_s, budget_bytes)
 
     def hint(
         self,

@@ -67,7 +67,7 @@ class Stream:
     def submit(self, request: wire.Request) -> Call:
         """Send a request; its id is set here. Never blocks."""
         if request.HasField("delete"):
-            self._send_releases()  # a lease that was given back must not protect its blocks
+            self.send_releases()  # a lease that was given back must not protect its blocks
         call = Call(next(self._ids), self)
         request.request_id = call.request_id
         with self._lock:
@@ -197,12 +197,14 @@ class Stream:
     def _release_due(self) -> None:
         with self._lock:
             self._release_waits = False
-        self._send_releases()
+        self.send_releases()
 
-    def _send_releases(self) -> None:
+    def send_releases(self) -> bool:
+        """Send now what was given back so far. Return whether the daemon has not confirmed all of it yet."""
         with self._releasing:
             while (request := self._next_releases()) is not None:
                 self._transport.send(request)
+        return bool(self._releases)
 
     def _next_releases(self) -> wire.Request | None:
         with self._lock:

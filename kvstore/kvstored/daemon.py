@@ -101,6 +101,7 @@ log = logging.getLogger(__name__)
 audit_log = logging.getLogger("kvstored.audit")
 STOP_GRACE_S = 10.0
 STOP_LIMIT_S = 25.0  # on a disk that hangs no stop ends by itself; less than TimeoutStopSec in deploy/systemd
+_LEAVING_S = 86_400.0  # for the calls of a server whose socket file was removed
 INDEX_SHARE = 16  # this fraction of the memory for staging is for lookup indexes
 
 
@@ -127,6 +128,8 @@ class Daemon:
         self._on_shutdown = on_shutdown
         self._read = read
         self._stack = contextlib.AsyncExitStack()
+        self._servers: dict[Path, grpc.aio.Server] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
         self._ready_after_s = 0.0
         self._has_served = False
         self._fresh = FreshDirectories()
@@ -329,7 +332,7 @@ class Daemon:
         server = bind_grpc(path, max_message_bytes=limits.message_bytes, connections=limits.admin_connections)
         serve_admin(self._calls, server)
         self._health.serve_on(server)
-        await self._start_server(server)
+        await self._start_server(server, path)
         restrict_to_admins(path, self.config.daemon.admin_group)
 
     async def _bind_data(self, path: Path) -> None:
@@ -337,16 +340,22 @@ class Daemon:
         server = bind_grpc(path, max_message_bytes=limits.message_bytes, connections=limits.stream_connections)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(SessionService(self._sessions, self._answering), server)
         self._health.serve_on(server)
-        await self._start_server(server)
+        await self._start_server(server, path)
         open_to_group(path, self.config.daemon.socket_group)
 
     async def _bind_unary(self, path: Path) -> None:
-        await self._start_server(self._doors.bind_local(path))
+        await self._start_server(self._doors.bind_local(path), path)
 
-    async def _start_server(self, server: grpc.aio.Server) -> None:
-        """Start a server that is bound. One whose file was removed serves those that it has until the daemon stops."""
+    async def _start_server(self, server: grpc.aio.Server, path: Path | None = None) -> None:
+        """Start a bound server. The one that had `path` before takes nothing new, and ends with its last call."""
         self._stack.push_async_callback(server.stop, 0.5)
         await server.start()
+        if path is not None:
+            former = self._servers.get(path)
+            self._servers[path] = server
+            if former is not None:
+                self._leaving.add(leaving := asyncio.create_task(former.stop(_LEAVING_S)))
+                leaving.add_done_callback(self._leaving.discard)
 
     def _admin_calls(self) -> dict[str, Call]:
         assert self.lifetime is not None

@@ -21,6 +21,7 @@ integers of any width, also a batch of one, of shape (1, n). Not bool, float, te
 
 _INT32: Final = np.dtype(np.int32)
 _END: Final = 1 << 31
+_LONGEST_REASON: Final = 300  # characters
 
 
 def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
@@ -36,6 +37,8 @@ def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
 
 
 def _refused(why: str) -> KVStoreError:
+    """An error whose message is one line, whatever a foreign library wrote."""
+    why = " ".join(why.split())[:_LONGEST_REASON]
     return KVStoreError(ErrorKind.INVALID, f"tokens must be a flat run of int32 token ids: {why}")
 
 
@@ -43,13 +46,14 @@ def _of_numbers(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     """The ids of a sequence of Python's numbers, or of NumPy's."""
     try:
         ids = np.frombuffer(array.array("i", tokens), np.intc)  # takes what has __index__: no float, no text
+        like_bools = (ids.view(np.uintc) < 2).nonzero()[0]
+        bools = [token for token in map(tokens.__getitem__, like_bools.tolist()) if _is_bool(token)]
     except OverflowError:
         raise _refused("an id does not fit 32 bits") from None
-    except Exception as error:  # of a foreign type's __index__, too
+    except Exception as error:  # of a foreign type's __index__, or of a list that another thread cut short meanwhile
         raise _refused(str(error)) from None
-    for position in np.flatnonzero(ids >> 1 == 0).tolist():  # 0 and 1, as a bool would be
-        if _is_bool(tokens[position]):
-            raise _refused(f"{tokens[position]!r} is no id")
+    if bools:
+        raise _refused(f"{bools[0]!r} is no id")
     return ids.astype(np.int32, copy=False)
 
 
@@ -98,6 +102,7 @@ def _of_array(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if kind not in "iu" and flat.size:
         raise _refused(f"an array of {numbers.dtype}")
     is_narrow = flat.dtype.itemsize < _INT32.itemsize or (kind == "i" and flat.dtype.itemsize == _INT32.itemsize)
-    if flat.size and not is_narrow and not (flat.min() >= -_END and flat.max() < _END):
+    may_be_wide = flat.size and not is_narrow and int(np.bitwise_or.reduce(flat)) >> 31  # one is negative, or wide
+    if may_be_wide and not (flat.min() >= -_END and flat.max() < _END):
         raise _refused("an id does not fit 32 bits")
     return flat.astype(np.int32, copy=False)

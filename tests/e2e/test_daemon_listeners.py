@@ -120,3 +120,17 @@ def test_removed_sockets_are_there_again_and_connected_clients_go_on() -> None:
         assert daemon.status().clients == 1
         with unary_client(f"unix:{daemon.socket_dir}/unary.sock") as client:
             assert client.lookup(by_tokens(MODEL, tokens_of(2, 2))).keys
+
+
+def test_sockets_that_are_removed_again_and_again_leave_no_descriptors() -> None:
+    with running_daemon("nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
+        put_conversation(session, 1, 2)
+        names, before = {path.name for path in daemon.socket_dir.glob("*.sock")}, descriptors(daemon)
+        for _ in range(4):
+            shutil.rmtree(daemon.socket_dir)
+            assert eventually(lambda: {path.name for path in daemon.socket_dir.glob("*.sock")} == names)
+        assert eventually(lambda: descriptors(daemon) <= before + 4), "one that has no file listens no more"
+        assert {path.name for path in daemon.socket_dir.iterdir()} == names
+        put_conversation(session, 2, 2)
+        with daemon.connect(MODEL) as other:
+            assert other.lookup(tokens_of(2, 2)).blocks == 2

@@ -143,6 +143,36 @@ def test_a_library_that_refuses_in_its_own_way_is_named() -> None:
     with pytest.raises(KVStoreError, match="Broken: on another device"):
         pack_tokens(Broken())  # type: ignore[arg-type]
 
+    class Talkative:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            raise RuntimeError("on\nanother device " + "x" * 10_000)
+
+    with pytest.raises(KVStoreError, match="Talkative: on another device") as refused:
+        pack_tokens(Talkative())  # type: ignore[arg-type]
+    assert "\n" not in refused.value.message and len(refused.value.message) < 400
+
+
+def test_a_list_that_another_thread_cuts_short_is_refused() -> None:
+    class Shrinking(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            raise IndexError("list index out of range")
+
+    with pytest.raises(KVStoreError, match="out of range"):
+        pack_tokens(Shrinking([0, 1]))
+
+
+def test_ids_about_the_ends_of_an_int32_in_wider_arrays() -> None:
+    ends = [-(2**31), -1, 0, 2**31 - 1]
+    for kind in ("<i8", ">i8", "O"):
+        assert pack_tokens(np.array(ends, kind)) == np.array(ends, "<i4").tobytes()
+        for wide in (2**31, -(2**31) - 1, 2**63 - 1, -(2**63)):
+            with pytest.raises(KVStoreError, match="32 bits"):
+                pack_tokens(np.array([*ends, wide], kind))
+    for kind in ("<u4", ">u4", "<u8", ">u8"):
+        assert pack_tokens(np.array(ends[2:], kind)) == np.array(ends[2:], "<i4").tobytes()
+        with pytest.raises(KVStoreError, match="32 bits"):
+            pack_tokens(np.array([0, 2**31], kind))
+
 
 def test_tensors_are_as_arrays() -> None:
     torch = pytest.importorskip("torch")

@@ -48,6 +48,7 @@ class Knobs:
     staging_limit_bytes: int = 1 << 30
     max_keys: int = 1024
     lease_ttl_ms: int = 10_000
+    leases_per_client: int = 1 << 30
     no_room: bool = False
     mapped_blocks: int = 1 << 30  # what a get has of those that are stored, in time
     block_load_us: int = 100  # what a block of a slower tier is said to take
@@ -237,6 +238,8 @@ class FakeDaemon:
         error = self.knobs.errors.get(operation)
         if error is not None:
             return [pb.Response(error=error)]
+        if operation == "acquire" and len(client.leases) >= self.knobs.leases_per_client:
+            return [pb.Response(error=pb.Error(kind=pb.ERROR_KIND_THROTTLED))]
         with self._lock:
             result = getattr(self, f"_{operation}")(client, getattr(request, operation))
         replies = result if isinstance(result, list) else [result]

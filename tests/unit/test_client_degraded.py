@@ -22,6 +22,7 @@ from kvstore_client import DaemonUnavailable, ErrorKind, Fingerprint, KVStoreErr
 from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError
+from kvstore_client.results import Prefetched
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
@@ -72,7 +73,7 @@ def test_without_a_daemon_everything_is_a_miss_and_nothing_raises(tmp_path: Path
             assert (len(lease), lease.valid, lease.reason) == (0, False, "no_daemon")
         receipt = session.put(TOKENS, payloads=PAYLOADS)
         assert (receipt.statuses, receipt.reason) == (["failed"] * 3, "no_daemon")
-        assert session.prefetch(TOKENS).scheduled_blocks == 0
+        assert session.prefetch(TOKENS) == Prefetched(0, 0, "no_daemon")
         assert session.ping() is None
         assert session.keys(TOKENS) is None
         assert "no daemon at" in session.statistics().last_error

@@ -64,3 +64,15 @@ def test_a_forked_child_gives_back_nothing_of_its_parent(daemon: FakeDaemon, ses
     assert os.waitpid(child, 0)[1] == 0
     assert lease.valid and held(daemon) == 1
     lease.release()
+
+
+def test_what_was_just_given_back_counts_no_more(daemon: FakeDaemon, session: Session) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    daemon.knobs.leases_per_client = 1
+    for _ in range(20):
+        with session.get(TOKENS) as lease:
+            assert len(lease) == 12, lease.reason
+            assert session.get(TOKENS).reason == "throttled"
+        del lease
+    for _ in range(20):
+        assert len(session.get(TOKENS)) == 12, "dropped"

@@ -90,3 +90,10 @@ def test_what_follows_a_part_that_ended_is_given_back() -> None:
     kept = _kept(parts)
     assert (kept[:-1], len(kept[-1]), kept[-1].reason) == (parts[:1], 0, "late")
     assert [grant.released for grant in grants] == [0, 1, 1]
+
+
+def test_parts_whose_daemon_is_gone_say_so() -> None:
+    clock, gone = Clock(), Grant()
+    gone.alive = False
+    kept = _kept([part(gone, clock, 1), Lease(reason="no_daemon")])
+    assert (len(kept), kept[0].reason) == (1, "no_daemon")

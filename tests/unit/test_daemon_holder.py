@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvstore_tiers.passing import receive_packet, send_packet
+from kvstored.lifetime.holder import MAX_CONNECTIONS
 from kvstored.lifetime.warm import holder_keeper
 from kvstored.lifetime.warm.holder_keeper import HolderKeeper
 from kvstored.lifetime.warm.keeper import KeeperError
@@ -240,6 +241,26 @@ def test_what_a_dying_daemon_sent_last_is_taken_in_before_others_are_answered(
         assert sorted(found) == sorted(b"Fx%d" % number for number in range(20))
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_connections_that_say_nothing_keep_no_daemon_out(place: Path) -> None:
+    first = HolderKeeper(place, 60.0)
+    descriptor = memory(b"kept")
+    first.keep("a1", descriptor)
+    os.close(descriptor)
+    first.settle()
+    holder = holder_pid(place)
+    with ExitStack() as strangers:
+        silent = [strangers.enter_context(connected(place)) for _ in range(3 * MAX_CONNECTIONS)]
+        assert silent[0].recv(1) == b"", "the oldest has made room"
+        assert len(os.listdir(f"/proc/{holder}/fd")) <= MAX_CONNECTIONS + 10
+        assert contents(place) == {"a1": b"kept"}
+        first.close(forget=False)
+        second = HolderKeeper(place, 60.0)
+        found = second.fetch()
+        assert list(found) == ["a1"] and holder_pid(place) == holder
+        os.close(found["a1"])
+    second.close(forget=True)
 
 
 def test_nonsense_is_survived(place: Path, keeper: HolderKeeper) -> None:

@@ -72,6 +72,13 @@ def test_runs_of_tokens_include_both_ends() -> None:
     assert parse_tokens("", "").tolist() == []
 
 
+@pytest.mark.parametrize("word", ["1_000", "\u0663", "+5", "9" * 5000, f"{'9' * 5000}-{'9' * 5001}", "0-\u0663"])
+def test_a_token_is_written_in_plain_digits(word: str) -> None:
+    with pytest.raises(CommandError, match="no token id") as refused:
+        parse_tokens(f"1,{word}", "--tokens")
+    assert refused.value.exit_code == USAGE and len(str(refused.value)) < 200
+
+
 @given(st.text(max_size=20))
 def test_no_text_is_more_than_a_mistake(text: str) -> None:
     try:

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_client.arguments import shown
 from kvstore_client.cli.exit_codes import FAILED, USAGE, CommandError
 from kvstore_client.cli.explain_source import explain_source
 from kvstore_proto.fingerprint import MAX_FINGERPRINT_BYTES, Fingerprint, FingerprintError, parse_fingerprint
@@ -25,7 +26,8 @@ MAX_TOKEN: Final = (1 << 31) - 1
 MAX_TOKENS: Final = 16_000_000
 MAX_TOKENS_FILE_BYTES: Final = 256 << 20
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{8,64}")
-_RUN: Final = re.compile(r"(\d+)-(\d+)")
+_TOKEN: Final = re.compile(r"-?[0-9]{1,10}")
+_RUN: Final = re.compile(r"([0-9]{1,10})-([0-9]{1,10})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,9 @@ def parse_tokens(text: str, where: str) -> npt.NDArray[np.int32]:
 
 
 def _token(word: str, where: str) -> int:
-    try:
-        token = int(word)
-    except ValueError:
-        token = MAX_TOKEN + 1
+    token = int(word) if _TOKEN.fullmatch(word) else MAX_TOKEN + 1
     if not -MAX_TOKEN - 1 <= token <= MAX_TOKEN:
-        raise CommandError(USAGE, f"{where}: {word!r} is no token id: 32-bit whole numbers, like 1,2,3 or 0-63")
+        raise CommandError(USAGE, f"{where}: {shown(word)} is no token id: 32-bit whole numbers, like 1,2,3 or 0-63")
     return token
 
 

@@ -38,7 +38,7 @@ LOOK_S = 1.0  # between two looks at whether there is still reason to live
 DEFAULT_LINGER_S = 600.0
 ANSWER_TIMEOUT_S = 10.0
 MAX_NAME_BYTES = 64
-_BACKLOG = 4
+BACKLOG = 128  # a daemon that finds it full would take this holder for dead
 MAX_CONNECTIONS = 16
 MAX_DESCRIPTORS = 65_536
 
@@ -52,7 +52,7 @@ class Holder:
         self._stays = stays
         self._inode = _inode(path)
         self._held: dict[bytes, int] = {}
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, bool] = {}  # oldest first; whether it has said something
         self._selector = selectors.DefaultSelector()
         self._linger_s = DEFAULT_LINGER_S
         self._alone_since_s = time.monotonic()
@@ -95,11 +95,19 @@ class Holder:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
-                if not is_of_our_user(connection) or len(self._connections) >= MAX_CONNECTIONS:
+                if not is_of_our_user(connection) or not self._has_room():
                     connection.close()
                     continue
-                self._connections.add(connection)
+                self._connections[connection] = False
                 self._selector.register(connection, selectors.EVENT_READ)
+
+    def _has_room(self) -> bool:
+        """Whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at once."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            is_silent = (each for each, has_spoken in self._connections.items() if not has_spoken and not _speaks(each))
+            if (oldest := next(is_silent, None)) is not None:
+                self._end(oldest)
+        return len(self._connections) < MAX_CONNECTIONS
 
     def _take_in(self, connection: socket.socket) -> None:
         """All that a connection has sent by now."""
@@ -113,6 +121,7 @@ class Holder:
             if not packet:
                 self._end(connection)
                 return
+            self._connections[connection] = True
             self._obey(connection, packet[:1], packet[1:], descriptors)
 
     def _obey(self, connection: socket.socket, operation: bytes, name: bytes, descriptors: list[int]) -> None:
@@ -126,7 +135,7 @@ class Holder:
                 self._linger_s = float(name)
         elif operation == b"L":
             self._accept()
-            for other in self._connections - {connection}:
+            for other in [each for each in self._connections if each is not connection]:
                 self._take_in(other)
             self._list(connection)
         elif operation == b"Q":
@@ -156,11 +165,20 @@ class Holder:
             os.close(descriptor)
 
     def _end(self, connection: socket.socket) -> None:
-        self._connections.discard(connection)
+        del self._connections[connection]
         self._selector.unregister(connection)
         connection.close()
         if not self._connections:
             self._alone_since_s = time.monotonic()
+
+
+def _speaks(connection: socket.socket) -> bool:
+    """Whether something of it waits to be read, its end included."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
 
 
 def _inode(path: str) -> tuple[int, int] | None:
@@ -179,7 +197,7 @@ def _listening(path: str) -> socket.socket:
     before = os.umask(0o177)
     try:
         listener.bind(path)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -60,12 +60,20 @@ def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.a
             *connection_options(connections),
         ]
     )
-    with private_umask():
-        try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
-            raise SocketError(f"cannot listen on {path}: {error}") from None
+    try:
+        add_unix_port(server, path)
+    except (RuntimeError, OSError) as error:
+        raise SocketError(f"cannot listen on {path}: {error}") from None
     return server
+
+
+def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
+    """Bind `server` to `path`, under another name first: gRPC removes the name that it was given when the server stops,
+    and another server may have the path by then. Raises RuntimeError, OSError."""
+    made = path.with_name(f"{path.name}.new")  # no longer than the name of the longest socket
+    with private_umask():
+        server.add_insecure_port(f"unix:{made}")
+    made.rename(path)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from kvstored.config import ConfigError
 from kvstored.config.schema import UnarySection
 from kvstored.rpc import health, unary
 from kvstored.rpc.callers import Callers, Guard
-from kvstored.rpc.grpc_socket import connection_options, private_umask
+from kvstored.rpc.grpc_socket import add_unix_port, connection_options
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
 from kvstored.sockets import SocketError
@@ -45,11 +45,10 @@ class UnaryDoors:
     def bind_local(self, path: Path) -> grpc.aio.Server:
         """A server that is bound to `path`, for our own user alone, and not yet started. Raises SocketError."""
         local = self._server(Callers(self.tokens, self.own))
-        with private_umask():
-            try:
-                _bind(local, f"unix:{path}", None)
-            except ConfigError as error:
-                raise SocketError(str(error)) from None
+        try:
+            add_unix_port(local, path)
+        except (RuntimeError, OSError) as error:
+            raise SocketError(f"cannot listen on {path}: {error}") from None
         return local
 
     def bind_remote(self) -> grpc.aio.Server:

@@ -20,13 +20,12 @@ from pathlib import Path
 from kvstore_tiers.child_variables import variables_of_children
 from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
-from kvstored.lifetime.holder import MAX_DESCRIPTORS
+from kvstored.lifetime.holder import BACKLOG, MAX_DESCRIPTORS
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError
 
 log = logging.getLogger(__name__)
 HOLDER_SOCKET = "holder.sock"
 _ANSWER_TIMEOUT_S = 10.0
-_BACKLOG = 4
 _OWN_DESCRIPTORS = 32  # the holder's sockets and what Python opens
 _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it is there, and behind
 
@@ -181,7 +180,7 @@ class HolderKeeper(Keeper):
             self._path.unlink(missing_ok=True)  # of a holder that died: one that lives had answered
             listener.bind(self._near_path())
             os.chmod(self._near_path(), 0o600)
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "kvstored.lifetime.holder", "--listen", str(listener.fileno()),
