@@ -200,8 +200,8 @@ class Keyring:
                 self._unsaved.saved(path)
             if is_copy:
                 failpoints.hit("keyring.nvme-marked")
-        for path, error in failed:  # only now: without the other one, nothing has changed
-            self._unsaved.failed(path, error, f"if {self.path} is lost, renamed tenants lose what they stored")
+        for path, why in failed:  # only now: without the other one, nothing has changed
+            self._unsaved.failed(path, why, f"if {self.path} is lost, renamed tenants lose what they stored")
         self._kept = self._latest = identities
         self._is_behind = bool(failed)
 
