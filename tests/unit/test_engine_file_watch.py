@@ -245,6 +245,23 @@ def test_a_file_that_is_being_written_to_is_not_opened(path: Path, monkeypatch: 
         OpenFile.open(path)
 
 
+def test_where_times_are_whole_seconds_a_file_is_opened_once_its_second_is_over(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, changed_ns, now_ns = (
+        importlib.import_module("kvstore_engine.gguf.open_file"),
+        7 * 10**9,
+        [7 * 10**9 + 10**8],
+    )
+    exact = module._identity
+    monkeypatch.setattr(module, "_identity", lambda descriptor: exact(descriptor)._replace(changed_ns=changed_ns))
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now_ns.append(now_ns.pop() + round(seconds * 1e9)))
+    with OpenFile.open(path) as file:
+        assert file.identity.changed_ns == changed_ns
+    assert now_ns[0] > changed_ns + 2 * 10**9, "a change in the same second, or FAT's two, would have the same time"
+
+
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="no regular file"):
