@@ -74,17 +74,18 @@ class OpenFile:
     @classmethod
     def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
         """Take over `descriptor` from the parent process, which opened `path`."""
-        return cls(Path(path), descriptor, _identity(descriptor))
+        return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the identity that the open file has now, in about a microsecond."""
-        return _identity(self.descriptor)
+        """Return the identity that the open file has now, in about a microsecond. OperationError if the file system
+        does not say: a network's server may have lost the file."""
+        return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
         """Return the identity now, such that every later write leads to another one. FileChanged if the file does not
         stay as it is for a moment."""
         for _ in range(_MOST_STEPS):
-            found = _identity(self.descriptor)
+            found = self.current_identity()
             step_ns = _TIMER_STEP_NS if found.changed_ns % _SECOND_NS else 2 * _SECOND_NS + _TIMER_STEP_NS
             if abs(time.time_ns() - found.changed_ns) < step_ns:
                 time.sleep(step_ns / 1e9)
@@ -108,6 +109,9 @@ class OpenFile:
         self.close()
 
 
-def _identity(descriptor: int) -> FileIdentity:
-    found = os.fstat(descriptor)
+def _identity(path: Path, descriptor: int) -> FileIdentity:
+    try:
+        found = os.fstat(descriptor)
+    except OSError as error:
+        raise OperationError(f"{path}: cannot be looked at: {error.strerror or error}") from None
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
