@@ -11,12 +11,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.reference.forked import popen
 
 READY_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
@@ -29,11 +30,10 @@ class RunningServer:
     def __init__(self, folder: Path, model: Path, *arguments: str) -> None:
         self._log = folder / "server.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", model, "--port", "0", *arguments],
+            self.process = popen(
+                [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", str(model), "--port", "0", *arguments],
                 stdout=log,
                 stderr=log,
-                stdin=subprocess.DEVNULL,
                 env={**os.environ, "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))},
             )
         self.port = self._ready()

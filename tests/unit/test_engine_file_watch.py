@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import mmap
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.errors import UsageError
+from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileDigest, FileWatch, GGUFFile, OpenFile
 from kvstore_engine.models.convert import convert
 from kvstore_engine.server.handed_file import HandedFile
@@ -240,9 +241,40 @@ def test_the_digest_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_file_that_is_being_written_to_is_not_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: os.utime(path))
-    os.utime(path)
+    monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns)
     with pytest.raises(FileChanged, match="another program is writing to this file"):
         OpenFile.open(path)
+
+
+def test_where_times_are_whole_seconds_a_file_is_opened_once_its_second_is_over(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, changed_ns, now_ns = (
+        importlib.import_module("kvstore_engine.gguf.open_file"),
+        7 * 10**9,
+        [7 * 10**9 + 10**8],
+    )
+    exact = module._identity
+    monkeypatch.setattr(module, "_identity", lambda *of: exact(*of)._replace(changed_ns=changed_ns))
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now_ns.append(now_ns.pop() + round(seconds * 1e9)))
+    with OpenFile.open(path) as file:
+        assert file.identity.changed_ns == changed_ns
+    assert now_ns[0] > changed_ns + 2 * 10**9, "a change in the same second, or FAT's two, would have the same time"
+
+
+def test_a_file_that_its_file_system_has_lost_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with GGUFFile.open(path) as file:
+        watch = FileWatch(file)
+        watch.digest()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fstat", lost)
+            with pytest.raises(OperationError, match=r"model\.gguf: cannot be looked at: Stale file handle"):
+                watch.check()
+        assert watch.check(), "it may come back"
 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from typing import NamedTuple, Self
 from kvstore_engine.errors import OperationError
 from kvstore_engine.gguf.cursor import GGUFError
 
-# Older kernels count a file's times in steps of the timer, of 10 ms at most: two changes in one step look alike.
+# Two changes within one step of a file's times look alike. Older kernels' steps are the timer's, of 10 ms at most.
 _TIMER_STEP_NS = 20_000_000
+# Some file systems keep whole seconds (ext4 with inodes of 128 bytes, SFTP), or every second one (FAT).
+_SECOND_NS = 1_000_000_000
 _MOST_STEPS = 10  # to wait for a file that is written to
 
 
@@ -72,19 +74,21 @@ class OpenFile:
     @classmethod
     def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
         """Take over `descriptor` from the parent process, which opened `path`."""
-        return cls(Path(path), descriptor, _identity(descriptor))
+        return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the identity that the open file has now, in about a microsecond."""
-        return _identity(self.descriptor)
+        """Return the identity that the open file has now, in about a microsecond. OperationError if the file system
+        does not say: a network's server may have lost the file."""
+        return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
         """Return the identity now, such that every later write leads to another one. FileChanged if the file does not
         stay as it is for a moment."""
         for _ in range(_MOST_STEPS):
-            found = _identity(self.descriptor)
-            if abs(time.time_ns() - found.changed_ns) < _TIMER_STEP_NS:
-                time.sleep(_TIMER_STEP_NS / 1e9)
+            found = self.current_identity()
+            step_ns = _TIMER_STEP_NS if found.changed_ns % _SECOND_NS else 2 * _SECOND_NS + _TIMER_STEP_NS
+            if abs(time.time_ns() - found.changed_ns) < step_ns:
+                time.sleep(step_ns / 1e9)
                 continue
             with contextlib.suppress(OSError):
                 # Writes through a map are noticed at the first one to a page that is on disk: so all pages have to be.
@@ -105,6 +109,9 @@ class OpenFile:
         self.close()
 
 
-def _identity(descriptor: int) -> FileIdentity:
-    found = os.fstat(descriptor)
+def _identity(path: Path, descriptor: int) -> FileIdentity:
+    try:
+        found = os.fstat(descriptor)
+    except OSError as error:
+        raise OperationError(f"{path}: cannot be looked at: {error.strerror or error}") from None
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
