@@ -344,7 +344,7 @@ class Daemon:
         await self._start_server(self._doors.bind_local(path))
 
     async def _start_server(self, server: grpc.aio.Server) -> None:
-        """Start a server that is bound. One whose file was removed serves those that it has until the daemon stops."""
+        """Start a server that is bound. One whose file was removed serves its connections until the daemon stops."""
         self._stack.push_async_callback(server.stop, 0.5)
         await server.start()
 
