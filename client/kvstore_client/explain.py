@@ -23,8 +23,8 @@ def checked(request: ExplainRequest) -> ExplainRequest:
 def explain(
     daemon: DaemonSession, request: ExplainRequest, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ExplainReply | None:
-    """What the daemon says; None unless all of it came in time. `recent_misses` and fingerprints are those of the first
-    answer."""
+    """Return what the daemon says; None unless all of it came in time. `recent_misses` and fingerprints are the first
+    answer's."""
     until, whole = clock() + deadline_s, ExplainReply()
     for first in range(0, max(len(request.keys), 1), KEYS_A_REQUEST):
         part = ExplainRequest()

@@ -20,7 +20,7 @@ from kvstore_client.dropped_leases import Anchor, anchored
 from kvstore_client.joined_lease import joined
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease, LeasedBlock
-from kvstore_client.lease_stream import LeaseStream, Order
+from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.lookup import lookup
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
@@ -81,7 +81,7 @@ def get(
 
 
 def _kept(parts: list[Lease]) -> list[Lease]:
-    """Those parts up to the first whose lease ended while later ones were loaded; it and what follows is given back."""
+    """Return the parts before the first whose lease ended while later ones were loaded; the others are given back."""
     for number, part in enumerate(parts[:-1]):
         if not part.keep():
             is_late = part.grant is not None and part.grant.is_alive()
@@ -108,11 +108,12 @@ def lease_stream(
         Get(piece, counters, deadline_s, verify=verify, clock=clock, order=order, first=first)
         for first, piece in prefix.pieces()
     ]
-    expected = None
+    rest = None
     if len(sources) > 1:
         expected = lookup(prefix, deadline_s, clock=clock)
         if order == "back":
             sources = [one for one in reversed(sources) if one.first < expected.blocks] or sources[:1]
+        rest = Rest(sources[0].first, sources[1:], expected)
     call = sources[0].begin()
     return LeaseStream(
         sources[0],
@@ -121,9 +122,7 @@ def lease_stream(
         max(until - clock(), 0.0),
         on_close=on_close,
         clock=clock,
-        first=sources[0].first,
-        following=sources[1:],
-        expected=expected,
+        rest=rest,
     )
 
 

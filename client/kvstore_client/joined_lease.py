@@ -1,4 +1,4 @@
-"""One lease of several, each on blocks that follow those of the one before: a prefix that took more than one request.
+"""One lease of several, each on the blocks that follow its forerunner's: a prefix that took several requests.
 
 Owns the join alone: what was granted stays with the parts. Invariant: the whole is valid only while every part is.
 """
@@ -46,13 +46,14 @@ def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
     if len(parts) == 1:
         return parts[0]
     held = [part for part in parts if len(part)]
-    return Lease(
+    whole = Lease(
         [block for part in held for block in part.held_blocks],
         JoinedGrant([part.grant for part in held if part.grant is not None]) if held else None,
-        valid_until=min((part.valid_until for part in held), default=0.0),
         reason=parts[-1].reason,
         promoted_bytes=sum(part.promoted_bytes for part in parts),
         resident_blocks=sum(part.resident_blocks for part in parts),
         estimated_load_s=sum(part.estimated_load_s for part in parts),
         clock=clock,
     )
+    whole.valid_until = min((part.valid_until for part in held), default=0.0)
+    return whole

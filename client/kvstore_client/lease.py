@@ -82,7 +82,6 @@ class Lease:
         grant: Grant | None = None,
         *,
         expires_in_s: float = 0.0,
-        valid_until: float | None = None,
         reason: str = "",
         promoted_bytes: int = 0,
         resident_blocks: int = 0,
@@ -94,8 +93,6 @@ class Lease:
         self._clock = clock
         self._released = False
         self._usable_for(expires_in_s, clock())
-        if valid_until is not None:
-            self.valid_until = valid_until
         self.reason = reason
         self.promoted_bytes = promoted_bytes
         self.resident_blocks = resident_blocks

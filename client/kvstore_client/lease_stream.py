@@ -55,6 +55,15 @@ class Piece(LeaseSource, Protocol):
         ...
 
 
+class Rest(NamedTuple):
+    """The further requests of a prefix that takes several. `first` is the first block of the piece that is under way;
+    the pieces of `following` are begun one after the other; `expected` says what is resident of the whole prefix."""
+
+    first: int
+    following: Sequence[Piece]
+    expected: Lookup
+
+
 class LeaseStream:
     """Iterate over it once: a `LeasedRun` each time blocks have become readable. Use it as a context manager; all
     leases end with it.
@@ -62,8 +71,7 @@ class LeaseStream:
     `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or the first run, where
     each resident block was and in how many seconds it was expected to be readable. In the end `reason` says why the
     prefix ends, or why a part of it was not leased.
-    A prefix that takes several requests: `first` is the first block of the one under way, `following` are begun one
-    after the other, and `expected` is what is resident of the whole.
+    `rest` is there for a prefix that takes several requests.
     `close` may be called from another thread, while this one waits for a run: it then gets none.
     `on_close` is called once, with the number of leased blocks and their payload bytes.
     """
@@ -78,17 +86,15 @@ class LeaseStream:
         on_close: Callable[[int, int], None],
         reason: str = "",
         clock: Callable[[], float] = time.monotonic,
-        first: int = 0,
-        following: Sequence[Piece] = (),
-        expected: Lookup | None = None,
+        rest: Rest | None = None,
     ) -> None:
         self.group = group
         self._source = source
         self._call = call  # None: no further answers
-        self._first = first  # of the piece that is asked for
-        self._following = deque(following)
+        self._first = 0 if rest is None else rest.first  # of the piece that is asked for
+        self._following = deque(() if rest is None else rest.following)
         self._piece_blocks = 0  # leased so far of that piece
-        self._is_whole = expected is not None
+        self._is_whole = rest is not None
         self._clock = clock
         self._until = clock() + deadline_s
         self._on_close = on_close
@@ -98,8 +104,8 @@ class LeaseStream:
         self._lock = threading.Lock()  # of the next two, and of what was leased so far
         self._is_closed = False
         self._leases: list[Lease] = []
-        self.tiers: tuple[str, ...] = () if expected is None else expected.tiers[: expected.blocks]
-        self.ready_s: tuple[float, ...] = () if expected is None else tuple(accumulate(expected.load_s))
+        self.tiers: tuple[str, ...] = () if rest is None else rest.expected.tiers[: rest.expected.blocks]
+        self.ready_s: tuple[float, ...] = () if rest is None else tuple(accumulate(rest.expected.load_s))
         self.reason = reason
         self.blocks = self.payload_bytes = 0  # leased so far
 

@@ -28,8 +28,8 @@ Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 
 
 def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
-    """Return the payloads of a put, one a block; those of an array of several dimensions are its rows. Raises
-    KVStoreError(INVALID) for what is no list of them."""
+    """Return the payloads of a put, one a block; of an array of several dimensions, its rows. Raises
+    KVStoreError(INVALID) for anything else."""
     if isinstance(payloads, (list, tuple)) or (isinstance(payloads, np.ndarray) and payloads.ndim > 1):
         return list(payloads)
     is_sequence = hasattr(payloads, "__len__") and hasattr(payloads, "__getitem__")

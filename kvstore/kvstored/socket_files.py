@@ -1,4 +1,4 @@
-"""The socket files of a daemon that serves: one that somebody removed is bound again, its clients stay connected.
+"""The socket files of a daemon that serves: one that was removed is bound again, its clients stay connected.
 
 Invariant: a file that another process put there is left alone.
 """
@@ -78,7 +78,7 @@ class SocketFiles:
                 self._say(file, f"it was removed, and cannot be made again: {why}")
                 continue
             file.identity, file.trouble = _identity(file.path), ""
-            log.warning("%s was removed by somebody, and is made again; connected clients did not notice", file.path)
+            log.warning("%s was removed, and is made again; connected clients did not notice", file.path)
 
     def _say(self, file: _File, trouble: str) -> None:
         if trouble != file.trouble:

@@ -1,7 +1,7 @@
 """Token ids as they are given: the one way in, for every container.
 
 Owns the check that nothing is cut or rounded: a cast would give two prompts one key, and the block's header, which has
-the cast ids too, could not tell them apart. Never hashes. Invariant: the result has the given numbers, each an int32.
+the cast ids too, could not distinguish them. Never hashes. Invariant: the result has the given numbers, each an int32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 """Whole numbers from -2^31 to 2^31 - 1, one after the other: a list, a tuple, a range, or an array, buffer or tensor of
-integers of any width, also a batch of one, of shape (1, n). Not bool, float, text or bytes, whatever their value."""
+integers of any width, also a batch of one, of shape (1, n). Never bool, float, text or bytes."""
 
 _INT32: Final = np.dtype(np.int32)
 _END: Final = 1 << 31

@@ -261,6 +261,15 @@ def test_a_watched_model_is_still_what_it_was(model: Path, tmp_path: Path) -> No
 # From a known file
 
 
+def replaced(how: str, link: Path, other: Path) -> None:
+    """Have `link`, to a model's file, lead to `other`: by turning the link, or by renaming over the file."""
+    if how == "link":
+        link.unlink()
+        link.symlink_to(other)
+    else:
+        os.replace(other, link.resolve())
+
+
 @pytest.mark.parametrize("how", ["renamed over", "in place", "touched", "link"])
 def test_a_file_that_changes_under_the_model_is_stored_under_its_old_name_or_not_at_all(
     daemon: DaemonProcess, model: Path, tmp_path: Path, how: str
@@ -272,11 +281,8 @@ def test_a_file_that_changes_under_the_model_is_stored_under_its_old_name_or_not
     cache = cached(llm, daemon)
     llm.set_cache(cache)
     before = answer(opened(model), PROMPT)
-    if how == "renamed over":
-        os.replace(other, model)
-    elif how == "link":
-        path.unlink()
-        path.symlink_to(other)
+    if how in ("renamed over", "link"):
+        replaced(how, path, other)
     elif how == "in place":
         weights = model.read_bytes()
         with open(model, "r+b") as file:
@@ -305,11 +311,7 @@ def test_a_file_that_was_replaced_before_the_digest_is_refused(
     path = tmp_path / "link.gguf"
     path.symlink_to(model)
     llm = opened(path, use_mmap=use_mmap)
-    if how == "link":
-        path.unlink()
-        path.symlink_to(other)
-    else:
-        os.replace(other, model)
+    replaced(how, path, other)
     with pytest.raises(ValueError, match=r"was replaced|younger than this process"):
         cached(llm, tmp_path)
     cached(llm, tmp_path, weights_digest="known").close()

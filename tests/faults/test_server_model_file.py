@@ -166,8 +166,8 @@ def _refused(server: RunningServer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        _cut,
         _overwritten,
+        pytest.param(_cut, marks=pytest.mark.slow),
         pytest.param(_of_another_shape, marks=pytest.mark.slow),
         pytest.param(_with_another_template, marks=pytest.mark.slow),
         pytest.param(_by_a_map, marks=pytest.mark.slow),
@@ -200,6 +200,7 @@ def test_a_file_that_was_written_to_ends_answers_and_stores_nothing(
     assert tokens[1] and not tokens[0], "of the refused prompt nothing is stored"
 
 
+@pytest.mark.slow
 def test_a_change_is_noticed_without_a_request(server: RunningServer, path: Path) -> None:
     _overwritten(path)
     assert eventually(lambda: server.request("GET", "/health")[0] == 503)

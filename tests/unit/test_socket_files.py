@@ -71,7 +71,7 @@ def test_what_was_removed_is_made_again(place: Place, what: str, caplog: pytest.
         assert not any(path.exists() for path in paths)
 
     asyncio.run(run())
-    assert f"{place.directory / 'a'} was removed by somebody" in caplog.text
+    assert f"{place.directory / 'a'} was removed, and is made again" in caplog.text
 
 
 def test_another_process_s_file_is_left_alone_and_said_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+async def until_written(run: Coroutine[None, None, None], name: str, failures: int, unsaved: Unsaved) -> None:
+    """Run what writes the file `name`, let more than `failures` writes fail, and then wait for one that does not."""
+    task = asyncio.create_task(run)
+    await until(lambda: failpoints.hits(f"file.{name}") > failures)
+    failpoints.disarm()
+    await until(lambda: not unsaved.sentences())
+    task.cancel()
+
+
 def test_names_are_saved_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "RETRY_S", 0.0)
     unsaved = Unsaved()
@@ -89,14 +98,7 @@ def test_names_are_saved_when_there_is_room_again(tmp_path: Path, monkeypatch: p
     tenants.remember(Fingerprint("a model", "w"))
     assert "names.json cannot be written" in unsaved.sentences()[0]
 
-    async def run() -> None:
-        task = asyncio.create_task(tenants.run())
-        await until(lambda: failpoints.hits("file.names.json") > 2)
-        failpoints.disarm()
-        await until(lambda: not unsaved.sentences())
-        task.cancel()
-
-    asyncio.run(run())
+    asyncio.run(until_written(tenants.run(), "names.json", 2, unsaved))
     assert "a model" in (tmp_path / "names.json").read_text()
 
 
@@ -124,14 +126,7 @@ def test_a_check_value_that_cannot_be_written_is_written_later(tmp_path: Path, m
         str(nvme / IDENTITY_FILE), str(state / IDENTITY_FILE),
     ]  # fmt: skip
 
-    async def run() -> None:
-        task = asyncio.create_task(ring.run())
-        await until(lambda: failpoints.hits("file.identity.json") > 4)
-        failpoints.disarm()
-        await until(lambda: not unsaved.sentences())
-        task.cancel()
-
-    asyncio.run(run())
+    asyncio.run(until_written(ring.run(), "identity.json", 4, unsaved))
     assert read_identity(state / IDENTITY_FILE) == read_identity(nvme / IDENTITY_FILE) is not None
 
 

@@ -110,7 +110,12 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
     "doctor": (
         "check sockets, limits, memory, disk and versions, and say how to repair what is wrong",
-        ["kvctl doctor", "kvctl doctor --config /etc/kvstored/kvstored.toml --no-disk-test", "kvctl --json doctor"],
+        [
+            "kvctl doctor",
+            "kvctl doctor --state-dir /var/lib/kvstored    # also where the socket files are gone",
+            "kvctl doctor --config /etc/kvstored/kvstored.toml --no-disk-test",
+            "kvctl --json doctor",
+        ],
     ),
 }
 

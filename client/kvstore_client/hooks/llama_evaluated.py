@@ -122,7 +122,7 @@ def _watched(kind: type, record: Evaluated) -> type:
 
 
 def _watched_context(kind: type, record: Evaluated) -> type:
-    """Return the class of one context, which tells `record` what is done to it beside `Llama.eval`."""
+    """Return the class of one context, which notes in `record` what is done to it beside `Llama.eval`."""
 
     class WatchedContext(kind):  # type: ignore[misc,valid-type]
         def decode(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The numbers in a plane of llama.cpp's saved state, whatever type they are stored in.
+"""The numbers in a plane of llama.cpp's saved state, of any type that they are stored in.
 
 Owns the layouts of ggml's types that a K/V cache can have, for a sketch of the values. A type that is not known here is
 read as bytes: a sketch of them is as good for equal bytes, and only for those.

@@ -1,4 +1,4 @@
-"""The files that a running model's weights come from: whether they are those that were loaded, and still unchanged.
+"""The files that a running model's weights come from: whether these were loaded, and are still unchanged.
 
 Weights that are mapped change with their file. Owns open descriptors of such files, so that a file that is renamed over
 or deleted is still watched, their digest, and what they looked like when it was taken.
@@ -92,8 +92,8 @@ class WeightFiles:
 
 
 def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
-    """Return why `files` may not be those that were loaded by this process, which `began` then (Unix time); empty if
-    they are: this process maps them, or neither they nor a link to them is younger than the process."""
+    """Return why this process, which `began` then (Unix time), may have loaded other bytes than `files` have; empty if
+    not: this process maps them, or neither they nor a link to them is younger than the process."""
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)
         shown = [each for each in mappings if each.path in (real, real + DELETED)]

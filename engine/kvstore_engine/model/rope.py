@@ -100,7 +100,7 @@ def read_rope(
 
 
 def _factor(keys: Hyperparameters) -> float:
-    """Return how many times longer contexts may be than those of the first training; 0: not said. UnsupportedModel."""
+    """Return how many times longer contexts may be than in the first training; 0: not said. UnsupportedModel."""
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
     if factor and factor < _LEAST_FACTOR:
         raise UnsupportedModel(

@@ -30,7 +30,7 @@ def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
 def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
     """Any text, in which the mark of a call is followed by a call of one of `functions`.
 
-    The arguments of those that are `strict` follow their schemas; the space within a call is the model's, up to 8
+    Arguments of `strict` functions follow their schemas; the space within a call is the model's, up to 8
     characters at a place.
     """
     rules = [f"TEXT: {_ANYTHING}", _SPACE]

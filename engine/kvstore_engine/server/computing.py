@@ -52,8 +52,8 @@ def open_computing(
     sizes: StepSizes,
     on_notice: Callable[[WorkerNotice], None],
 ) -> Iterator[Computing]:
-    """On the device of `options`, until the block ends; it may close the file of `watch` then. UsageError and
-    OperationError say in one line what is wrong, and FileChanged that the weights may not be those of the file."""
+    """Compute on the device of `options`, until the block ends; the file of `watch` may be closed then. UsageError and
+    OperationError say in one line what is wrong, and FileChanged that the weights may differ from the file."""
     device = DeviceName.parse(options.device)
     if device.is_torch:
         with _on_device(watch, config, options, device, sizes) as computing:

@@ -1,4 +1,4 @@
-"""The model's open file on its way from the HTTP process to the scheduler's, the first one and those that follow it.
+"""The model's open file on its way from the HTTP process to the scheduler's, the first one and later ones.
 
 Owns the JSON form of what goes with the descriptor. Without a digest the file must be as it was when the HTTP process
 read its tokenizer and chat template; with the digest of the first scheduler it must hold what it held then.

@@ -28,7 +28,7 @@ _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 Mi
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as the HTTP process describes it. The fields are those of `batching.RequestSettings` and two more.
+    """One request as the HTTP process describes it. It has the fields of `batching.RequestSettings` and two more.
 
     one_call: the answer ends with its first tool call.
     turn:     who speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person;

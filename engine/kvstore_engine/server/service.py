@@ -52,7 +52,7 @@ class ServedModel:
             except TemplateError:
                 template = None
         if template is not None:
-            with contextlib.suppress(TemplateError):  # each chat is told
+            with contextlib.suppress(TemplateError):  # said to each chat
                 template.prepare()
         calls_tools = template is not None and tools.understands(template.tool_source)
         others = frozenset({name, file.path.stem, *aliases})

@@ -23,8 +23,8 @@ class ToolChoice:
     shows_others: bool = True
 
     def among(self, tools: list[Tool]) -> tuple[list[Tool], list[Tool]]:
-        """The tools that the model is shown, and those of which it must call one: none where it is free. ApiError for
-        names without a tool."""
+        """Return the tools that the model is shown, and the tools of which it must call one: none where it is free.
+        ApiError for names without a tool."""
         chosen = tools
         if self.names is not None:
             by_name = {tool["function"]["name"]: tool for tool in tools}

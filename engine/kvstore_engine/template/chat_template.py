@@ -65,8 +65,8 @@ class ChatTemplate:
         """Return the prompt for `messages` (OpenAI's form), ready for the assistant's turn.
 
         Content is a text or a list of text parts; an assistant's message may have `tool_calls` instead. `tools`
-        (OpenAI's form) are passed to the template, which has to show them to the model. `variables` are those of one
-        family's templates, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
+        (OpenAI's form) are passed to the template, which has to show them to the model. `variables` are what one
+        family's templates read, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
         """
         for message in messages:
             content = message.get("content")
@@ -105,7 +105,7 @@ class ChatTemplate:
     def _defaults(self, compiled: CompiledTemplate) -> dict[str, object]:
         """Return what a request may set and llama.cpp's server otherwise gives: the day, and leave to think.
 
-        Files in GGUF are tried with that server, and some close the thoughts of a model that is not told to have any.
+        Files in GGUF are tried with that server, and some close the thoughts of a model that was not asked to think.
         """
         now = self._now()
         days = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}

@@ -22,8 +22,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class Forms:
     """`text` and `parts` are the roles whose content is read as a text and as a list of parts.
 
-    `system` and `developer`: messages of these roles are read. `object_arguments`: those of calls are read as objects.
-    `bare`: the content of a message that has calls and no text. `words`: those in the template's code.
+    `system` and `developer`: messages of these roles are read. `object_arguments`: a call's arguments are read as
+    objects. `bare`: the content of a message that has calls and no text. `words`: all in the template's code.
     """
 
     text: frozenset[str]

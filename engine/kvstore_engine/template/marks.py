@@ -1,7 +1,7 @@
 """Marks what a conversation says, to see that all of it reaches the prompt.
 
 Owns the marks: a word that stands in no text, put at the end of every text and name. A template that shows a
-text shows its end, whatever else it does to it: trims it, escapes it, cuts thoughts off its head. A text with white
+text shows its end, also where it trims it, escapes it, or cuts thoughts off its head. A text with white
 space alone says nothing. A text beside tool calls is the template's to leave out, as many do; the calls are not.
 """
 

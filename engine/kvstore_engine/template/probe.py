@@ -19,7 +19,7 @@ _PROPERTY = {"type": "string", "description": "a city"}
 _PARAMETERS = {"type": "object", "properties": {"city": _PROPERTY}, "required": ["city"]}
 _TOOL: Json = {
     "type": "function",
-    "function": {"name": "weather", "description": "tells the weather", "parameters": _PARAMETERS},
+    "function": {"name": "weather", "description": "the weather of a city", "parameters": _PARAMETERS},
 }
 _TEXT, _PARTS = f"{_ONE} {_TWO}", [{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}]
 _ARGUMENTS = ({_KEY: _VALUE}, f'{{"{_KEY}": "{_VALUE}"}}')

@@ -1,8 +1,8 @@
 """HTTP for a few scrapers: one request a connection, each within a time, and no more of them than were allowed.
 
 Owns connections, never what is answered: that is a WSGI application. Invariants: a connection ends `REQUEST_S` and
-`ANSWER_S` after it began, whatever its peer does; over `most` the oldest that has not sent its request makes room, so
-that half-open connections keep no scraper out.
+`ANSWER_S` after it began, even if its peer says nothing; over `most` the oldest that has not sent its request makes
+room, so that half-open connections keep no scraper out.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _is_container(parts: list[str], place: int) -> bool:
 
 class SeenContainers:
     """Remembers from which containers each user has come since the start, and says in the log, once for each user, that
-    there are several. Those that have left count: what they stored is there."""
+    there are several. A container that has ended counts: what it stored is there."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, int], OrderedDict[str, None]] = OrderedDict()

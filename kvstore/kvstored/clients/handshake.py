@@ -50,7 +50,7 @@ class HandshakeServer:
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
-        """Take clients from `listener`, and none from one before it; those that are connected stay."""
+        """Take clients from `listener`, and none from one before it; connected clients stay."""
         self._stop_listening()
         listener.setblocking(False)
         self._listener = listener

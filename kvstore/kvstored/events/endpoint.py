@@ -61,7 +61,7 @@ class Endpoint:
             raise
 
     def look(self) -> None:
-        """Take note of who came and left; cut those that are too many."""
+        """Take note of who came and left; cut connections beyond the limit."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             descriptor = int(event["value"])
@@ -81,8 +81,8 @@ class Endpoint:
             connection.shutdown(socket.SHUT_RDWR)
 
     def cut_slow(self) -> int:
-        """End the connections that have not read what was sent to them, or all where none can be told from the
-        others. Return how many."""
+        """End the connections that have not read what was sent to them, or all if that is not known of any.
+        Return how many."""
         slow = [descriptor for descriptor in self._connections if _unread_bytes(descriptor)]
         for descriptor in slow or list(self._connections):
             self.cut(descriptor)

@@ -1,7 +1,7 @@
-"""What outlives the process that publishes events: an epoch that only grows, and the topics that were published.
+"""Keeps what outlives the process that publishes events: an epoch that only grows, and the topics that were published.
 
 The numbers of a process's batches begin at its epoch times 2**31, so they are larger than every number of a process
-before it, whatever the wall clock says, and whether the daemon or that process alone was started again. Topics of
+before it: also after a step of the wall clock, and if that process alone was started again. Topics of
 which this daemon has no block are published too, as cleared: subscribers may still have blocks of them.
 
 A file of the state directory has both. Where it cannot be written, numbers grow as long as the daemon lives; where it

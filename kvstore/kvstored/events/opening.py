@@ -97,7 +97,7 @@ def open_events(
 
 
 def _numeric(name: str, address: str) -> str:
-    """Return a ZMQ address to bind: ZMQ binds no names of hosts. Raise PublisherError for a name that nobody knows."""
+    """Return a ZMQ address to bind: ZMQ binds no names of hosts. Raise PublisherError for a name that is not known."""
     if not address.startswith(TCP):
         return address
     setting = f"events.{name}"

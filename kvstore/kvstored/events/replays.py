@@ -80,7 +80,7 @@ class Replays:
                 peer.waiting.append((words[0] if len(words) == 2 else None, int.from_bytes(words[-1], "big")))
 
     def go_on(self) -> None:
-        """Send each peer what it has room for, and cut those that do not read."""
+        """Send each peer what it has room for, and cut peers that do not read."""
         now_s = self._now_s()
         for peer in self._peers.values():
             if peer.sent.look() or not len(peer.sent):

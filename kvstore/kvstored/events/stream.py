@@ -151,7 +151,7 @@ class EventStream:
         yield self._snapshot_batch(topic)
 
     def forget_snapshot(self) -> None:
-        """Free the last snapshot: nobody waits for it."""
+        """Free the last snapshot: no subscriber waits for it."""
         self._whole = None
 
     def _only_topic(self) -> _Topic | None:

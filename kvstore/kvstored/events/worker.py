@@ -75,7 +75,7 @@ class Worker:
         return min(AGAIN_MS, until_beat_ms) if is_busy else until_beat_ms
 
     def _receive(self) -> bool:
-        """Whether the daemon is still there."""
+        """Apply what the daemon sent, and publish it. Return whether the daemon is still there."""
         received = self._daemon.recv(READ_BYTES)
         self._unread += received
         self._stream.apply(unpack(self._unread))

@@ -52,7 +52,7 @@ class UnaryDoors:
         return local
 
     def bind_remote(self) -> grpc.aio.Server:
-        """As `bind_local`, of the TCP port. Raises ConfigError."""
+        """A server that is bound to the TCP port, for callers with a token, and not yet started. Raises ConfigError."""
         remote = self._server(Callers(self.tokens, None))
         _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
         return remote

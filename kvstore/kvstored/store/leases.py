@@ -79,11 +79,11 @@ class LeaseTable:
 
     @property
     def live(self) -> int:
-        """Those that have not expired."""
+        """The number of leases that have not expired."""
         return len(self._due)
 
     def count(self, session_id: int) -> int:
-        """For how many requests a session holds leases that have not expired."""
+        """Return the number of requests for which a session holds leases that have not expired."""
         return self._counted[session_id]
 
     def limbo_bytes(self, tenant: int | None = None) -> int:

@@ -75,7 +75,7 @@ class TierDirectory:
             sync_directory(self.path.absolute().parent)
 
     def is_in_place(self) -> bool:
-        """Whether the lock that we hold still is what its path names. Raises OSError where there is nothing."""
+        """Return whether the lock that we hold still is what its path names. Raises OSError if that names nothing."""
         held = os.fstat(self._lock_fd)
         found = os.stat(self.path if stat.S_ISDIR(held.st_mode) else self.path / LOCK)
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
@@ -156,7 +156,7 @@ class TierDirectory:
             remove_leftover(path)
 
     def _write_format(self, path: Path) -> None:
-        """Where there are slabs, which say their own format, the directory is usable without."""
+        """Write the version of the format. A directory with slabs is usable without: they say their own."""
         try:
             replace_file(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n".encode())
         except OSError as error:

@@ -282,8 +282,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return not reason
 
     def _holds_all(self) -> bool:
-        """Return whether each layer, and no other, has exactly the tokens seen. One that a model does not fill would be
-        stored as whatever its memory had."""
+        """Return whether each layer, and no other, has exactly the tokens seen. A layer that a
+        model does not fill would be stored with the memory it was given."""
         return len(self.layers) == len(self._stack.layers) and self._stack.holds(self._count)
 
     def _unfit(self) -> str:

@@ -23,7 +23,7 @@ from kvstore_client.hooks.weight_files import DELETED, Mapping, WeightFiles, map
 @dataclass(slots=True)
 class _Watched:
     files: WeightFiles
-    by_content: bool  # a weight that did not change is told by hashing again: any sign of a change counts
+    by_content: bool  # any sign of a change has the weights hashed again
 
 
 _watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()

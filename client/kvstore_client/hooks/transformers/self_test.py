@@ -53,7 +53,7 @@ def failure_of(model: PreTrainedModel, block_tokens: int, *, skip: bool = False)
         return ""  # computed without the store, as long as that is so
     try:
         failure = _try(model, kv_shape(model), block_tokens)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise any
         failure = f"its self-test raised {type(error).__name__}: {error} (self_test=False opens without it)"
     _tried[model] = (state, failure)
     return failure
@@ -84,7 +84,7 @@ def _try(model: PreTrainedModel, shape: KVShape, block_tokens: int) -> str:
 
 
 def _misfit(cache: DynamicCache, shape: KVShape, tokens: int) -> str:
-    """Return in which layer of a computed `cache` K and V are not those of `shape`; empty if in none."""
+    """Return the layer of a computed `cache` whose K and V do not have `shape`, as text; empty if there is none."""
     expected = (1, shape.heads, tokens, shape.head_dim)
     if len(cache.layers) != shape.layers:
         return f"it keeps {len(cache.layers)} layers, and its configuration says {shape.layers}"

@@ -25,7 +25,7 @@ _OTHER_INPUT = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec")
 
 
 def specs_in(spec: Any) -> list[Any]:
-    """Return the specifications of a group's layers: one, or those that a UniformTypeKVCacheSpecs has."""
+    """Return the specifications of a group's layers: one, or all in a UniformTypeKVCacheSpecs."""
     inside = getattr(spec, "kv_cache_specs", None)
     return list(inside.values()) if isinstance(inside, dict) else [spec]
 
@@ -43,7 +43,7 @@ def kind_of(spec: Any) -> SpecKind | None:
 
 
 def unknown_spec(kv_cache_config: Any) -> str:
-    """Return why some layers' state cannot be stored, and what it is; empty if that of all can."""
+    """Return why some layers' state cannot be stored, and what it is; empty if all of it can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its layers keep no KV cache at all"

@@ -40,7 +40,7 @@ def weight_files(location: Path) -> list[Path]:
 
 
 def loaded_others(files: Iterable[Path], began: float) -> str:
-    """Return why `files` may not be those that a process that `began` then (Unix time) has loaded; empty if they are.
+    """Return why a process that `began` then (Unix time) may have loaded other bytes than `files` have; empty if not.
 
     vLLM copies weights, so that what is in a file later does not matter. Those in a Hugging Face cache are named by
     their content, and are as young as their download.

@@ -160,7 +160,7 @@ class TenantDirectory:
         return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
 
     def is_named(self, name: str) -> bool:
-        """Whether `named` finds a tenant of this name, if not now then later."""
+        """Return whether `named` finds a tenant of this name, if not now then later."""
         if (section := self.section(name)) is not None:
             return not self._keyring.is_kept(name) or self._callable(section) is not None
         return self._default != "refuse" and uid_of(name) is not None and self._keyring.identity_of(name) is not None

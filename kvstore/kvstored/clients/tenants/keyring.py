@@ -130,11 +130,11 @@ class Keyring:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the medium says what every name stands for."""
+        """True if the medium says what every name stands for."""
         return self._kept == self._identities
 
     def is_kept(self, name: str) -> bool:
-        """Whether the medium says what this name stands for, as far as could be seen."""
+        """Return whether the medium says what this name stands for, as far as could be seen."""
         return not self._is_behind or self._kept.get(name) == self._identities.get(name)
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """Who connected, as of that moment: what the process becomes later does not count.
+    """The process that connected, as it was at that moment: what it becomes later does not count.
 
     `pid` is 0 when the caller lives in a pid namespace that we cannot see into. `cgroup` is "" where it is not known.
     `has_no_uid`, `has_no_gid`: the number stands for any that our user namespace does not map. `gid` is the primary

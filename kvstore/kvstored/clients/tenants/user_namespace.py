@@ -27,7 +27,7 @@ def _overflow(path: Path) -> int:
 
 
 def _maps_all(path: Path) -> bool:
-    """Whether the lines of a map, `inside outside length`, cover every id. They never overlap."""
+    """Return whether the lines of a map, `inside outside length`, cover every id. They never overlap."""
     try:
         return sum(int(line.split()[2]) for line in path.read_text().splitlines()) >= _ALL_IDS
     except (OSError, ValueError, IndexError):

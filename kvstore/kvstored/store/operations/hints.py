@@ -21,8 +21,7 @@ DUE_MAX_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """Blocks of a prefetch that were mapped already, and that were queued to be, with their payload; of those that are
-    stored."""
+    """Numbers of stored blocks of a prefetch: mapped already, or queued to be mapped; and their payload bytes."""
 
     resident_blocks: int
     scheduled_blocks: int

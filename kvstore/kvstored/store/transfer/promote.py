@@ -168,8 +168,8 @@ class Promoter:
             promotion.link.cancel(promotion.ticket)
 
     def prefetch(self, row: int) -> bool:
-        """Queue a promotion that no client waits for; False when those that wait hold all the room they may, or fill
-        the lane's queue."""
+        """Queue a promotion that no client waits for; False when waiting promotions hold all the room they may, or
+        fill the lane's queue."""
         link = self._link_of(row)
         if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False

@@ -205,7 +205,7 @@ class MooncakeDriver(Driver):
         return {name: Written.EXISTS if name in there else Written.BEGUN for name in names}
 
     def _store_each(self, store: Any, values: Sequence[Placed], call: Call) -> dict[str, Written]:
-        """Return what became of each name but those that are taken."""
+        """Return what became of each name that was not taken."""
         names, places, sizes = _arguments(values)
         answers = dict(zip(names, store.batch_put_session_start(names, sizes), strict=True))
         started = [number for number, name in enumerate(names) if answers[name] == 0]

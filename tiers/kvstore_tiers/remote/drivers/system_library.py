@@ -1,4 +1,4 @@
-"""What to do about a library of the system that a package's own library needs, by the words of the loader's error."""
+"""Advises what to install where a package's library lacks one of the system's, by the text of the loader's error."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def advice(error: str) -> str:
     if stem in _CUDA:
         return f"{error}: this wheel is for CUDA, pip install mooncake-transfer-engine-non-cuda in its place"
     package = stem.lower().replace("_", "-") + ("-" if version and stem[-1].isdigit() else "") + version
-    return f"{error}: apt-get install {package}, or whatever package of your system has {missing['file']}"
+    return f"{error}: apt-get install {package}, or the package of your system that has {missing['file']}"
