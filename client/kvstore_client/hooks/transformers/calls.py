@@ -79,6 +79,14 @@ def why_not(call: Call, held: int) -> str:
     return ""
 
 
+def shifted_positions(model: PreTrainedModel) -> str:
+    """Return why positions do not count up where `model` adds what an image of an earlier call took; empty if it adds
+    nothing. Qwen2-VL and its kin keep that in the model."""
+    parts = (model, getattr(model, "model", None), getattr(model, "base_model", None))
+    deltas = [delta for part in parts if isinstance(delta := getattr(part, "rope_deltas", None), torch.Tensor)]
+    return "positions are shifted by an image of an earlier call" if any(map(torch.any, deltas)) else ""
+
+
 def tokens_to_compute(call: Call) -> int | None:
     """How many of the last tokens must be computed for what the caller asks; None if it asks for all of them."""
     keep = call.get("logits_to_keep")
