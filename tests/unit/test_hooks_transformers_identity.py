@@ -203,3 +203,65 @@ def test_a_model_that_is_moved_is_computed_and_not_stored(model: PreTrainedModel
         cache = KVStoreCache(session, model)
         on_device(model)(prompt(9)[:, :1], past_key_values=cache)
         assert "another device" in cache.report.store_reason
+
+
+def test_an_attention_that_transformers_does_not_bring_is_another_model(model: PreTrainedModel) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("recent_tokens_alone", sdpa_attention_forward)
+    before = _digest(model)
+    for own in ("eager", "sdpa"):
+        model.set_attn_implementation(own)
+        assert _digest(model) == before
+    model.set_attn_implementation("recent_tokens_alone")
+    assert _digest(model) != before
+
+
+@pytest.mark.parametrize("write", ["add_", "mul_"])
+def test_weights_written_past_the_counts_of_torch_are_another_model(model: PreTrainedModel, write: str) -> None:
+    before = _digest(model)
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    counted = weight._version
+    getattr(weight.data, write)(3)
+    assert weight._version == counted
+    assert _digest(model) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_samples_of_an_unchanged_model_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(dtype=dtype)
+    before = _digest(model)
+    monkeypatch.setattr("xxhash.xxh3_128", None)  # nothing is hashed again
+    assert _digest(model) == before
+
+
+@pytest.mark.parametrize("change", ["weights", "adapters"])
+def test_a_model_that_changes_while_it_decodes_stores_no_more(change: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(), prompt(60)
+    layer = model.model.layers[1].self_attn
+    layer.k_proj = Adapted(layer.k_proj)
+    model.peft_config = {"mine": "rank 2"}
+    with kvstore_session(model, tmp_path) as session, torch.no_grad():
+        cache = KVStoreCache(session, model)
+        model(ids[:, :58], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, 58:59], past_key_values=cache)
+        assert cache.report.store_reason == ""
+        if change == "weights":
+            model.model.norm.weight.mul_(2)
+        else:
+            layer.k_proj.disable_adapters = True
+        model(ids[:, 59:], past_key_values=cache)
+        assert "the model has changed since the session was opened" in cache.report.store_reason
+
+
+def test_positions_that_an_earlier_image_shifted_are_not_stored(tmp_path: Path) -> None:
+    model = tiny_model()
+    with kvstore_session(model, tmp_path) as session, torch.no_grad():
+        model.model.rope_deltas = torch.zeros(1, 1)
+        cache = KVStoreCache(session, model)
+        model(prompt(20), past_key_values=cache)
+        assert cache.report.store_reason == ""
+        model.model.rope_deltas = torch.full((1, 1), -7)  # as Qwen2-VL keeps them, for whatever call comes next
+        model(prompt(30)[:, 20:], past_key_values=cache)
+        assert "shifted by an image" in cache.report.store_reason

@@ -14,6 +14,7 @@ import torch
 from transformers import MllamaConfig, MllamaForCausalLM, PreTrainedModel
 
 from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+from kvstore_client.hooks.transformers.calls import why_not
 from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.self_test import failure_of
@@ -48,6 +49,17 @@ def with_another_answer() -> PreTrainedModel:
     return model
 
 
+def with_an_eye_on_what_comes() -> PreTrainedModel:
+    """A model whose K and V change a little with later tokens, as where a prompt attends in both directions."""
+    model = tiny_model()
+
+    def mixed(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + 0.01 * output[:, -1:]
+
+    model.model.embed_tokens.register_forward_hook(mixed)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -57,8 +69,17 @@ def with_another_answer() -> PreTrainedModel:
         (lambda: tiny_model(**MLA), "layer 0 keeps K and V as"),
         (lambda: tiny_model("rwkv", **IDS), "no K and V of the tokens"),
         (with_another_answer, "otherwise than from the whole prompt"),
+        (with_an_eye_on_what_comes, "depend on those behind them"),
     ],
-    ids=["cross-attention", "multi-query", "fields-that-say-otherwise", "mla", "recurrent", "answers"],
+    ids=[
+        "cross-attention",
+        "multi-query",
+        "fields-that-say-otherwise",
+        "mla",
+        "recurrent",
+        "answers",
+        "both-directions",
+    ],
 )
 def test_a_model_that_blocks_do_not_hold_is_refused_when_its_session_is_opened(
     make: Any, why: str, tmp_path: Path
@@ -88,7 +109,7 @@ def test_a_model_is_tried_once_and_not_where_that_is_declined(tmp_path: Path) ->
         KVStoreCache(session, model)
         tried = len(calls)
         kvstore_session(model, tmp_path).close()
-    assert len(calls) == tried == 3
+    assert len(calls) == tried == 4
     assert torch.equal(torch.get_rng_state(), random)
     with kvstore_session(mllama(), tmp_path, self_test=False):
         pass
@@ -102,6 +123,12 @@ def test_a_layer_that_is_never_filled_ends_storing_at_the_first_call(tmp_path: P
             model(prompt(40), past_key_values=cache)
         assert "another shape, place or kind" in cache.report.store_reason
         assert cache.report.waiting_blocks == 0
+
+
+def test_an_empty_argument_of_images_is_none() -> None:
+    call = {"input_ids": prompt(5), "mm_encoder_outputs": {}}
+    assert why_not(call, 0) == ""
+    assert "mm_encoder_outputs" in why_not(call | {"mm_encoder_outputs": {"image": torch.zeros(1)}}, 0)
 
 
 def test_a_model_in_training_mode_is_tried_once_it_no_longer_is(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
 from kvstore_client.hooks.moments import Moment
-from kvstore_client.hooks.transformers.calls import Call, listen, shorten, tokens_to_compute, why_not
+from kvstore_client.hooks.transformers.calls import Call, listen, shifted_positions, shorten, tokens_to_compute, why_not
 from kvstore_client.hooks.transformers.compute_times import ComputeTimes
 from kvstore_client.hooks.transformers.copies import BlockCopies
-from kvstore_client.hooks.transformers.fingerprint import difference, inner_model, kv_shape
+from kvstore_client.hooks.transformers.fingerprint import difference, difference_now, inner_model, kv_shape
 from kvstore_client.hooks.transformers.layers import KVStack
 from kvstore_client.hooks.transformers.mapped_weights import written_file
 from kvstore_client.hooks.transformers.report import CacheReport
@@ -38,6 +38,7 @@ from kvstore_client.session import Session
 from kvstore_proto.token_ids import checked_tokens
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
+_CHANGED = "the model has changed since the session was opened"
 
 _choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
 
@@ -275,8 +276,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not reason and not self._holds_all():
             reason = "tokens were computed in calls that this cache did not see"
         reason = reason or self._unfit()
-        if not reason and call["input_ids"].shape[1] > 1:
-            reason = self._changed()
+        if not reason:
+            reason = self._changed() if call["input_ids"].shape[1] > 1 else self._changed_now()
         if reason:
             self._refuse(reason)
         return not reason
@@ -294,16 +295,20 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             return "the model is in training mode: model.eval()"
         if self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
             return "the model's layers are on several devices"
-        return ""
+        return shifted_positions(self._inner)
 
     def _changed(self) -> str:
         """Why it is another model than the session's; empty if it is not. Takes too long for each token."""
-        differs = difference(self._session.fingerprint, self._model)
-        if differs:
-            return f"the model has changed since the session was opened: {differs}"
+        if differs := difference(self._session.fingerprint, self._model):
+            return f"{_CHANGED}: {differs}"
         if written := written_file(self._inner):
             return f"{written}, from which weights are mapped, was written to: load the model again"
         return failure_of(self._inner, self._session.block_tokens)
+
+    def _changed_now(self) -> str:
+        """Return what of `_changed` can be seen before each token: weights that were written to, other adapters."""
+        differs = difference_now(self._session.fingerprint, self._model)
+        return f"{_CHANGED}: {differs}" if differs else ""
 
     def _settle(self) -> bool:
         """Whether what was copied beside the last call, if anything, is what was leased."""

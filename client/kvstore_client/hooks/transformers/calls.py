@@ -65,7 +65,7 @@ def why_not(call: Call, held: int) -> str:
     if ids.ndim != 2 or ids.shape[0] != 1:
         return f"a batch of {ids.shape[0]}: one sequence at a time is stored"
     plain = _UNDERSTOOD | _HARMLESS
-    unknown = [name for name, value in call.items() if value is not None and value is not False and name not in plain]
+    unknown = [name for name, value in call.items() if name not in plain and not _is_absent(value)]
     if unknown:
         return f"K/V may depend on the argument {min(unknown)}"
     count = ids.shape[1]
@@ -77,6 +77,14 @@ def why_not(call: Call, held: int) -> str:
     if positions is not None and not _counts_up(positions, held, count):
         return "positions that do not count up from 0"
     return ""
+
+
+def shifted_positions(model: PreTrainedModel) -> str:
+    """Return why positions do not count up where `model` adds what an image of an earlier call took; empty if it adds
+    nothing. Qwen2-VL and its kin keep that in the model."""
+    parts = (model, getattr(model, "model", None), getattr(model, "base_model", None))
+    deltas = [delta for part in parts if isinstance(delta := getattr(part, "rope_deltas", None), torch.Tensor)]
+    return "positions are shifted by an image of an earlier call" if any(map(torch.any, deltas)) else ""
 
 
 def tokens_to_compute(call: Call) -> int | None:
@@ -94,6 +102,11 @@ def shorten(call: Call, tokens: int) -> Call:
         if shorter.get(name) is not None:
             shorter[name] = shorter[name][..., tokens:]
     return shorter
+
+
+def _is_absent(value: Any) -> bool:
+    """Return whether an argument says nothing; generate gives models of images an empty dictionary for no image."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
 
 
 def _counts_up(positions: Any, held: int, count: int) -> bool:

@@ -2,8 +2,9 @@
 
 Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
 V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
-edited weight or another dtype is another model. Never does: look at the attention implementation, which changes
-nothing that is meant. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
+edited weight or another dtype is another model. Implementations of attention that come with Transformers round alone,
+and share blocks; one that a program registered, or that comes from a hub, may mean another attention, and is another
+model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
 the layout of its blocks is another one.
 Invariant: the digest of a model is computed again when a weight, its file, an adapter or its state has changed.
 """
@@ -32,6 +33,8 @@ ID_PREFIX = "id:"
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _WANDERING_ROPE = ("dynamic", "longrope")  # their angles depend on how long the sequence became later
+_SAME_ATTENTION = frozenset({"eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"})
+_SAMPLES = 4  # of each dimension of a weight, to see what torch does not count
 _NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation, how it is computed
     {"_name_or_path", "_model_name_or_path", "name_or_path", "architectures", "transformers_version", "use_cache",
      "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation",
@@ -137,10 +140,21 @@ def difference(session: Fingerprint, model: Any) -> str:
     return ", ".join(name for name, (here, there) in compared.items() if here != there)
 
 
+def difference_now(session: Fingerprint, model: Any) -> str:
+    """Return what `difference` does, by what is cheap to see before each token: torch's counts of writes, adapters."""
+    inner = inner_model(model)
+    known = _hashed.get(inner)
+    adapted = _digest(state) if (state := _adapter_state(model, inner)) else ""
+    is_same = known is None or list(map(_mark, known.tensors)) == known.marks
+    return "" if is_same and adapted == session.adapter_digest else difference(session, model)
+
+
 def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
     """A digest of the configuration, and of all weights or the id that stands for them."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
-    described = _digest([type(model).__name__, json.dumps(config, sort_keys=True, default=str)])
+    described = _digest(
+        [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
+    )
     if model_id is not None:
         if not is_watched(model):
             watch(model, by_content=False)
@@ -150,11 +164,12 @@ def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
 
 @dataclass(slots=True)
 class _Hashed:
-    """A digest, and the tensors it was made of: where each lay, and how often it had been written."""
+    """A digest, and the tensors it was made of: where each lay, how often it was written to, some of its numbers."""
 
     tensors: list[torch.Tensor]
     marks: list[tuple[int, int]]
     adapters: list[str]
+    samples: bytes
     digest: str
 
 
@@ -168,6 +183,7 @@ def _weights_digest(model: PreTrainedModel) -> str:
     tensors = [tensor for _, tensor in named]
     marks = list(map(_mark, tensors))
     is_same = known is not None and known.adapters == adapters and known.marks == marks
+    is_same = is_same and known is not None and known.samples == _samples_of(tensors)
     if known is not None and is_same and _same(known.tensors, tensors) and not written_file(model):
         return known.digest
     watch(model, by_content=True)
@@ -178,7 +194,7 @@ def _weights_digest(model: PreTrainedModel) -> str:
     digest = hashing.hexdigest()
     if written := written_file(model):
         raise _unstorable(model, f"{written} was written to while the weights were hashed")
-    _hashed[model] = _Hashed(tensors, marks, adapters, digest)
+    _hashed[model] = _Hashed(tensors, marks, adapters, _samples_of(tensors), digest)
     return digest
 
 
@@ -198,6 +214,26 @@ def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes with every in-place change that torch counts; a write through `.data` is not one of them."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _samples_of(tensors: list[torch.Tensor]) -> bytes:
+    """Return some numbers of each tensor, spread over its dimensions: writes that torch does not count reach most."""
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type in ("cpu", "cuda"):
+            some = tensor.detach()[tuple(slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape)]
+            parts.setdefault((tensor.device, tensor.dtype), []).append(some.reshape(-1))
+    try:
+        return b"".join(torch.cat(each).cpu().view(torch.uint8).numpy().tobytes() for each in parts.values())
+    except (RuntimeError, TypeError):  # tensors of a kind of their own, by a library for quantised weights
+        return b""
+
+
+def _other_attention(config: Any) -> list[str]:
+    """Return the attention implementations of a configuration that are none of Transformers' own."""
+    configs = (config, config.get_text_config(decoder=True))
+    names = {str(getattr(each, "_attn_implementation", None) or "eager").removeprefix("paged|") for each in configs}
+    return sorted(names - _SAME_ATTENTION)
 
 
 def _rope(config: Any) -> str:

@@ -1,6 +1,6 @@
 """Values in Mooncake Store: memory that many nodes lend to one master, over TCP or RDMA.
 
-`mooncake_place.py` has the URL. There are no credentials.
+`mooncake_place.py` has the URL, `mooncake_answers.py` what the library's numbers mean. There are no credentials.
 
 Facts of the library that this file is built around (0.3.13):
 - `put` answers success for a name that is taken. A put session says so, hence a write is a session: start, transfer,
@@ -27,6 +27,16 @@ import numpy as np
 
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
+from kvstore_tiers.remote.drivers.mooncake_answers import (
+    ABSENT,
+    BUSY,
+    NO_ROOM,
+    NOT_FOUND,
+    TAKEN,
+    TOO_SHORT,
+    TRANSFER_FAILED,
+    need,
+)
 from kvstore_tiers.remote.drivers.mooncake_place import Place, place_of
 from kvstore_tiers.remote.drivers.system_library import advice
 
@@ -46,13 +56,6 @@ RPC_SHARE = 0.8  # of the time limit: the library gives up first, and says why
 GIVEN_UP_PER_THREAD = 4
 NICE = 5  # of a thread that waits for a transfer, as the daemon's threads that copy: on a full machine a much higher
 # one would notice the end late
-NO_ROOM = -200
-NOT_FOUND, NOT_READY, TAKEN, LEASE_EXPIRED, GONE = -704, -703, -705, -707, -712
-ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, LEASE_EXPIRED, GONE})
-BUSY: Final = frozenset({-706, -708, -714})  # a lease, a copy or a read in progress holds the value
-TOO_SHORT = -600  # and other wrong arguments
-TRANSFER_FAILED = -800
-RPC_TIMEOUT = -901
 _KINDS: Final = {0: Written.STORED, NO_ROOM: Written.NO_ROOM}
 RETRY_S = 0.02
 TAKEN_PATIENCE_S = 0.5  # with a name that another writer began: what it moves takes some milliseconds
@@ -152,12 +155,12 @@ class MooncakeDriver(Driver):
             if copy.is_memory_replica():
                 return int(copy.get_memory_descriptor().buffer_descriptor.size)
         size: int = store.get_size(name)
-        self._need([size], allowed=ABSENT)
+        need(self._where, [size], allowed=ABSENT)
         return max(size, 0)
 
     def _exist(self, store: Any, names: Sequence[str]) -> list[bool]:
         answers = store.batch_is_exist(list(names))
-        self._need(answers, allowed=ABSENT)
+        need(self._where, answers, allowed=ABSENT)
         return [answer > 0 for answer in answers]
 
     def _read(self, store: Any, found: Sequence[Placed]) -> list[int]:
@@ -169,7 +172,7 @@ class MooncakeDriver(Driver):
             answers |= zip(short, self._sizes(store, short), strict=True)
         if any(answer != TRANSFER_FAILED for answer in answers.values()):  # one node of several is gone
             answers = {name: NOT_FOUND if answer == TRANSFER_FAILED else answer for name, answer in answers.items()}
-        self._need(list(answers.values()), allowed=ABSENT)
+        need(self._where, list(answers.values()), allowed=ABSENT)
         sizes = [max(answers[placed.name], 0) for placed in found]
         again = [number for number, placed in enumerate(found) if placed is not distinct[placed.name]]
         if again:
@@ -211,7 +214,7 @@ class MooncakeDriver(Driver):
         started = [number for number, name in enumerate(names) if answers[name] == 0]
         open_names = [names[number] for number in started]
         try:
-            self._need(list(answers.values()), allowed={TAKEN, NO_ROOM})
+            need(self._where, list(answers.values()), allowed={TAKEN, NO_ROOM})
             if not started:
                 return {name: _KINDS[answer] for name, answer in answers.items() if answer != TAKEN}
             _step_behind()
@@ -223,8 +226,8 @@ class MooncakeDriver(Driver):
             )
             if call.is_given_up:  # its memory may have had other bytes meanwhile
                 raise TimeoutError("given up")
-            self._need(moved)
-            self._need(store.batch_put_session_end(open_names))
+            need(self._where, moved)
+            need(self._where, store.batch_put_session_end(open_names))
             open_names = []
         finally:
             if open_names:
@@ -234,7 +237,7 @@ class MooncakeDriver(Driver):
     def _remove(self, store: Any, names: list[str], call: Call) -> None:
         while True:
             answers = store.batch_remove(names, True)
-            self._need(answers, allowed=ABSENT | BUSY)
+            need(self._where, answers, allowed=ABSENT | BUSY)
             names = [name for name, answer in zip(names, answers, strict=True) if answer in BUSY]
             if not names or call.is_given_up:
                 return
@@ -252,17 +255,6 @@ class MooncakeDriver(Driver):
     @property
     def _where(self) -> str:
         return f"Mooncake's master at {self._place.master}"
-
-    def _need(self, answers: Sequence[int], allowed: frozenset[int] | set[int] = frozenset()) -> None:
-        """Raise what an answer of the library means, unless it is of these."""
-        for answer in answers:
-            if answer >= 0 or answer in allowed:
-                continue
-            if answer == RPC_TIMEOUT:
-                raise TimeoutError("no answer in time")
-            if answer <= -900:
-                raise ConnectionError(f"{self._where} is not reached: the library's code {answer}")
-            raise OSError(f"{self._where} or a node of its store failed: the library's code {answer}")
 
     def _connected(self, call: Call) -> Any:
         with self._connecting:
