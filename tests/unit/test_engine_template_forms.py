@@ -237,6 +237,21 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
         _render(last, [_said("user", "q"), _said("assistant", "a")], tools=[_TOOL])
 
 
+def test_a_tool_has_a_name_a_description_and_parameters_in_this_order() -> None:
+    source = "{{ tools | tojson }}{{ messages[0].content }}"
+    function = {"strict": False, "parameters": None, "name": "f"}
+    shown = '[{"type": "function", "function": {"name": "f", "description": "", "parameters": {}, "strict": false}}]q'
+    assert _render(source, [_said("user", "q")], tools=[{"type": "function", "function": function}]) == shown
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_an_answer_and_a_result_may_be_empty(role: str) -> None:
+    source = _TURN + "{{ m.content + ';' }}{% endfor %}"
+    assert _render(source, [_said("user", "q"), {"role": role, "content": None}]) == f"[user]q;[{role}];"
+    with pytest.raises(TemplateError, match="a text as content"):
+        _render(source, [{"role": "user", "content": None}])
+
+
 def test_a_template_that_fails_without_tools_is_tried_with_one() -> None:
     source = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}" + _TURN + _LOOP
     source = "{{ tools[0].type }}:" + source
