@@ -1,7 +1,7 @@
 """Puts marks of a call that leave no trace in an answer's text where the model wrote them.
 
-Owns their places. A text may come later than its tokens, since the engine holds back what may become a stop string, while
-a mark is known by its token at once.
+Owns their places. A text may come later than its tokens, since the engine holds back what may become a stop string,
+while a mark is known by its token at once.
 """
 
 from __future__ import annotations

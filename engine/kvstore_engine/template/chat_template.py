@@ -72,9 +72,7 @@ class ChatTemplate:
         """
         for message in messages:
             role, content = message.get("role"), message.get("content")
-            if role not in _ROLES or not (
-                isinstance(content, str | list) or (content is None and role in MAY_BE_BARE)
-            ):
+            if role not in _ROLES or not (isinstance(content, str | list) or (content is None and role in MAY_BE_BARE)):
                 raise TemplateError(
                     f"a message needs a role ({', '.join(_ROLES)}) and a text as content, got {message!r}"
                 )
