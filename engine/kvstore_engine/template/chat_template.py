@@ -90,7 +90,7 @@ class ChatTemplate:
         shown = shown_tools(tools or [])
         prompt = prompt_of(messages, shown)
         marks = Marks()
-        marks.check(prompt_of(marks.conversation(messages), marks.tools(shown)))
+        marks.check(prompt_of(marks.conversation(messages), marks.tools(shown)), prompt)
         return prompt
 
     def prepare(self) -> None:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_engine.template.environment import Message, TemplateError
+from kvstore_engine.template.environment import LeftOut, Message
 
 Json = dict[str, Any]
 
@@ -34,14 +34,17 @@ class Marks:
             for index, tool in enumerate(tools)
         ]
 
-    def check(self, marked: str) -> None:
-        """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation."""
+    def check(self, marked: str, prompt: str) -> None:
+        """Raise LeftOut for the first mark that is not in `marked`, the prompt of the marked conversation.
+
+        `prompt` is that of the conversation itself.
+        """
         shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
             if mark not in shown:
                 hint = '; leave tools out, or send tool_choice "none"' if param == "tools" else ""
-                raise TemplateError(
-                    f"{place} does not reach the prompt: the model's chat template leaves it out{hint}", param
+                raise LeftOut(
+                    f"{place} does not reach the prompt: the model's chat template leaves it out{hint}", param, prompt
                 )
 
     def _message(self, message: Message, place: str) -> Json:
