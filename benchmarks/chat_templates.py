@@ -8,11 +8,12 @@ others' text, so none comes with this program. Each prompt is one of:
 
 equal to llama.cpp, equal to Transformers
 refused by both      by us and by one of the two, or by both
-left out             refused by us alone: the template leaves out a call or a tool, which the others' prompts lack
+left out             refused by us alone: the template leaves out a call or a tool, and so do they: one of their
+                     prompts is what the template makes of the rest
 differs              anything else, with the first place of difference
 
-Exit status: 0; 1 when a prompt differs; 2 for a mistake. Without the wheel `xllamacpp`, or with --no-llama,
-Transformers alone is asked.
+Below, what is left out has a line for each conversation, with the number of templates. Exit status: 0; 1 when a prompt
+differs; 2 for a mistake. Without the wheel `xllamacpp`, or with --no-llama, Transformers alone is asked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from support.template_references import BOS, EOS, llama_prompts, transformers_pr
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from kvstore_engine.server.chat_messages import Message
-from kvstore_engine.template import ChatTemplate, TemplateError
+from kvstore_engine.template import ChatTemplate, LeftOut, TemplateError
 from tests.reference.make_gguf import TinyModel, write_model  # needs the line above
 
 LLAMA, TRANSFORMERS, BOTH, LEFT_OUT, DIFFERS = KINDS = (
@@ -56,7 +57,8 @@ def compare(
     except TemplateError as error:
         if not all(references.values()):
             return BOTH, ""
-        return (LEFT_OUT if "does not reach the prompt" in str(error) else DIFFERS), str(error)
+        is_theirs = isinstance(error, LeftOut) and any(error.prompt in prompts for prompts in references.values())
+        return (LEFT_OUT if is_theirs else DIFFERS), str(error)
     for kind, prompts in references.items():
         if prompt in prompts:
             return kind, ""
@@ -109,6 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         if row["kind"] == DIFFERS:
             print(f"{row['template']}, {row['conversation']}: {row['why']}")
+    left_out = Counter((row["conversation"], row["why"].split("[")[0]) for row in rows if row["kind"] == LEFT_OUT)
+    for (conversation, first), count in sorted(left_out.items()):
+        print(
+            f"left out: {first} of the conversation {conversation} by {count} templates, with the references as with us"
+        )
     print(f"{len(paths)} templates, {len(rows)} prompts: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
     if options.json:
         print(json.dumps(rows))

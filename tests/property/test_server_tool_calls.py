@@ -81,16 +81,26 @@ def _call_at(answer: str, at: int) -> tuple[tuple[str, str], int] | None:
         depth = answer[opening.end() : at]
         if member and depth.count("{") - depth.count("}") == 1:
             value, stop = _DECODER.raw_decode(answer, member.end())
-            arguments = value if answer[member.end()] == '"' else answer[member.end() : stop]
+            arguments = _unwrapped(value) if answer[member.end()] == '"' else None
+            arguments = answer[member.end() : stop] if arguments is None else arguments
             break
     return (name, arguments), len(answer) if closing is None else closing.end()
+
+
+def _unwrapped(text: str) -> str | None:
+    """The text, if it is a JSON object."""
+    try:
+        _DECODER.decode(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 _VALUES = st.recursive(
     st.sampled_from(
         ["1e400", "-0", "0.12345678901234567890", "1.0", "true", "null", '"a </tool_call> b"',
          '"\\" <tool_call>\\n\\u00e9"',
-         '"\\\\"', '"<think>"', '""']
+         '"\\\\"', '"<think>"', '""', '"{\\"a\\": 1e400}"', '"{}x"']
     ),
     lambda inner: st.lists(inner, max_size=3).map(lambda values: f"[ {', '.join(values)}]")
     | st.lists(st.tuples(st.sampled_from(['"a"', '"b "', '"a"']), inner), max_size=3).map(
@@ -102,7 +112,7 @@ _CALLS = st.builds(
     lambda space, value, name, last: (
         f'<tool_call>{space}{{"name": "{name}"{space},"{last}": {value}}}{space}</tool_call>',
         name,
-        json.loads(value) if value.startswith('"') else value,
+        json.loads(value) if value.startswith('"{\\"') else value,
     ),
     st.sampled_from(["", "\n", " \t", "\r\n"]),
     _VALUES,
@@ -179,6 +189,14 @@ def test_an_object_is_followed_as_python_reads_it(text: str) -> None:
         (_CALL.removesuffix("}\n</tool_call>"), _CALL.removesuffix("}\n</tool_call>"), []),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"arguments": "{\\"a\\": 1e400}", "name": "f"}</tool_call>', "", [("f", '{"a": 1e400}')]),
+        ('<tool_call>{"name": "f", "arguments": "Rome"}</tool_call>', "", [("f", '"Rome"')]),
+        ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", '""')]),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+            "",
+            [("f", '"{\\"a\\": \\"\\ud83d\\"}"')],
+        ),
+        ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
         ('<tool_call>{"\\u006eame": "f"}</tool_call>', "", [("f", "{}")]),
         ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
         ('<tool_call>{"name": 5}</tool_call> x', '<tool_call>{"name": 5}</tool_call> x', []),

@@ -116,7 +116,8 @@ _TURNS: Messages = [
     {"role": "user", "content": "Sure?"},
 ]
 _SYSTEM: Messages = [{"role": "system", "content": "be brief"}, *_TURNS]
-_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+_WEATHER = {"name": "weather", "description": "tells it", "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _WEATHER}]
 
 
 def _render(family: str, messages: Messages, generation: bool = True, **given: Any) -> str:
@@ -175,7 +176,8 @@ def test_llama3s_date_tools_and_calls() -> None:
 
 def test_mistrals_tools_stand_before_the_last_question() -> None:
     text = _render("mistral", _TURNS, tools=_TOOLS)
-    assert "</s>[AVAILABLE_TOOLS][name=weather;parameters={'type': 'object'};][/AVAILABLE_TOOLS][INST]Sure?" in text
+    shown = "[AVAILABLE_TOOLS][name=weather;description=tells it;parameters={'type': 'object'};][/AVAILABLE_TOOLS]"
+    assert f"</s>{shown}[INST]Sure?" in text
 
 
 def test_qwen3s_thinking_can_be_turned_off() -> None:

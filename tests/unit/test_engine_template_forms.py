@@ -200,6 +200,21 @@ def test_what_a_template_leaves_out_is_refused(source: str, place: str) -> None:
         _render(source, messages)
 
 
+@pytest.mark.parametrize("shown", ["{{ m.content.split('\\n')[-1] }}", "{{ m.content.split('</think>')[-1] }}"])
+def test_a_question_without_its_head_is_refused_and_an_answer_without_its_thoughts_is_not(shown: str) -> None:
+    source = _TURN + shown + "{% endfor %}"
+    with pytest.raises(TemplateError, match=r"^messages\[0\] does not reach the prompt"):
+        _render(source, [_said("user", "what is\n</think> for?")])
+    assert _render(source, [_said("user", "q"), _said("assistant", "<think>t\n</think>a")])[-1] == "a"
+
+
+def test_a_call_without_its_arguments_is_refused() -> None:
+    source = _TURN + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    with pytest.raises(TemplateError, match=r"^messages\[1\].tool_calls\[0\] does not reach the prompt"):
+        _render(source, [_said("user", "q"), _called('{"a":1}')])
+    assert _render(source, [_said("user", "q"), _called("{}")]) == "[user]q[assistant]f"
+
+
 def test_a_part_that_is_left_out_is_refused() -> None:
     source = (
         "{% for m in messages %}{% for part in m.content %}{% if 'x' not in part.text %}{{ part.text }}{% endif %}"
@@ -235,6 +250,21 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
     assert _render(last, [_said("user", "q")], tools=[_TOOL]) == "f;q"
     with pytest.raises(TemplateError, match="tools"):
         _render(last, [_said("user", "q"), _said("assistant", "a")], tools=[_TOOL])
+
+
+def test_a_tool_has_a_name_a_description_and_parameters_in_this_order() -> None:
+    source = "{{ tools | tojson }}{{ messages[0].content }}"
+    function = {"strict": False, "parameters": None, "name": "f"}
+    shown = '[{"type": "function", "function": {"name": "f", "description": "", "parameters": {}, "strict": false}}]q'
+    assert _render(source, [_said("user", "q")], tools=[{"type": "function", "function": function}]) == shown
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_an_answer_and_a_result_may_be_empty(role: str) -> None:
+    source = _TURN + "{{ m.content + ';' }}{% endfor %}"
+    assert _render(source, [_said("user", "q"), {"role": role, "content": None}]) == f"[user]q;[{role}];"
+    with pytest.raises(TemplateError, match="a text as content"):
+        _render(source, [{"role": "user", "content": None}])
 
 
 def test_a_template_that_fails_without_tools_is_tried_with_one() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore_engine.batching import Finished, Token, Usage
+from kvstore_engine.batching.answer import StopStrings
 from kvstore_engine.restore.session import NextStep
 from kvstore_engine.server.app import application
 from kvstore_engine.server.engine_client import EventQueue
@@ -21,6 +23,7 @@ from kvstore_engine.server.one_call import OneCall
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import ServedModel, Service
 from kvstore_engine.server.tools import next_step
+from kvstore_engine.tokenizer.vocabulary import CONTROL
 from tests.reference.asgi_client import Response, call
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
@@ -121,6 +124,8 @@ _REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages", "prefix"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages", "text"),
     ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages", "text"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages", "needs a content"),
+    ({"messages": [{"role": "user"}]}, "messages", "needs a content"),
 ]  # fmt: skip
 
 
@@ -156,6 +161,8 @@ def test_what_clients_send_by_habit_is_taken(model: ServedModel) -> None:
     echoed = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None}
     messages = [*_MESSAGES, echoed | {"function_call": None, "tool_calls": None}, *_MESSAGES]
     assert _asked(model, messages=messages, **habits).grammar is None
+    for content in (None, []):
+        _asked(model, messages=[*_MESSAGES, {"role": "assistant", "content": content}, *_MESSAGES])
 
 
 def test_a_schema_beside_json_object_is_followed(model: ServedModel) -> None:
@@ -222,6 +229,26 @@ def test_a_prompt_that_opens_a_thought_is_answered_in_it(tmp_path: Path) -> None
     answer = thinking.tokenizer.encode_onwards(f"Maybe {_CALL}")
     expected: NextStep = "end_of_turn"
     assert next_step(thinking.tokenizer, ask.turn, answer) == expected
+
+
+@pytest.mark.parametrize("stop", ["Answer:", "\nB", "never"])
+def test_a_mark_without_a_text_stands_where_the_model_wrote_it(tmp_path: Path, stop: str) -> None:
+    vocabulary = byte_level_vocabulary()
+    tokens, kinds = vocabulary["tokenizer.ggml.tokens"], vocabulary["tokenizer.ggml.token_type"]
+    vocabulary["tokenizer.ggml.tokens"] = [*tokens, "<tool_call>", "</tool_call>"]  # type: ignore[misc]  # a list
+    vocabulary["tokenizer.ggml.token_type"] = np.append(kinds, np.array([CONTROL, CONTROL], np.int32))  # type: ignore[arg-type]
+    path = write_tiny_llama(tmp_path / "marks.gguf", vocabulary | {"tokenizer.chat_template": _TEMPLATE})
+    model = ServedModel.open(path, "tiny", ())
+    renderer, stream = (
+        ChatRenderer(model, 1, with_logprobs=False, reads_calls=True),
+        model.tokenizer.stream(continues=True),
+    )
+    stops = StopStrings((stop,))  # holds back what may become one, while marks come
+    for token in model.tokenizer.encode(f"An A{_CALL}\nA{_CALL}", False, True).tolist():
+        renderer.chunks(0, Token("r", 0, token, stops.push(stream.push(token))[0], None, ()))
+    renderer.chunks(0, Finished("r", 0, "end", Usage(), "", stops.finish()))
+    said = renderer.choice(0)["message"]
+    assert (said["content"], len(said["tool_calls"])) == ("An A\nA", 2)
 
 
 @pytest.mark.parametrize(

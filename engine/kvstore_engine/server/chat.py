@@ -29,7 +29,7 @@ _LOST_MEMBERS = ("audio", "function_call", "refusal", "prefix", "partial")
 
 
 def _functions(tools: list[Any]) -> list[Tool]:
-    """As they are, since templates print them."""
+    """As they are: the template gives them their form."""
     if not all(map(_is_function, tools)):
         raise ValueError("must be a list of functions, each with a name")
     return tools

@@ -13,22 +13,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from kvstore_engine.server.body import Text
+from kvstore_engine.template import MAY_BE_BARE
 
 MAX_MESSAGES = 4096
 
 
 def _content(content: Any) -> Any:
-    """Return a text, a list of text parts, or None."""
+    """Return a text, a list of text parts, or None, which an empty list comes to."""
     if content is None or isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise ValueError("must be a string or a list of text parts")
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise ValueError("must be text: this model reads nothing else")
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("must have a text in each part")
-    return [{"type": "text", "text": text} for text in texts]
+    return [{"type": "text", "text": text} for text in texts] or None
 
 
 def _arguments(value: Any) -> Any:
@@ -77,7 +78,7 @@ class Message(BaseModel):
     def _combine(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("must be an assistant's, since it has tool_calls")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in MAY_BE_BARE:
             raise ValueError("needs a content: a string or a list of text parts")
         return self
 

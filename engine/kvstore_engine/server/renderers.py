@@ -16,6 +16,7 @@ from kvstore_engine.server.answers import finish_reason
 from kvstore_engine.server.logprobs import chat_entry, completion_entries
 from kvstore_engine.server.service import ServedModel
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
+from kvstore_engine.server.unseen_marks import UnseenMarks
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 
 Json = dict[str, Any]
@@ -109,6 +110,7 @@ class CompletionRenderer(Renderer):
 
 @dataclass(slots=True)
 class _Message:
+    marks: UnseenMarks
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
@@ -127,8 +129,13 @@ class ChatRenderer(Renderer):
         self, model: ServedModel, count: int, *, with_logprobs: bool, reads_calls: bool, in_thought: bool = False
     ) -> None:
         super().__init__(model, with_logprobs=with_logprobs)
-        readers = [ToolCallReader(in_thought) if reads_calls else None for _ in range(count)]
-        self._messages = [_Message(reader=reader) for reader in readers]
+        self._messages = [
+            _Message(
+                UnseenMarks(model.call_marks.unseen, model.tokenizer.stream(continues=True)),
+                reader=ToolCallReader(in_thought) if reads_calls else None,
+            )
+            for _ in range(count)
+        ]
 
     def opening(self, index: int) -> Json | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
@@ -171,8 +178,7 @@ class ChatRenderer(Renderer):
     def _read(self, message: _Message, event: Event) -> list[str | ToolCall]:
         if message.reader is None:
             return [event.text] if event.text else []
-        mark = self.model.call_marks.unseen.get(event.token, "") if isinstance(event, Token) else ""
-        found = message.reader.push(event.text + mark)
+        found = message.reader.push(message.marks.put(event.token if isinstance(event, Token) else None, event.text))
         return found + message.reader.finish() if isinstance(event, Finished) else found
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:

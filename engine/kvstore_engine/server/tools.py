@@ -9,6 +9,7 @@ pieces; a call's arguments are the characters that the model wrote.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvstore_engine.tokenizer.vocabulary import CONTROL
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 Turn = Literal["unknown", "person", "tool", "tool_after_thought"]
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can name and no text can hold
 _FOREIGN = ("<function=", "<arg_key>")  # of formats with the same marks and other text between them
 _MEMBERS: tuple[set[str], ...] = (
     set(),
@@ -201,12 +203,20 @@ def _may_be_call(names: Sequence[str]) -> bool:
 def _call_of(text: str, read: JsonObject) -> ToolCall | None:
     members = {json.loads(name): text[begin:end] for name, (begin, end) in zip(read.names, read.values, strict=True)}
     name = json.loads(members.pop("name", "null"))
-    if not isinstance(name, str):
+    if not isinstance(name, str) or _SURROGATE.search(name):
         return None
     arguments = next(iter(members.values()), "{}")
-    if arguments.startswith('"'):  # some models write JSON text in a string
-        arguments = json.loads(arguments)
+    if arguments.startswith('"'):
+        arguments = _unwrapped(arguments)
     return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
+
+
+def _unwrapped(literal: str) -> str:
+    """Return the object that some models write as a JSON string; another string stays as it is written, since arguments
+    are JSON text, and come back in the next request's history."""
+    text, inner = json.loads(literal), JsonObject()
+    is_object = inner.follow(text) == "whole" and not text[inner.end :].strip()
+    return text if is_object and not _SURROGATE.search(text) else literal
 
 
 def _overlap(text: str, mark: str) -> int:

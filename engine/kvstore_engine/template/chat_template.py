@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from kvstore_engine.template.environment import CompiledTemplate, Message, TemplateError
-from kvstore_engine.template.forms import Forms
+from kvstore_engine.template.forms import Forms, shown_tools
 from kvstore_engine.template.marks import Marks
 from kvstore_engine.template.probe import probe
 from kvstore_engine.tokenizer.vocabulary import CONTROL, Vocabulary
@@ -19,6 +19,8 @@ from kvstore_engine.tokenizer.vocabulary import CONTROL, Vocabulary
 _KEY = "tokenizer.chat_template"
 _TOOL_KEY = "tokenizer.chat_template.tool_use"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+MAY_BE_BARE = ("assistant", "tool")
+"""Roles whose messages may have no content: calls alone, an answer that was empty, a tool that returns nothing."""
 _OWN = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -64,16 +66,13 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for `messages` (OpenAI's form), ready for the assistant's turn.
 
-        Content is a text or a list of text parts; an assistant's message may have `tool_calls` instead. `tools`
+        Content is a text or a list of text parts; an assistant's message and a tool's may have none. `tools`
         (OpenAI's form) are passed to the template, which has to show them to the model. `variables` are what one
         family's templates read, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
         """
         for message in messages:
-            content = message.get("content")
-            calls = message.get("role") == "assistant" and message.get("tool_calls")
-            if message.get("role") not in _ROLES or not (
-                isinstance(content, str | list) or (content is None and calls)
-            ):
+            role, content = message.get("role"), message.get("content")
+            if role not in _ROLES or not (isinstance(content, str | list) or (content is None and role in MAY_BE_BARE)):
                 raise TemplateError(
                     f"a message needs a role ({', '.join(_ROLES)}) and a text as content, got {message!r}"
                 )
@@ -85,12 +84,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
 
-        def prompt_of(said: Sequence[Message], offered: Sequence[Mapping[str, Any]]) -> str:
-            return compiled.render({**given, "messages": forms.arrange(said), "tools": list(offered) or None})
+        def prompt_of(said: Sequence[Message], offered: list[dict[str, Any]]) -> str:
+            return compiled.render({**given, "messages": forms.arrange(said), "tools": offered or None})
 
-        prompt = prompt_of(messages, tools or [])
+        shown = shown_tools(tools or [])
+        prompt = prompt_of(messages, shown)
         marks = Marks()
-        marks.check(prompt_of(marks.conversation(messages), marks.tools(tools or [])))
+        marks.check(prompt_of(marks.conversation(messages), marks.tools(shown)), prompt)
         return prompt
 
     def prepare(self) -> None:

@@ -33,6 +33,14 @@ class TemplateError(UsageError):
         self.param = param
 
 
+class LeftOut(TemplateError):
+    """The template leaves out what the conversation says. `prompt` is what it makes of the rest."""
+
+    def __init__(self, message: str, param: str, prompt: str) -> None:
+        super().__init__(message, param)
+        self.prompt = prompt
+
+
 class CompiledTemplate:
     """One template's source, compiled.
 

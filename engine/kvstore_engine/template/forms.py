@@ -1,8 +1,8 @@
 """The forms in which one template reads a conversation, and messages of OpenAI's form made into those.
 
 Owns the choice between them: content as a text or as parts, a call's arguments as an object or as JSON text, a system
-message or a part of the first question, and the name under which an assistant's reasoning goes. Fields that are not
-named here pass through: a template that does not read them takes no notice.
+message or a part of the first question, and the name under which an assistant's reasoning goes; and the one form of a
+tool. Fields that are not named here pass through: a template that does not read them takes no notice.
 """
 
 import json
@@ -16,6 +16,21 @@ Json = dict[str, Any]
 Bare = Literal["empty", "null", "absent"]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's reasoning: DeepSeek's and most templates', OpenRouter's and vLLM's, gpt-oss's."""
+
+
+def shown_tools(tools: Sequence[Message]) -> list[Json]:
+    """Return `tools` as templates print them: each has a name, a description and parameters, in this order.
+
+    A description that was not sent is empty, and so are such parameters, as from llama.cpp's server; other members
+    stay, behind these.
+    """
+    return [{"type": "function", **tool, "function": _shown(tool["function"])} for tool in tools]
+
+
+def _shown(function: Json) -> Json:
+    first = {"name": function["name"], "description": function.get("description") or ""}
+    first["parameters"] = function.get("parameters") or {}
+    return {**first, **{name: value for name, value in function.items() if name not in first}}
 
 
 @dataclass(frozen=True, slots=True)
