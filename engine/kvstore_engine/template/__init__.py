@@ -1,6 +1,6 @@
 """A model's chat template: what it reads, and the prompt that it makes of a conversation."""
 
 from kvstore_engine.template.chat_template import MAY_BE_BARE, ChatTemplate
-from kvstore_engine.template.environment import LeftOut, Message, TemplateError
+from kvstore_engine.template.environment import Message, TemplateError
 
-__all__ = ["MAY_BE_BARE", "ChatTemplate", "LeftOut", "Message", "TemplateError"]
+__all__ = ["MAY_BE_BARE", "ChatTemplate", "Message", "TemplateError"]

@@ -25,20 +25,13 @@ _MOST_STEPS = 1 << 20  # of all the `range`s of one rendering; the sandbox bound
 class TemplateError(UsageError):
     """The model has no usable chat template, or the template refuses these messages.
 
-    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`.
+    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`. Where the template
+    leaves out what the conversation says, `prompt` is what it makes of the rest.
     """
 
-    def __init__(self, message: str, param: str = "messages") -> None:
+    def __init__(self, message: str, param: str = "messages", prompt: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
-
-
-class LeftOut(TemplateError):
-    """The template leaves out what the conversation says. `prompt` is what it makes of the rest."""
-
-    def __init__(self, message: str, param: str, prompt: str) -> None:
-        super().__init__(message, param)
-        self.prompt = prompt
+        self.param, self.prompt = param, prompt
 
 
 class CompiledTemplate:

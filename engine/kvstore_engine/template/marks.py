@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_engine.template.environment import LeftOut, Message
+from kvstore_engine.template.environment import Message, TemplateError
 
 Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Marks:
         ]
 
     def check(self, marked: str, prompt: str) -> None:
-        """Raise LeftOut for the first mark that is not in `marked`, the prompt of the marked conversation.
+        """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation.
 
         `prompt` is that of the conversation itself.
         """
@@ -44,7 +44,7 @@ class Marks:
         for mark, (place, param) in self._places.items():
             if mark not in shown:
                 hint = '; leave tools out, or send tool_choice "none"' if param == "tools" else ""
-                raise LeftOut(
+                raise TemplateError(
                     f"{place} does not reach the prompt: the model's chat template leaves it out{hint}", param, prompt
                 )
 
