@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,18 +42,31 @@ def loaded(client: Any, number: int) -> tuple[bool, bool]:
     return found["right"] and found["blocks"] == BLOCKS, found["on_device"] == BLOCKS
 
 
-def test_loads_from_host_memory_and_from_the_tier_need_no_batch(daemon: RunningDaemon) -> None:
-    with daemon.connect(MODEL) as session, device_client(daemon, **NO_BATCH) as client:
+def test_loads_from_host_memory_and_from_the_tier_need_no_batch_but_that_of_headers(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    trace = tmp_path / "calls"
+
+    def batches() -> int:
+        count = trace.read_text().split().count("cuMemcpyBatchAsync")
+        trace.write_text("")
+        return count
+
+    with daemon.connect(MODEL) as session, device_client(daemon, EMULATED_CUDA_TRACE=str(trace)) as client:
         assert min(client("crossover").values()) == 1000000
         use(daemon, session, 1)
         assert held_on_device(client, 1)
+        batches()
         assert loaded(client, 1) == (True, True)
+        assert batches() == 1, "the headers of what is on the device"
         client("release")
         for number in range(2, 6):
             put_conversation(session, number, BLOCKS, wait="settled")
             assert loaded(client, number) == (True, False)
+            assert batches() == 0
             assert client("register")["settled"], "the next time they are read where they are"
             assert loaded(client, number)[0]
+            assert batches() <= 1, "on the device by now, perhaps"
 
 
 def test_stores_need_none_where_one_event_is_behind_all_layers(daemon: RunningDaemon) -> None:

@@ -249,6 +249,7 @@ def test_connections_that_say_nothing_keep_no_daemon_out(place: Path) -> None:
     first.keep("a1", descriptor)
     os.close(descriptor)
     first.settle()
+    assert eventually(lambda: holder_pid(place) > 0)
     holder = holder_pid(place)
     with ExitStack() as strangers:
         silent = [strangers.enter_context(connected(place)) for _ in range(3 * MAX_CONNECTIONS)]
