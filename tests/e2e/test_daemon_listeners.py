@@ -122,6 +122,7 @@ def test_removed_sockets_are_there_again_and_connected_clients_go_on() -> None:
             assert client.lookup(by_tokens(MODEL, tokens_of(2, 2))).keys
 
 
+@pytest.mark.slow
 def test_sockets_that_are_removed_again_and_again_leave_no_descriptors() -> None:
     with running_daemon("nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
         put_conversation(session, 1, 2)
