@@ -1,4 +1,4 @@
-"""What a caller gives, checked once, at the door: seconds, counts, names.
+"""Check the seconds, counts and names that a caller gives, once, at the door.
 
 Each function returns the value in the form that the client works with, or raises KVStoreError(INVALID) whose line names
 the argument. Nothing behind the door checks again, and nothing was sent before the check.

@@ -19,7 +19,7 @@ _dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of 
 
 
 class Anchor:
-    """What the views of one lease, and the lease itself, hold on to. `release` gives the lease back."""
+    """The object that one lease and its views hold on to. `release` gives the lease back."""
 
     __slots__ = ("_pid", "_release")
 

@@ -108,7 +108,7 @@ def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
 
 
 def send_touch(prefix: Prefix) -> int:
-    """How many of the leading blocks the daemon has; what it answered, where an answer is missing."""
+    """Return how many leading blocks of `prefix` the daemon has. A request without an answer ends the count."""
     touched = 0
     for first, piece in prefix.pieces() if len(prefix) else ():
         request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys)))

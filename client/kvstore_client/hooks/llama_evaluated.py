@@ -34,7 +34,7 @@ class Evaluated:
         return self.ids[: self.count].copy()
 
     def cut(self, position: int) -> None:
-        """What is at `position` and behind it is no longer known."""
+        """Forget the tokens at `position` and behind it."""
         self.count = max(0, min(self.count, position))
 
     def restored(self, tokens: Sequence[int] | Ids) -> None:

@@ -50,7 +50,7 @@ class WeightFiles:
 
     @property
     def states(self) -> list[os.stat_result]:
-        """How each file looks now."""
+        """Return the present state of each file."""
         return [os.fstat(descriptor) for descriptor in self._descriptors]
 
     def digest(self) -> str:

@@ -27,7 +27,7 @@ class VerifiedCompute:
         return self._compute.limits
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """As `Compute.step`."""
+        """Compute a step as `Compute.step` does, and check the file after it."""
         while True:
             try:
                 logits = self._compute.step(slices, whole)

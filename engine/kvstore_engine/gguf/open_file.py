@@ -30,7 +30,7 @@ class FileChanged(OperationError):
 
 
 class FileIdentity(NamedTuple):
-    """What `fstat` says of a file. `changed_ns` also moves with its names, its owner and its mode."""
+    """The identity that `fstat` gives a file. `changed_ns` also moves with its names, its owner and its mode."""
 
     device: int
     inode: int

@@ -54,8 +54,8 @@ class TensorInfo:
 
 
 class FileDigest(NamedTuple):
-    """What a file holds. `weights`: as `GGUFFile.weights_digest`. `header`: 32 hex digits over all that is before the
-    tensors, with the tokenizer and the chat template."""
+    """The digests of a file's content. `weights`: as `GGUFFile.weights_digest`. `header`: 32 hex digits over all
+    that is before the tensors, with the tokenizer and the chat template."""
 
     weights: str
     header: str

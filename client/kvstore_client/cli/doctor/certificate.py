@@ -63,7 +63,7 @@ def _end_of(served: str, host: str, port: int) -> float:
 
 
 def _is_in(served: str, path: Path) -> bool:
-    """Whether a file has the certificate; one that is closed to us counts as having it."""
+    """Return whether the file at `path` has the certificate `served`; one closed to us counts as having it."""
     try:
         text = path.read_text()
     except OSError:

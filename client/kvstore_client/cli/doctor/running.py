@@ -1,4 +1,4 @@
-"""Whether a daemon runs that its sockets do not show: by the lock of its state directory."""
+"""Finds a daemon whose sockets do not show it, by the lock of its state directory."""
 
 from __future__ import annotations
 

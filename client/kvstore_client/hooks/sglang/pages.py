@@ -72,7 +72,7 @@ def _type(dtype: str, extra: dict[str, Any]) -> str:
 
 
 def _stated(extra: dict[str, Any], name: str) -> str:
-    """What the extra config says, "" for nothing: text alone, since 1 and "1" would name the same."""
+    """Return the text at `name` in `extra`, or "" for none. A number is refused: 1 and "1" would be one name."""
     value = extra.get(name)
     if value is not None and not isinstance(value, str):
         raise BackendMisconfigured(
