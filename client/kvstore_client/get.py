@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore_client.call import Call
 from kvstore_client.counters import Counters
 from kvstore_client.daemon_session import DaemonSession
-from kvstore_client.dropped_leases import Anchor, anchored
+from kvstore_client.dropped_leases import Anchor, anchored, give_back_dropped
 from kvstore_client.joined_lease import joined
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease, LeasedBlock
@@ -174,6 +174,7 @@ class Get:
 
     def begin(self) -> Call:
         self._asked_at = self._clock()
+        give_back_dropped()
         self._prefix.daemon.stream.send_releases()  # or what was just given back counts against this
         wanted = wire.ACQUIRE_ORDER_BACK if self._order == "back" else wire.ACQUIRE_ORDER_FRONT
         return self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._left_s())
@@ -199,10 +200,13 @@ class Get:
 
     def _ask(self, request: wire.Request) -> wire.AcquireReply | str:
         """The daemon's answer, or the reason why there is none before the deadline. Leases that were given back in the
-        last milliseconds count until they are sent: asked again, then."""
+        last milliseconds count until they are sent: asked again, then, and where they were sent behind the request."""
         daemon = self._prefix.daemon
+        confirmed = daemon.stream.confirmed_releases
         answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
-        if answer == REASON_THROTTLED and daemon.stream.send_releases():
+        if answer == REASON_THROTTLED and (
+            daemon.stream.send_releases() or daemon.stream.confirmed_releases > confirmed
+        ):
             answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         return answer if isinstance(answer, str) else answer.acquire
 

@@ -45,6 +45,7 @@ class Stream:
         self._unreleased = unreleased
         self._release_waits = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self.confirmed_releases = 0  # requests of releases that the daemon has answered
         self._releasing = threading.Lock()  # so that a delete cannot pass what was given back before it
         self._ids = itertools.count(1)
         self.health = health
@@ -157,7 +158,7 @@ class Stream:
     def received(self, response: wire.Response) -> None:
         self.health.answered()
         with self._lock:
-            self._releases.pop(response.request_id, None)
+            self.confirmed_releases += self._releases.pop(response.request_id, None) is not None
             call = self._waiting.get(response.request_id)
             if call is None:
                 if not response.request_id:  # to no request: why the daemon will end the stream

@@ -6,8 +6,12 @@ import gc
 import os
 
 import numpy as np
+import pytest
 
 from kvstore_client import Session
+from kvstore_client.call import Call
+from kvstore_client.stream import Stream
+from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.fake_daemon import FakeDaemon, eventually
 from tests.reference.twelve_blocks import PAYLOADS, TOKENS
 
@@ -76,3 +80,24 @@ def test_what_was_just_given_back_counts_no_more(daemon: FakeDaemon, session: Se
         del lease
     for _ in range(20):
         assert len(session.get(TOKENS)) == 12, "dropped"
+
+
+def test_a_release_that_is_sent_behind_a_get_and_confirmed_before_its_answer_is_read(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.put(TOKENS, payloads=PAYLOADS)
+    daemon.knobs.leases_per_client = 1
+    submit, orders = Stream.submit, []
+
+    def submit_and_wait(stream: Stream, request: wire.Request) -> Call:
+        call = submit(stream, request)
+        if request.HasField("acquire"):
+            stream.send_releases()
+            eventually(lambda: call.is_answered() and not stream._releases)
+            orders.append(request.request_id)
+        return call
+
+    session.get(TOKENS).release()
+    monkeypatch.setattr(Stream, "submit", submit_and_wait)
+    assert len(session.get(TOKENS)) == 12
+    assert len(orders) == 2, "the first was judged before the release"
