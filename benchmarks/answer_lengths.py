@@ -21,9 +21,9 @@ from pathlib import Path
 from support.daemons_order import in_daemons_order, with_answers, without_prompts
 from support.report import Row, progress, table
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Trace
 from kvstored.store.policies import resolve
 
 

@@ -39,9 +39,9 @@ from support.report import Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.policies import resolve
 
 CAPACITY = 0.05

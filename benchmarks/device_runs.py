@@ -25,7 +25,7 @@ from support.timing import median
 
 from kvstore_client.device import DevicePool, PoolPart
 from kvstore_client.device.copies import CopyStream
-from kvstore_proto.cuda_copies import BATCH_VERSION, Numbers
+from kvstore_cuda.copies import BATCH_VERSION, Numbers
 
 LAYERS, PLANES = 32, 2
 BUS_BYTES_S = 50e9

@@ -38,10 +38,10 @@ from study.families import FAMILIES, trace_of
 from study.sources import cases_of
 from support.report import progress
 
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Trace, TraceError
+from kvstore_simulator.worth import DEFAULT_MODEL, models, worth
 from kvstored.policy_names import BEST, LRU, resolve
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace, TraceError
-from kvstored.simulator.worth import DEFAULT_MODEL, models, worth
 
 CLASSICAL = (LRU, "lfu-ttl", "gdsf", "s3-fifo", "arc")
 CLAIRVOYANT = "clairvoyant"

@@ -40,8 +40,8 @@ from study.tables import CLAIRVOYANT, LRU, Book, Line, compute_lines, gain_lines
 from study.words import as_csv, hits_text, lines_text
 from support.report import progress
 
-from kvstored.simulator.hints import parse_hints
-from kvstored.simulator.trace import TraceError
+from kvstore_simulator.hints import parse_hints
+from kvstore_simulator.trace import TraceError
 from kvstored.store.policies import POLICIES
 
 HITS, COMPUTE, HINTED, ORACLE, REFERENCE = SECTIONS = ("hits", "compute", "hints", "oracle", "reference")

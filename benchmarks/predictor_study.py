@@ -3,7 +3,7 @@
     benchmarks/predictor_study.py mooncake:conversation.jsonl.gz claude-code:sessions.jsonl.gz [--learn 0.5]
     benchmarks/predictor_study.py --quick
 
-How guesses are judged: `kvstored.simulator.judging`. For each horizon: how many guesses, how many came true, ECE (10
+How guesses are judged: `kvstore_simulator.judging`. For each horizon: how many guesses, how many came true, ECE (10
 bins), log loss against that of the mean, Brier score, precision and recall (among the guesses) at a few thresholds.
 Then what an event costs, and the memory for a million blocks, measured on a made-up workload. With --model also
 `learned`, with that model; it must have been trained with nothing of what is judged.
@@ -27,9 +27,9 @@ from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.learned import Learned
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
-from kvstored.simulator.judging import judge
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.judging import judge
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.store.prefetch.model_file import read_model
 
 PREDICTORS: dict[str, Callable[[], Predictor]] = {

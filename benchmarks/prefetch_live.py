@@ -33,14 +33,14 @@ from kvstore_client import Session
 from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import admin_pb2
+from kvstore_simulator.hints import Hints
+from kvstore_simulator.machine import Compute, Machine, load_machine
+from kvstore_simulator.node import serve_trace
+from kvstore_simulator.node_store import NodeSettings
+from kvstore_simulator.plan import Plan
+from kvstore_simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.worth import Model
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.simulator.hints import Hints
-from kvstored.simulator.machine import Compute, Machine, load_machine
-from kvstored.simulator.node import serve_trace
-from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.plan import Plan
-from kvstored.simulator.trace import Trace, TraceBuilder
-from kvstored.simulator.worth import Model
 from kvstored.store.prefetch.on_hint import OnHint
 
 MIB = 1 << 20

@@ -45,17 +45,17 @@ from support.report import progress
 
 import kvstored
 from kvstore_proto.arena import slot_bytes
+from kvstore_simulator.hints import NO_HINTS, Hints
+from kvstore_simulator.machine import Machine, load_machine
+from kvstore_simulator.node import Node, serve_trace
+from kvstore_simulator.node_store import MakePredictor, NodeSettings
+from kvstore_simulator.plan import ABLATIONS, ORCHESTRATED
+from kvstore_simulator.predictors import FOR_STUDIES, shipped
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.trace import Trace, TraceError
+from kvstore_simulator.worth import models
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
-from kvstored.simulator.hints import NO_HINTS, Hints
-from kvstored.simulator.machine import Machine, load_machine
-from kvstored.simulator.node import Node, serve_trace
-from kvstored.simulator.node_store import MakePredictor, NodeSettings
-from kvstored.simulator.plan import ABLATIONS, ORCHESTRATED
-from kvstored.simulator.predictors import FOR_STUDIES, shipped
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.trace import Trace, TraceError
-from kvstored.simulator.worth import models
 
 MODEL, PROFILE = "llama-3.1-8b", "h100"
 DRAM_SHARE, NVME_BYTES_PER_S = 0.05, 2e9

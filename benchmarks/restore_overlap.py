@@ -30,7 +30,6 @@ from support.timing import median, percentile
 from ttft_restore import prompt_text
 
 from kvstore_client import Fingerprint, Session
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Observer, Request, RequestSettings
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.executor import Executor
@@ -41,6 +40,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import RestorationRecord
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_proto.v1 import admin_pb2
+from kvstore_restore.learned import LearnedCosts
 
 RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 WAYS: tuple[Restoring, ...] = ("load", "compute", "planned")

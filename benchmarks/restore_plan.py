@@ -22,10 +22,10 @@ from support.report import AT_LEAST, Row, main, within
 from support.restore_machine import Machine, Restored
 from support.timing import percentile
 
-from kvstore_client.restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Rule
-from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
-from kvstore_client.restore.optimum import optimum_s
-from kvstore_client.restore.plan import Prefix, plan, plans_by_axis
+from kvstore_restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Rule
+from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_restore.optimum import optimum_s
+from kvstore_restore.plan import Prefix, plan, plans_by_axis
 
 CHUNK_BYTES = 64 << 20
 

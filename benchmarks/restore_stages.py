@@ -32,9 +32,6 @@ from support.timing import median
 from ttft_restore import prompt_text
 
 from kvstore_client import Session
-from kvstore_client.restore.costs import ComputeCost, RestoreCosts
-from kvstore_client.restore.learned import LearnedCosts
-from kvstore_client.restore.plan import Prefix
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import fingerprint_of
 from kvstore_engine.model import Model, load_model
@@ -51,6 +48,9 @@ from kvstore_engine.stages import (
 )
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_restore.costs import ComputeCost, RestoreCosts
+from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.plan import Prefix
 
 TOKENS, QUICK_TOKENS, ROUNDS, TAIL_TOKENS = 2048, 512, 5, 17
 HIDDEN_BYTES = 2 * 4096  # of a token of the 8B model, in 16 bits

@@ -29,9 +29,9 @@ from support.report import AT_LEAST, Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Trace
 from kvstored.store.policies import resolve
 
 CAPACITY = 0.05

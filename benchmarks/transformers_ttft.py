@@ -133,7 +133,7 @@ def _ask(arguments: list[str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+    from kvstore_connectors.transformers import KVStoreCache, kvstore_session
 
     parser = argparse.ArgumentParser()
     for name in ("kind", "model", "socket-dir", "daemon-pid", "seed"):

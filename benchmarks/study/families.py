@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
-from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.trace import Trace, TraceBuilder
 
 BLOCK_TOKENS = 512
 Request = tuple[float, list[int]]  # seconds, blocks

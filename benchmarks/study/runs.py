@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 import kvstored
-from kvstored.simulator.hints import NO_HINTS, parse_hints
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, Trace
-from kvstored.simulator.worth import models, worth
+from kvstore_simulator.hints import NO_HINTS, parse_hints
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, Trace
+from kvstore_simulator.worth import models, worth
 from study import oracle
 from study.sources import Case
 

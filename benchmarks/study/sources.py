@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.trace import Trace, TraceError
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.trace import Trace, TraceError
 
 WHOLE, HALVES, QUARTERS, SEEDS = "whole", "halves", "quarters", "seeds"
 _WINDOWS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from kvstored.simulator.worth import DEFAULT_MODEL
+from kvstore_simulator.worth import DEFAULT_MODEL
 from study.runs import HINTS, OURS, Record
 from study.sources import SEEDS
 

@@ -58,14 +58,14 @@ class Transformers:
         self._argument = "cache" if "cache" in names else "past_key_values"  # before Transformers 5.24
 
     def connect(self, socket_dir: Path) -> None:
-        from kvstore_client.hooks.transformers import kvstore_session
+        from kvstore_connectors.transformers import kvstore_session
 
         self._session = kvstore_session(self._model, socket_dir, required=True, connect_timeout_s=10.0)
 
     def ask(self, way: str, prompt: list[int]) -> Answer:
         import torch
 
-        from kvstore_client.hooks.transformers import KVStoreCache
+        from kvstore_connectors.transformers import KVStoreCache
 
         ids, cache = torch.tensor([prompt]), None
         begin = time.perf_counter()
@@ -94,7 +94,7 @@ class LlamaCpp:
         self._caches: dict[str, Any] = {}
 
     def connect(self, socket_dir: Path) -> None:
-        from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache
+        from kvstore_connectors.llama_cpp import KVStoreLlamaCache
 
         for way in (CHOICE, LOAD):
             self._caches[way] = KVStoreLlamaCache(

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from kvstore_client.device import LinkBudget
 from kvstore_client.device.budget import FIRST_SEEN_BYTES, SLICE_BYTES
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.driver import call
 from kvstore_engine.kernels.cuda import Device
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.cuda_driver import call
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import FULL, Sizes
 from support.gpu_card import Array, Card, Transferred

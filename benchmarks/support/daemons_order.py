@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstored.simulator.engine_reports import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
-from kvstored.simulator.trace import Op, RecordedHint, Trace
+from kvstore_simulator.engine_reports import ANSWER_TOKEN_NS, FIRST_TOKEN_NS
+from kvstore_simulator.trace import Op, RecordedHint, Trace
 
 
 def in_daemons_order(trace: Trace) -> Trace:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_cuda import nvrtc
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig
-from kvstore_proto import nvrtc
 from support.decode_models import Subject, in_transformers
 from support.decode_sides import Decoded, Tokens, by_attention_of_torch, by_generate, our_engine, prompts
 from support.gpu_answers import Answer, Sizes, known

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
-from kvstore_client.restore.plan import Prefix
+from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_restore.plan import Prefix
 
 TIER, CHUNK_TOKENS = "host", 512
 LAYERS, HIDDEN, TOKEN_BYTES, PARAMETERS = 32, 4096, 128 << 10, 8.0e9

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from kvstore_proto.cuda_compiler import signal_name
+from kvstore_cuda.compiler import signal_name
 from support.gpu_answers import Answer, Question, Sizes, listen
 from support.gpu_lacking import lacking, one_line, why_not_imported
 from support.gpu_questions import QUESTIONS

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from kvstore_console.units import human_bytes
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.checksums import Checksums
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events

@@ -9,8 +9,8 @@ import numpy as np
 from kvstore_client.device import DeviceMemory
 from kvstore_client.device.crossover import WAYS, Crossover
 from kvstore_client.device.gather import GatherKernel
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.nvrtc import CompileError
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, on_device, pinned

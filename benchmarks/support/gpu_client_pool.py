@@ -17,7 +17,7 @@ from kvstore_client import Session
 from kvstore_client.device import DevicePool, DeviceTransfers, PoolPart
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
-from kvstore_proto.cuda_copies import Runs
+from kvstore_cuda.copies import Runs
 from kvstore_tiers.gpu.driver import Driver
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon

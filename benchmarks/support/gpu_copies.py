@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from kvstore_proto.cuda_copies import Runs
+from kvstore_cuda.copies import Runs
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes, known, listed
 from support.gpu_memory import arena, copy_s, on_device, pinned, run_of

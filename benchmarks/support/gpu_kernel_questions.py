@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore_proto import nvrtc
-from kvstore_proto.nvrtc import CompileError
+from kvstore_cuda import nvrtc
+from kvstore_cuda.nvrtc import CompileError
 from support.cuda_card import CudaCard
 from support.gpu_answers import Answer, Sizes
 from support.gpu_beside import decode_beside_transfer

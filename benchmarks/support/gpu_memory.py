@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from support.timing import warm
 

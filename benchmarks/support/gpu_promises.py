@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 
 from kvstore_console.units import human_bytes
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, copy_s, on_device, pinned

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from kvstore_client import Lease, Session
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 from kvstore_tiers.gpu.driver import Driver
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon

@@ -33,14 +33,14 @@ _SHARED_MEMORY = Path("/dev/shm")  # where vLLM has its CPU tier
 _ERROR = re.compile(r"\w(Error|Exception): ")  # in a log: the first is the cause of the others
 _PROBE_S = 120.0
 _PROBE = """
-import json, kvstore_client.hooks.vllm, vllm
+import json, kvstore_connectors.vllm, vllm
 from vllm.platforms import current_platform
 try:
     import vllm.v1.kv_offload.tiering as tiered
 except ImportError:
     tiered = None
 if current_platform.device_type == "cuda":
-    from kvstore_proto.cuda_driver import cuda_driver
+    from kvstore_cuda.driver import cuda_driver
     cuda_driver()  # the connector copies by it
 print(json.dumps({"version": vllm.__version__, "device": current_platform.device_type, "tiered": bool(tiered)}))
 """

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore_client.restore.batch import DEFAULT, Remaining, Rule, in_turn
-from kvstore_client.restore.costs import RestoreCosts
-from kvstore_client.restore.plan import Prefix, plan
-from kvstore_client.restore.pointers import Pointers
+from kvstore_restore.batch import DEFAULT, Remaining, Rule, in_turn
+from kvstore_restore.costs import RestoreCosts
+from kvstore_restore.plan import Prefix, plan
+from kvstore_restore.pointers import Pointers
 
 CAUTION = 1.2  # a step that was begun in error cannot be ended
 COMPUTE = ""  # the name of the computing server among those of the tiers

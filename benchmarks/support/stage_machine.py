@@ -1,6 +1,6 @@
 """One request's restoration over pipeline stages in virtual time: each stage is a device with its compute and its link.
 
-Drives the client's own plans, pointers and stages (`kvstore_client.restore`). A step of computing and a load are not
+Drives the client's own plans, pointers and stages (`kvstore_restore`). A step of computing and a load are not
 interrupted. While both run on a device, each goes on at its share of speed.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore_client.restore.costs import RestoreCosts
-from kvstore_client.restore.plan import Prefix, plan
-from kvstore_client.restore.pointers import Pointers
-from kvstore_client.restore.stages import Stages
+from kvstore_restore.costs import RestoreCosts
+from kvstore_restore.plan import Prefix, plan
+from kvstore_restore.pointers import Pointers
+from kvstore_restore.stages import Stages
 from support.restore_machine import CAUTION
 
 COMPUTE, KV, INPUT = "compute", "kv", "input"

@@ -83,13 +83,13 @@ def plugin(cpu_bytes: int, **spec: str) -> Way:
 
     def transfer(socket: Path) -> dict[str, Any]:
         tier = {
-            "type": "KVStoreTier", "module_path": "kvstore_client.hooks.vllm_tier", "socket": str(socket), **_PATIENT,
+            "type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier", "socket": str(socket), **_PATIENT,
             "weights_digest": "dummy", "keep_after_reset": True, "store_queue_mib": max(cpu_bytes >> 20, 1),
         }  # fmt: skip
         tiers = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": cpu_bytes, "secondary_tiers": [tier]}
         return {
             "kv_connector": "KVStoreOffloadingConnector",
-            "kv_connector_module_path": "kvstore_client.hooks.vllm_tier",
+            "kv_connector_module_path": "kvstore_connectors.vllm_tier",
             "kv_connector_extra_config": tiers | spec,
         }
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import (
     BatchEngine,
     EngineSettings,
@@ -35,6 +34,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import KvSession, RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_restore.learned import LearnedCosts
 
 if TYPE_CHECKING:
     from kvstore_engine.stages import StagedPrompts

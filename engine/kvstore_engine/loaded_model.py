@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import VerifiedCompute
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
@@ -21,6 +20,7 @@ from kvstore_engine.restore.session import KvSession
 from kvstore_engine.template import ChatTemplate
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_restore.learned import LearnedCosts
 
 if TYPE_CHECKING:
     from kvstore_client.device import DeviceMemory

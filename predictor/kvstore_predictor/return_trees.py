@@ -1,7 +1,7 @@
 """A learned model of return: boosted trees upon session-return's log odds, as plain arrays. Needs NumPy alone.
 
 Without a tree it says what session-return says. Checked as a whole when it is made, since it comes from a file: a walk
-down a tree always ends, and never leaves its arrays. Never does I/O; `kvstored.simulator.fitting` makes models.
+down a tree always ends, and never leaves its arrays. Never does I/O; `kvstore_simulator.fitting` makes models.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_proto.cuda_compiler import Program
+from kvstore_cuda.compiler import Program
 
 HERE = Path(__file__).parent
 SANITIZE = "SHIM_SANITIZE"  # when it is set, programs are compiled with the address sanitizer

@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.compiler import Program
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, Launcher
-from kvstore_proto.cuda_compiler import Program
 from tests.cuda_shim.build import shim_library
 
 Element = TypeVar("Element", bound=np.generic)

@@ -51,7 +51,7 @@ def spoil(daemon: RunningDaemon, conversation: int, blocks: int, depth: int) -> 
 
 
 def kvctl(daemon: RunningDaemon, *arguments: str) -> tuple[int, Any]:
-    command = [sys.executable, "-m", "kvstore_client.cli.main", "--socket-dir", str(daemon.socket_dir), "--json"]
+    command = [sys.executable, "-m", "kvctl.main", "--socket-dir", str(daemon.socket_dir), "--json"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout)
 

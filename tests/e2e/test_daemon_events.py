@@ -19,7 +19,7 @@ pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not
 
 import zmq
 
-from kvstore_client.cli.main import main as kvctl_main
+from kvctl.main import main as kvctl_main
 from kvstore_proto.v1 import admin_pb2
 from kvstored.events.encoding import hash_of
 from kvstored.events.history import EPOCH_BITS
@@ -181,7 +181,7 @@ def test_kvctl_follows_events(tmp_path: Path) -> None:
     with publishing(tmp_path) as daemon, daemon.connect(MODEL) as session:
         words = ["--socket-dir", str(daemon.socket_dir), "--json", "events", "--follow", "--count", "1"]
         following = subprocess.Popen(
-            [sys.executable, "-m", "kvstore_client.cli.main", *words, "--tenant", f"uid-{os.getuid()}"],
+            [sys.executable, "-m", "kvctl.main", *words, "--tenant", f"uid-{os.getuid()}"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint, LayerGroup, Session, aio
-from kvstore_client.hooks.load import Prompt, lease_by_choice
+from kvstore_connectors.load import Prompt, lease_by_choice
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, TraceError
 from kvstored.cli import main
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, TraceError
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.unary_client import by_tokens, unary_client

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.blocks import HostPool, swap_in, swap_out
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
@@ -25,6 +24,7 @@ from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.running_daemon import running_daemon

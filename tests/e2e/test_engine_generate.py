@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BeamSettings, RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
@@ -18,6 +17,7 @@ from kvstore_engine.model import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.memory_session import MemorySession
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama

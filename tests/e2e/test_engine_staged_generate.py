@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine import loaded_model
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.cli.main import main
@@ -21,6 +20,7 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.restore.profile import profile_path
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import admin_pb2
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Generation, Prompt
@@ -18,6 +17,7 @@ from kvstore_engine.model import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.stages import StagedPrompts, StageStore, open_pipeline
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.memory_session import MemorySession
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama

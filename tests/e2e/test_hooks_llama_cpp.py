@@ -23,10 +23,10 @@ if importlib.util.find_spec("llama_cpp") is None:
 import llama_cpp
 from llama_cpp import Llama, LlamaRAMCache
 
-from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache, PromptClock, file_digest, fingerprint_of
-from kvstore_client.hooks.llama_probe import probed_state
 from kvstore_client.paths import costs_file
-from kvstore_client.restore.choice import LoadChoice
+from kvstore_connectors.llama_cpp import KVStoreLlamaCache, PromptClock, file_digest, fingerprint_of
+from kvstore_connectors.llama_probe import probed_state
+from kvstore_restore.choice import LoadChoice
 from tests.reference.tiny_llama import write_tiny_llama
 
 BLOCK = 64
@@ -272,7 +272,7 @@ SMOL = Path.home() / ".cache/kvstored/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CHILD = """
 import sys
 from llama_cpp import Llama
-from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache
+from kvstore_connectors.llama_cpp import KVStoreLlamaCache
 llm = Llama(sys.argv[1], n_ctx=2048, n_threads=2, verbose=False)
 cache = KVStoreLlamaCache(llm, sys.argv[2], deadline_s=5.0, always_load=True)
 llm.set_cache(cache)

@@ -22,10 +22,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Lease, Session
-from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
-from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS
-from kvstore_client.hooks.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers import KVStoreCache, kvstore_session
+from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS
+from kvstore_connectors.transformers.host_copies import HostCopies
 from kvstore_proto.errors import KVStoreError
 
 BLOCK = BLOCK_TOKENS
@@ -404,7 +404,7 @@ def test_a_reset_cache_begins_anew(session: Session, model: PreTrainedModel) -> 
 
 _A_PROGRAM = """
 import sys
-from kvstore_client.hooks.transformers import KVStoreCache
+from kvstore_connectors.transformers import KVStoreCache
 from tests.reference.tiny_transformers import prompt, tiny_model
 model = tiny_model()
 cache = KVStoreCache(sys.argv[1], model, deadline_s=20.0, always_load=True)

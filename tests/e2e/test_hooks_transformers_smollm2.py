@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="needs the extra `transformers`: pip install 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
+from kvstore_connectors.transformers import KVStoreCache, kvstore_session
 from kvstore_engine.models import KNOWN_MODELS
 from kvstore_engine.models.cache import cache_root
 from tests.reference.running_daemon import RunningDaemon, running_daemon

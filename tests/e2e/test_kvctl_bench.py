@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.cli.exit_codes import FAILED
+from kvctl.exit_codes import FAILED
 from kvstore_client.session import Session
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

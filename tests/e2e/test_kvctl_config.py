@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.cli.exit_codes import UNREACHABLE, USAGE
-from kvstore_client.cli.main import main
+from kvctl.exit_codes import UNREACHABLE, USAGE
+from kvctl.main import main
 from kvstored.config import load_config
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, running_daemon

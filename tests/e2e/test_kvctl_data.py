@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.cli.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
-from kvstore_client.cli.main import main
+from kvctl.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
+from kvctl.main import main
 from kvstore_proto.objects import HEAD_BYTES, OBJECTS, object_tokens
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
@@ -374,7 +374,7 @@ def as_other_user(kvctl: Kvctl) -> Run:
 
     def run(*words: str) -> subprocess.CompletedProcess[bytes]:
         become = ["setpriv", "--reuid=65534", "--regid=0", "--clear-groups"]
-        call = [sys.executable, "-m", "kvstore_client.cli.main", "--socket-dir", str(kvctl.daemon.socket_dir), *words]
+        call = [sys.executable, "-m", "kvctl.main", "--socket-dir", str(kvctl.daemon.socket_dir), *words]
         return subprocess.run([*become, *call], capture_output=True, timeout=60, cwd="/")
 
     if shutil.which("setpriv") is None or run("--version").returncode != OK:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvctl.exit_codes import FAILED, UNREACHABLE, USAGE
+from kvctl.main import main
 from kvstore_client import Fingerprint
-from kvstore_client.cli.exit_codes import FAILED, UNREACHABLE, USAGE
-from kvstore_client.cli.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.kvctl import Kvctl

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore_client.cli.main import main
+from kvctl.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -132,7 +132,7 @@ class Terminal:
 
     def __init__(self, socket_dir: Path, **environment: str) -> None:
         self._here, there = pty.openpty()
-        command = [sys.executable, "-m", "kvstore_client.cli.main", "--socket-dir", str(socket_dir), "top"]
+        command = [sys.executable, "-m", "kvctl.main", "--socket-dir", str(socket_dir), "top"]
         self.process = subprocess.Popen(
             # A job in the background of a script ignores SIGINT, and hands that on.
             ["env", "--default-signal=INT", *command, "--interval", "0.1", "--timeout", "2"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.readers import ReadOptions, read_trace
 from tests.reference.running_daemon import running_daemon
 from tests.reference.running_server import RunningServer
 from tests.reference.skips import skip_without_ggml

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.arena import slot_bytes
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, Trace
 from kvstored.config import load_config
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, Trace
 from tests.gpu.emulated import emulated_node
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.conversations import model, payloads_of, tokens_of

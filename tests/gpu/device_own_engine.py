@@ -30,7 +30,6 @@ import torch
 
 from kvstore_client import Lease, connect
 from kvstore_client.device import DeviceMemory
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors import PoolSetup, StepSizes
@@ -47,6 +46,7 @@ from kvstore_engine.torch_executor.executor import TorchExecutor
 from kvstore_engine.torch_executor.opening import new_pool
 from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
 from kvstore_engine.torch_executor.weights import TorchModel
+from kvstore_restore.learned import LearnedCosts
 from tests.gpu.device_torch import EmulatedStream
 from tests.reference.batch_runs import request, run
 from tests.reference.tiny_llama import write_tiny_llama

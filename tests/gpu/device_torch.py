@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvstore_client.device import DeviceMemory
-from kvstore_client.hooks.transformers.device_copies import ModelStream
+from kvstore_connectors.transformers.device_copies import ModelStream
 from tests.gpu.device_engine import allocate
 
 _PAGE_BYTES = 2 << 20

@@ -26,12 +26,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Lease, Session
-from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
-from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.device_copies import DeviceCopies, DeviceCopying, TorchStream
-from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, kv_shape
-from kvstore_client.hooks.transformers.layers import KVStack
-from kvstore_client.hooks.transformers.restore import Wanted, restore
+from kvstore_connectors.transformers import KVStoreCache, kvstore_session
+from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.device_copies import DeviceCopies, DeviceCopying, TorchStream
+from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, kv_shape
+from kvstore_connectors.transformers.layers import KVStack
+from kvstore_connectors.transformers.restore import Wanted, restore
 from tests.gpu.device_torch import EmulatedStream, QueuedWrites
 
 DEVICE = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from kvstore_client.device import crossover
-from kvstore_proto.cuda_compiler import Program, compile_program
-from kvstore_proto.nvrtc import CompileError
+from kvstore_cuda.compiler import Program, compile_program
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_tiers.gpu.checksums import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.emulated_cuda.build import driver_directory

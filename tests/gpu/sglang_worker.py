@@ -112,7 +112,7 @@ class Worker:
             self.linker.close()
         self._used = 0
         config = {
-            "linker": "KVStoreLinker", "linker_module_path": "kvstore_client.hooks.sglang",
+            "linker": "KVStoreLinker", "linker_module_path": "kvstore_connectors.sglang",
             "linker_extra_config": {"socket": self.socket_dir, "staging_bytes": 1 << 18, "deadline_s": 30.0},
         }  # fmt: skip
         components = {ComponentType.FULL} | ({ComponentType.SWA} if kind == "swa" else set())

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_cuda.compiler import compile_program
 from kvstore_engine.kernels.cuda import CacheShape, PagedAttention
 from kvstore_engine.kernels.cuda.program import Program
-from kvstore_proto.cuda_compiler import compile_program
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import compiled, emulated_node
@@ -25,7 +25,7 @@ import ctypes, mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 from kvstore_tiers.gpu.driver import Driver
 
 CHUNK, BLOCK = 2 << 20, 4096
@@ -78,7 +78,7 @@ import mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 from kvstore_tiers.gpu.driver import Driver
 
 CHUNK, BLOCKS, LONGEST_DELAY_S = 2 << 20, 8, 2e-4

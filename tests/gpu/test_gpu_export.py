@@ -25,7 +25,7 @@ PAYLOAD_BYTES = 50_000
 WRITE = """
 import mmap, sys, ctypes
 from kvstore_tiers.gpu.driver import Driver
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 descriptor, chunk_bytes, offset, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 driver = Driver(0)
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes)
@@ -52,7 +52,7 @@ def overwrite(tier: GpuTier, node: dict[str, str], container: int, offset: int, 
 READ = """
 import mmap, sys, ctypes
 from kvstore_tiers.gpu.driver import Driver
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 descriptor, chunk_bytes, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 driver = Driver(0)
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes, read_only=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_client.device import DevicePool, PoolPart
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda.copies import Run, Runs
 from tests.reference.examples import examples
 
 UNIT = 16

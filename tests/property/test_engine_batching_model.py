@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
 from kvstore_engine.errors import UsageError
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples

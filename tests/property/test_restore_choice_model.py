@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.restore.choice import Hit, LoadChoice
+from kvstore_restore.choice import Hit, LoadChoice
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 1 << 16
 

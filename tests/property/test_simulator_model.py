@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.reuse import NEVER, curves, reuse_distances
-from kvstored.simulator.trace import Op, Trace, TraceBuilder
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.reuse import NEVER, curves, reuse_distances
+from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.blocks import check
 from kvstored.store.policies import ADMISSIONS, POLICIES
 from tests.reference.examples import each_nth

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore_client.cli.exit_codes import OK
-from kvstore_client.cli.main import main
+from kvctl.exit_codes import OK
+from kvctl.main import main
 from tests.reference.running_daemon import RunningDaemon
 
 

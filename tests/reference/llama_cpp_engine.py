@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llama_cpp import Llama
 
-from kvstore_client.hooks.llama_cpp import KVStoreLlamaCache
 from kvstore_client.testing import EngineSetting, Restored
+from kvstore_connectors.llama_cpp import KVStoreLlamaCache
 from tests.reference.tiny_llama import write_tiny_llama
 
 _ROPE_BASES = {"first": 1e4, "second": 5e5}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_proto import nvrtc
-from kvstore_proto.nvrtc import CompileError
+from kvstore_cuda import nvrtc
+from kvstore_cuda.nvrtc import CompileError
 
 
 def need_nvrtc() -> None:

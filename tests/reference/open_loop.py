@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished
 from kvstore_engine.bench.in_process import EndsAfter
 from kvstore_engine.graph import SequenceSlice
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import request
 from tests.reference.twin_compute import VOCABULARY, StepClock, TwinCompute, TwinTokenizer, twin_pool
 

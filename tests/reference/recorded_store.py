@@ -12,19 +12,19 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_simulator.machine import MediumSpec
+from kvstore_simulator.media import Medium, SimulatedLane
+from kvstore_simulator.recorded_hints import hints_before, replay_hint
+from kvstore_simulator.simulated_client import client_of, offer_of
+from kvstore_simulator.simulated_gpu import SimulatedGpuTier
+from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.trace import Op, Trace
+from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
 from kvstore_tiers.segments import MemoryKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
 from kvstored.config.tiers import GpuSection, TierSection
-from kvstored.simulator.machine import MediumSpec
-from kvstored.simulator.media import Medium, SimulatedLane
-from kvstored.simulator.recorded_hints import hints_before, replay_hint
-from kvstored.simulator.simulated_client import client_of, offer_of
-from kvstored.simulator.simulated_gpu import SimulatedGpuTier
-from kvstored.simulator.simulated_tiers import SimulatedTier
-from kvstored.simulator.trace import Op, Trace
-from kvstored.simulator.virtual_time import VirtualLoop, run_virtual
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.get import Wanted

@@ -102,7 +102,7 @@ def open_backend(host_pool: HostPool, *, socket: str, extra: dict[str, Any] | No
     modules = sglang_storage()
     assert modules is not None
     config = {
-        "backend_name": "kvstored", "module_path": "kvstore_client.hooks.sglang", "class_name": "KVStoreHiCache",
+        "backend_name": "kvstored", "module_path": "kvstore_connectors.sglang", "class_name": "KVStoreHiCache",
         "interface_v1": 1, "socket": socket, **(extra or {}),
     }  # fmt: skip
     backend = modules[1].StorageBackendFactory.create_backend(

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.trace import Trace, TraceBuilder
 
 Requests = list[list[int]]
 

@@ -17,7 +17,7 @@ from tests.tidy.tree import ROOT, documents, modules, relative
 
 _COMMANDS = {
     "kvstored": "kvstored.cli",
-    "kvctl": "kvstore_client.cli.main",
+    "kvctl": "kvctl.main",
     "kvengine": "kvstore_engine.cli.main",
 }
 _TABLE_ROW = re.compile(r"^\| `?([^`|]+?)`? \|", re.MULTILINE)
@@ -70,7 +70,7 @@ def test_documented_options_exist(command: str) -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    from kvstore_client.cli import exit_codes
+    from kvctl import exit_codes
     from kvstore_engine.cli import main as kvengine
     from kvstored import cli as kvstored_cli
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 import kvstore_client
-from kvstore_client.cli import main as kvctl
+from kvctl import main as kvctl
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.tidy.tree import ROOT, documents
 

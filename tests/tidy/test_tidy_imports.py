@@ -1,6 +1,6 @@
 """What importing costs: the base packages load without an engine's libraries and without a warning.
 
-Connectors (`kvstore_client.hooks`) are left out: each imports the engine that it is for. So are the drivers of the
+Connectors (`kvstore_connectors`) are left out: each imports the engine that it is for. So are the drivers of the
 remote tier, which import the library of their store, and what runs in worker processes alone.
 """
 
@@ -21,7 +21,7 @@ def load(name):
     names.append(name)
     for module in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", ()), name + "."):
         left_out = module.name in (
-            "kvstore_tiers.testing", "kvstore_client.hooks", "kvstore_tiers.remote.drivers",
+            "kvstore_tiers.testing", "kvstore_connectors", "kvstore_tiers.remote.drivers",
             "kvstore_tiers.remote.encryption", "kvstore_tiers.remote.worker", "kvstored.events.worker",
             "kvstored.events.endpoint", "kvstored.events.replays",
             "kvstored.events.encoding",

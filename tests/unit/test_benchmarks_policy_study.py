@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.replay import Replay, ReplaySettings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, PoolPart
 from kvstore_client.device.stores import BATCH_RUNS, Stores
-from kvstore_proto.cuda_copies import Runs
+from kvstore_cuda.copies import Runs
 
 PAGES, MIB = 6, 1 << 20
 PAGE_BYTES = 16 << 10

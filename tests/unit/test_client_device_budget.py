@@ -14,8 +14,8 @@ from kvstore_client.device import DeviceTransfers, LinkBudget, TwoWayTransfers
 from kvstore_client.device.budget import ASSUMED_BYTES_S, SLICE_BYTES
 from kvstore_client.errors import KVStoreError
 from kvstore_client.payload import PayloadWriter
+from kvstore_cuda.copies import Run, Runs
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run, Runs
 from tests.reference.stepped_time import SteppedTime
 from tests.unit.test_client_device_stores import LAYERS, PAGES, Engine
 

@@ -19,7 +19,7 @@ from kvstore_client.device import DeviceError, DevicePool, DeviceTransfers, Laye
 from kvstore_client.device.stores import Stores
 from kvstore_client.errors import KVStoreError
 from kvstore_client.lease import Lease
-from kvstore_proto.cuda_copies import Runs
+from kvstore_cuda.copies import Runs
 
 
 class Device:

@@ -16,8 +16,8 @@ from kvstore_client.get import Get
 from kvstore_client.keys import KeyChains
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_VERIFY_FAILED
+from kvstore_cuda.copies import Run, Runs
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
-from kvstore_proto.cuda_copies import Run, Runs
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of
 from tests.reference.device_pool import pieces

@@ -25,7 +25,7 @@ from kvstore_client.device import (
 )
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.payload import PayloadWriter
-from kvstore_proto import cuda_driver
+from kvstore_cuda import driver as cuda_driver
 from kvstore_proto.arena import HEADER_BYTES
 
 PAGES, LAYERS, MIB = 6, 2, 1 << 20

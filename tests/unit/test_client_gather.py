@@ -13,8 +13,8 @@ import pytest
 
 from kvstore_client.device import DeviceError, gather
 from kvstore_client.device.gather import MOST_RUNS, SHEETS, GatherKernel
-from kvstore_proto import cuda_compiler
-from kvstore_proto.cuda_copies import Run, Runs
+from kvstore_cuda import compiler as cuda_compiler
+from kvstore_cuda.copies import Run, Runs
 
 LINE = gather.ALIGNED_BYTES
 

@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 
 from kvstore_client.device import gather
+from kvstore_cuda import compiler as cuda_compiler
+from kvstore_cuda import kernel_cache, nvrtc
+from kvstore_cuda.compiler import compile_program, compile_with_log, load_program
+from kvstore_cuda.driver import DriverError
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.kernels.cuda import (
     BlockMover,
     CacheShape,
@@ -23,10 +28,6 @@ from kvstore_engine.kernels.cuda import (
 )
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
-from kvstore_proto import cuda_compiler, kernel_cache, nvrtc
-from kvstore_proto.cuda_compiler import compile_program, compile_with_log, load_program
-from kvstore_proto.cuda_driver import DriverError
-from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import checksums
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.nvrtc import need_nvrtc

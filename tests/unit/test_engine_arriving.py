@@ -7,9 +7,9 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.batching.restoration import MAPPED
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.late_copies import LateCopies

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings, Observer
 from kvstore_engine.restore import KvSession, RestoreReport
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession

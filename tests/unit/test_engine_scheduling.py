@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.policies import Candidate, LengthPredictor, StepBudget, VirtualTokens, choose_policy
+from kvstore_restore.learned import LearnedCosts
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.open_loop import Arrival, mixed_load, run_load
 from tests.reference.twin_compute import TwinCompute, answer_alone

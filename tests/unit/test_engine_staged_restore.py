@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_client.restore.learned import LearnedCosts
-from kvstore_client.restore.stages import Stages
 from kvstore_engine import BlockPool, Executor, GGUFFile, Model, load_model
 from kvstore_engine.stages import (
     Pipeline,
@@ -28,6 +26,8 @@ from kvstore_engine.stages import (
 from kvstore_engine.stages.finding import Found, look_up
 from kvstore_engine.stages.restoration import StageSide
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.stages import Stages
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.memory_session import MemorySession, MemoryStream
 from tests.reference.skips import skip_without_ggml

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
 

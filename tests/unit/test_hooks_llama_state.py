@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.hooks.llama_state import StateUnsupported, assemble_state, parse_state
+from kvstore_connectors.llama_state import StateUnsupported, assemble_state, parse_state
 from tests.reference.llama_saved_state import SavedLayers, saved_state
 
 BLOCK = 4

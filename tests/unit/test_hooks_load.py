@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint, LayerGroup
-from kvstore_client.hooks.load import REASON_COMPUTED, Prompt, lease_by_choice
-from kvstore_client.restore.choice import LoadChoice
+from kvstore_connectors.load import REASON_COMPUTED, Prompt, lease_by_choice
+from kvstore_restore.choice import LoadChoice
 from tests.reference.fake_daemon import FakeDaemon, Knobs
 
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))

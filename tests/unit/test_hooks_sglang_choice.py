@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore_client.hooks.load import LEAST_QUESTION_S, bounded_wait_s
-from kvstore_client.hooks.sglang.choice import PageChoice
-from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import Lookup
+from kvstore_connectors.load import LEAST_QUESTION_S, bounded_wait_s
+from kvstore_connectors.sglang.choice import PageChoice
+from kvstore_restore.choice import LoadChoice
 
 PAGE = 64
 KEYS = [f"page {number}" for number in range(8)]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.hooks.page_keys import PageKeys
-from kvstore_client.hooks.sglang.pages import BackendMisconfigured, ending_in, namespace, whole_prefixes
+from kvstore_connectors.page_keys import PageKeys
+from kvstore_connectors.sglang.pages import BackendMisconfigured, ending_in, namespace, whole_prefixes
 
 HASHES = ["a" * 64, "b" * 64, "c" * 64]
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
 from kvstore_client import connect
-from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session, model_fingerprint
-from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, DEVICE_LAYOUT
-from kvstore_client.hooks.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
+from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, DEVICE_LAYOUT
+from kvstore_connectors.transformers.host_copies import HostCopies
 from kvstore_proto.errors import KVStoreError
 
 

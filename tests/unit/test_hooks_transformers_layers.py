@@ -16,15 +16,15 @@ from tests.reference.tiny_transformers import prompt
 import torch
 from transformers import DynamicCache
 
-from kvstore_client.hooks.transformers.compute_times import ComputeTimes
-from kvstore_client.hooks.transformers.copies import Span
-from kvstore_client.hooks.transformers.fingerprint import KVShape
-from kvstore_client.hooks.transformers.host_copies import HostCopies, gather, scatter
-from kvstore_client.hooks.transformers.layers import KVStack
-from kvstore_client.hooks.transformers.layerwise import LayerCopy
-from kvstore_client.hooks.transformers.restore import Wanted, restore
-from kvstore_client.restore.choice import LoadChoice
+from kvstore_connectors.transformers.compute_times import ComputeTimes
+from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.fingerprint import KVShape
+from kvstore_connectors.transformers.host_copies import HostCopies, gather, scatter
+from kvstore_connectors.transformers.layers import KVStack
+from kvstore_connectors.transformers.layerwise import LayerCopy
+from kvstore_connectors.transformers.restore import Wanted, restore
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_restore.choice import LoadChoice
 from tests.reference.memory_session import MemorySession
 
 BLOCK = 4

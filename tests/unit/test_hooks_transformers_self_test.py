@@ -13,11 +13,11 @@ from tests.reference.tiny_transformers import prompt, tiny_model
 import torch
 from transformers import MllamaConfig, MllamaForCausalLM, PreTrainedModel
 
-from kvstore_client.hooks.transformers import KVStoreCache, kvstore_session
-from kvstore_client.hooks.transformers.calls import why_not
-from kvstore_client.hooks.transformers.fingerprint import BLOCK_TOKENS, kv_shape
-from kvstore_client.hooks.transformers.layers import KVStack
-from kvstore_client.hooks.transformers.self_test import failure_of
+from kvstore_connectors.transformers import KVStoreCache, kvstore_session
+from kvstore_connectors.transformers.calls import why_not
+from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, kv_shape
+from kvstore_connectors.transformers.layers import KVStack
+from kvstore_connectors.transformers.self_test import failure_of
 from kvstore_proto.errors import KVStoreError
 
 MLA = {

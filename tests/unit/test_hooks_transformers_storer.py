@@ -15,9 +15,9 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`: pip 
 # isort: split
 import torch
 
-from kvstore_client.hooks.transformers.host_copies import HostCopies
-from kvstore_client.hooks.transformers.storer import Computed, Sequence, Storer
 from kvstore_client.receipt import STORED
+from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.storer import Computed, Sequence, Storer
 
 BLOCK = 4
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore_client.hooks.vllm.answers import Answer, AnswerReporter
-from kvstore_client.hooks.vllm.kv_hints import PAUSE, PREFETCH, VERSION
-from kvstore_client.hooks.vllm.orders import Prefix
+from kvstore_connectors.vllm.answers import Answer, AnswerReporter
+from kvstore_connectors.vllm.kv_hints import PAUSE, PREFETCH, VERSION
+from kvstore_connectors.vllm.orders import Prefix
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, block_keys, pack_tokens
 from tests.reference.running_daemon import eventually

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.hooks.vllm.identity import Extras, Item, address, derived_keys
-from kvstore_client.hooks.vllm.orders import Prefix
+from kvstore_connectors.vllm.identity import Extras, Item, address, derived_keys
+from kvstore_connectors.vllm.orders import Prefix
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
 

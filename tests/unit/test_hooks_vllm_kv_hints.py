@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.hooks.vllm.kv_hints import END, PAUSE, PREFETCH, VERSION, Expected, KvHints
+from kvstore_connectors.vllm.kv_hints import END, PAUSE, PREFETCH, VERSION, Expected, KvHints
 
 
 def action(kind: Any, payload: Any, version: Any = VERSION) -> Any:

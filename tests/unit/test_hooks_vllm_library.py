@@ -19,7 +19,7 @@ if not FOUND:
 
 CLIENT = Path(__file__).parents[2] / "client"
 OURS = PackageSources("ours", CLIENT)
-HOOKS = sorted(CLIENT.glob("kvstore_client/hooks/vllm*/**/*.py"))
+HOOKS = sorted(CLIENT.glob("kvstore_connectors/vllm*/**/*.py"))
 pytestmark = pytest.mark.slow
 each_vllm = pytest.mark.parametrize("vllm", FOUND, ids=lambda sources: sources.name)
 

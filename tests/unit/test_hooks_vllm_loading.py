@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.hooks.vllm.layout import PagedLayers
-from kvstore_client.hooks.vllm.loads import Load
-from kvstore_client.hooks.vllm.model import describe_extras
-from kvstore_client.hooks.vllm.orders import LoadOrder, LoadReport, Prefix, StepOrders, StepReport
-from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_client.hooks.vllm.worker import WorkerSide
-from kvstore_client.restore.choice import LoadChoice
 from kvstore_client.results import Lookup
+from kvstore_connectors.vllm.layout import PagedLayers
+from kvstore_connectors.vllm.loads import Load
+from kvstore_connectors.vllm.model import describe_extras
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Prefix, StepOrders, StepReport
+from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
+from kvstore_connectors.vllm.worker import WorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
+from kvstore_restore.choice import LoadChoice
 from tests.reference.vllm_records import BLOCK_TOKENS, HeldBlocks, KeyedStore, Step, request
 
 TOKENS = list(range(1, 23))

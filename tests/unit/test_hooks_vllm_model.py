@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.hooks.vllm.identity import Extras, Item
-from kvstore_client.hooks.vllm.model import (
+from kvstore_connectors.vllm.identity import Extras, Item
+from kvstore_connectors.vllm.model import (
     describe_extras,
     find_weights,
     model_fingerprint,
     refusal,
     refused_backends,
 )
-from kvstore_client.hooks.vllm.weights import weights_digest
+from kvstore_connectors.vllm.weights import weights_digest
 from tests.reference.vllm_records import image, request
 
 
@@ -153,7 +153,7 @@ def test_plain_caches_on_a_device_are_served_whose_kernels_are_known() -> None:
 
 
 def test_weights_are_identified_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_client.hooks.vllm.model.process_began", lambda: time.time() + 60)
+    monkeypatch.setattr("kvstore_connectors.vllm.model.process_began", lambda: time.time() + 60)
     config = configuration()[0]
     config.model_config.model = str(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -189,7 +189,7 @@ def test_weights_that_changed_after_the_engine_began_are_not_those_that_it_loade
         current.symlink_to(folder)
     elif change == "downloaded":
         named.write_bytes(b"named by content, by whom it came from")
-    monkeypatch.setattr("kvstore_client.hooks.vllm.model.process_began", lambda: began)
+    monkeypatch.setattr("kvstore_connectors.vllm.model.process_began", lambda: began)
     config = configuration()[0]
     config.model_config.model = str(current)
     if change in ("none", "downloaded"):

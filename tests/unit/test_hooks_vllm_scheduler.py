@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.hooks.vllm.answers import Answer
-from kvstore_client.hooks.vllm.identity import Extras
-from kvstore_client.hooks.vllm.model import describe_extras
-from kvstore_client.hooks.vllm.orders import Prefix
-from kvstore_client.hooks.vllm.scheduler import LoadRules, SchedulerSide
+from kvstore_connectors.vllm.answers import Answer
+from kvstore_connectors.vllm.identity import Extras
+from kvstore_connectors.vllm.model import describe_extras
+from kvstore_connectors.vllm.orders import Prefix
+from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, request
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import kvstore_client.hooks.vllm as door
-from kvstore_client.hooks.vllm.settings import Settings, parse_settings
+import kvstore_connectors.vllm as door
+from kvstore_connectors.vllm.settings import Settings, parse_settings
 
 ROOT = Path(__file__).parents[2]
 

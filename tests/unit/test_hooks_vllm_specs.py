@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_client.hooks.vllm.specs import all_specs, kind_of, unknown_spec
-from kvstore_client.hooks.vllm_tier.engine import refusal
+from kvstore_connectors.vllm.specs import all_specs, kind_of, unknown_spec
+from kvstore_connectors.vllm_tier.engine import refusal
 
 SERVED = {
     "FullAttentionSpec": "full",
@@ -77,7 +77,7 @@ def test_vllms_own_classes_are_known_and_their_packing_is_named(mamba_first: boo
     import torch
     from vllm.v1 import kv_cache_interface as interface
 
-    from kvstore_client.hooks.vllm.packing import packing
+    from kvstore_connectors.vllm.packing import packing
 
     attention = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     specs: list[Any] = [

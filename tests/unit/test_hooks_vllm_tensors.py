@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_client.hooks.vllm.tensors import kv_tensors
+from kvstore_connectors.vllm.tensors import kv_tensors
 from tests.reference.vllm_layouts import KVCaches, device_caches, kv_caches
 
 PAGE_BYTES = 2 * 4 * 6 * 2

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvstore_client.device import LinkBudget
-from kvstore_client.hooks.vllm.identity import Extras, derived_keys
-from kvstore_client.hooks.vllm.layout import PagedLayers
-from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
-from kvstore_client.hooks.vllm.saver import Saver
-from kvstore_client.hooks.vllm.worker import WorkerSide, open_worker
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_connectors.vllm.identity import Extras, derived_keys
+from kvstore_connectors.vllm.layout import PagedLayers
+from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_connectors.vllm.saver import Saver
+from kvstore_connectors.vllm.worker import WorkerSide, open_worker
+from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.hooks.weight_files import Mapping, WeightFiles, mappings_now, process_began, why_unknown
+from kvstore_connectors.weight_files import Mapping, WeightFiles, mappings_now, process_began, why_unknown
 
 LONG_AGO, SOON = 0.0, 4e9  # when the process began
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore_client.cli.arguments import build_parser
-from kvstore_client.cli.exit_codes import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
-from kvstore_client.cli.main import main
+from kvctl.arguments import build_parser
+from kvctl.exit_codes import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
+from kvctl.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2
 from tests.reference.fake_admin import FakeAdmin
@@ -195,7 +195,7 @@ def test_a_terminal_without_our_letters_gets_others(admin: FakeAdmin) -> None:
 
 
 def _redirected(command: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "kvstore_client.cli.main", *command.split()]
+    run = [sys.executable, "-m", "kvctl.main", *command.split()]
     with open(path, "w") as out:
         return subprocess.run(run, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.cli.bench import check_room
-from kvstore_client.cli.data_arguments import positive_size
-from kvstore_client.cli.exit_codes import DENIED, FAILED, USAGE, CommandError
-from kvstore_client.cli.explain_text import reason_text, render_chain
-from kvstore_client.cli.main import main
-from kvstore_client.cli.target import parse_tokens
+from kvctl.bench import check_room
+from kvctl.data_arguments import positive_size
+from kvctl.exit_codes import DENIED, FAILED, USAGE, CommandError
+from kvctl.explain_text import reason_text, render_chain
+from kvctl.main import main
+from kvctl.target import parse_tokens
 from kvstore_console.units import human_blocks
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.fake_admin import FakeAdmin

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.cli.doctor import disk, disk_speed, limits, machine, memory, packages, secret, settings, sockets
-from kvstore_client.cli.doctor.command import doctor, document, look_around, render
-from kvstore_client.cli.doctor.disk_speed import Measured
-from kvstore_client.cli.doctor.finding import Finding, Level, guarded, ok
-from kvstore_client.cli.doctor.settings import Settings, size_of
-from kvstore_client.cli.doctor.surroundings import Surroundings
+from kvctl.doctor import disk, disk_speed, limits, machine, memory, packages, secret, settings, sockets
+from kvctl.doctor.command import doctor, document, look_around, render
+from kvctl.doctor.disk_speed import Measured
+from kvctl.doctor.finding import Finding, Level, guarded, ok
+from kvctl.doctor.settings import Settings, size_of
+from kvctl.doctor.surroundings import Surroundings
 from kvstore_proto.state_identity import Identity, secret_check
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.fake_admin import FakeAdmin

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.cli.doctor import gpu
-from kvstore_client.cli.doctor.finding import Finding, Level
-from kvstore_client.cli.doctor.settings import Settings
-from kvstore_client.cli.doctor.surroundings import Surroundings
+from kvctl.doctor import gpu
+from kvctl.doctor.finding import Finding, Level
+from kvctl.doctor.settings import Settings
+from kvctl.doctor.surroundings import Surroundings
 from tests.tidy.tree import ROOT
 
 NODES = ("nvidia0", "nvidiactl", "nvidia-uvm")

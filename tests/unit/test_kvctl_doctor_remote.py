@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.cli.doctor import remote
-from kvstore_client.cli.doctor.finding import Finding, Level
-from kvstore_client.cli.doctor.settings import Settings
-from kvstore_client.cli.doctor.surroundings import Surroundings
+from kvctl.doctor import remote
+from kvctl.doctor.finding import Finding, Level
+from kvctl.doctor.settings import Settings
+from kvctl.doctor.surroundings import Surroundings
 from kvstore_proto.v1 import admin_pb2 as pb
 
 DAEMONS = {

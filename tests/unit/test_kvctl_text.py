@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.cli.output import plain
+from kvctl.output import plain
 from kvstore_console.table import render_facts, render_table
 from kvstore_console.units import human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import kvstore_pb2 as pb

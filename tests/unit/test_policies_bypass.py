@@ -16,12 +16,12 @@ from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.kvstore_pb2 import NextStep
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.rpc.verbs.hints import HintVerb
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
 from kvstored.store.operations.hints import DUE_MAX_MS, Hints
 from kvstored.store.policies import ChainHint, Policy, RequestContext

@@ -13,10 +13,10 @@ import pytest
 from kvstore_predictor import prior
 from kvstore_predictor.features import features_of, with_answer
 from kvstore_predictor.gittins import EDGES_S
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.candidates import _DRAW_US

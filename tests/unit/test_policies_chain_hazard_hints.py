@@ -11,9 +11,9 @@ from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, features_o
 from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstore_predictor.hint_factors import HintFactors
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.simulator.hints import Hints
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.hints import Hints
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
 from kvstored.store.policies.chain_hazard import ChainHazard
 

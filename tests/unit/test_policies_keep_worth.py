@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import TraceBuilder
 from kvstored.store.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
 from kvstored.store.policies.base import WARM_WORTH
 from kvstored.store.policies.chain_hazard import ChainHazard

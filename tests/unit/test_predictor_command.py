@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvstore_simulator import fitting
 from kvstored.cli import EXIT_OK, EXIT_USAGE, main
-from kvstored.simulator import fitting
 from kvstored.store.prefetch.model_file import read_model, write_model
 from tests.reference.recordings import write_sessions
 from tests.reference.return_model import small_arrays

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_client.restore.choice import TRIAL_EVERY, Chosen, Hit, LoadChoice
+from kvstore_restore.choice import TRIAL_EVERY, Chosen, Hit, LoadChoice
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 1 << 20
 

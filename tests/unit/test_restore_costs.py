@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.restore.profile import profile_path
+from kvstore_restore.costs import ComputeCost, Contention, LinkCost
+from kvstore_restore.learned import LearnedCosts
 
 COMPUTE = ComputeCost(0.002, 0.0005, 1e-7)
 LINKS = {"host": LinkCost(0.0005, 1 / 5e9), "nvme": LinkCost(0.002, 1 / 1e9)}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
-from kvstore_client.restore.optimum import optimum_s
-from kvstore_client.restore.plan import Prefix, plan, plans_by_axis
+from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_restore.optimum import optimum_s
+from kvstore_restore.plan import Prefix, plan, plans_by_axis
 
 CHUNK_TOKENS, CHUNK_BYTES = 512, 1 << 20
 ALONE = Contention()

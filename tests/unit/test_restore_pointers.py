@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Remaining, Turn, in_turn
-from kvstore_client.restore.pointers import Pointers, State
+from kvstore_restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Remaining, Turn, in_turn
+from kvstore_restore.pointers import Pointers, State
 
 
 def test_the_two_meet() -> None:

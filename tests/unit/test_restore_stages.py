@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.restore.pointers import Pointers, State
-from kvstore_client.restore.stages import Input, Stages
+from kvstore_restore.pointers import Pointers, State
+from kvstore_restore.stages import Input, Stages
 
 LINK = "nvme"
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from kvstore_simulator.fleet import FleetStudy
+from kvstore_simulator.machine import load_machine
+from kvstore_simulator.node_store import NodeSettings
+from kvstore_simulator.pool import EnginePool
+from kvstore_simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY, Router
+from kvstore_simulator.simulated_remote import RemoteSpec, parse_remote
+from kvstore_simulator.trace import Op, Trace
+from kvstore_simulator.visit import Visit
+from kvstore_simulator.worth import models
 from kvstored.cli import main
 from kvstored.policy_names import ALL
-from kvstored.simulator.fleet import FleetStudy
-from kvstored.simulator.machine import load_machine
-from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.pool import EnginePool
-from kvstored.simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY, Router
-from kvstored.simulator.simulated_remote import RemoteSpec, parse_remote
-from kvstored.simulator.trace import Op, Trace
-from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import models
 from tests.reference.traces import sessions, trace_of, write_mooncake
 
 NODES = 4

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
+from kvstore_simulator.machine import GPU, HBM, Machine
+from kvstore_simulator.node import Node, serve_trace
+from kvstore_simulator.node_store import NodeSettings
+from kvstore_simulator.plan import ABLATIONS, BASELINE, ORCHESTRATED, Plan
+from kvstore_simulator.timing import TimingStudy
+from kvstore_simulator.trace import Op, Trace
 from kvstored.clock import NS_PER_S
-from kvstored.simulator.machine import GPU, HBM, Machine
-from kvstored.simulator.node import Node, serve_trace
-from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.plan import ABLATIONS, BASELINE, ORCHESTRATED, Plan
-from kvstored.simulator.timing import TimingStudy
-from kvstored.simulator.trace import Op, Trace
 from kvstored.store.blocks.check import check
 from tests.reference.traces import sessions, trace_of
 from tests.unit.test_simulator_timing import BLOCK_BYTES, LONGER, MODEL, SLOT, asked, machine, near, spec

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstored.simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps, made_up, parse_hints
-from kvstored.simulator.replay import Replay, ReplaySettings
-from kvstored.simulator.trace import Op, RecordedHint, Trace, TraceBuilder
+from kvstore_simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps, made_up, parse_hints
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
 from tests.unit.test_policies_chain_hazard import mixed_trace
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore_predictor.base import Guess, Hint, Request
 from kvstore_predictor.session_return import SessionReturn
-from kvstored.simulator.judging import Judged, Uses, ece, events, judge, log_loss, question_times
-from kvstored.simulator.trace import Op, RecordedHint, Trace, TraceBuilder
+from kvstore_simulator.judging import Judged, Uses, ece, events, judge, log_loss, question_times
+from kvstore_simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 
 S = 10**9
 

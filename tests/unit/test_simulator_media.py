@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_simulator.machine import PROFILES, MediumSpec, load_machine
+from kvstore_simulator.media import Medium, SimulatedLane
+from kvstore_simulator.virtual_time import Stuck, VirtualLoop, run_virtual
+from kvstore_simulator.worth import Model
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.simulator.machine import PROFILES, MediumSpec, load_machine
-from kvstored.simulator.media import Medium, SimulatedLane
-from kvstored.simulator.virtual_time import Stuck, VirtualLoop, run_virtual
-from kvstored.simulator.worth import Model
 
 S = NS_PER_S
 FAST = Medium(MediumSpec("fast", 1, 1e15, 1e15, 0.0, 64, True))
 
 
 def shipped(profile: str) -> str:
-    return resources.files("kvstored.simulator.profiles").joinpath(f"{profile}.toml").read_text()
+    return resources.files("kvstore_simulator.profiles").joinpath(f"{profile}.toml").read_text()
 
 
 def medium(**changes: object) -> Medium:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_simulator import replay
+from kvstore_simulator.machine import load_machine
+from kvstore_simulator.node import serve_trace
+from kvstore_simulator.node_store import NodeSettings
+from kvstore_simulator.plan import BASELINE, ORCHESTRATED, Plan
+from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.worth import models
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.simulator import replay
-from kvstored.simulator.machine import load_machine
-from kvstored.simulator.node import serve_trace
-from kvstored.simulator.node_store import NodeSettings
-from kvstored.simulator.plan import BASELINE, ORCHESTRATED, Plan
-from kvstored.simulator.simulated_tiers import SimulatedTier
-from kvstored.simulator.worth import models
 from kvstored.store import assembly
 from kvstored.store.assembly import Store
 from kvstored.store.policies import POLICIES, resolve

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.simulator.readers import ReadOptions, read_trace
-from kvstored.simulator.recorded_hints import hints_before
-from kvstored.simulator.trace import RecordedHint, Trace, TraceBuilder, TraceError
+from kvstore_simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.recorded_hints import hints_before
+from kvstore_simulator.trace import RecordedHint, Trace, TraceBuilder, TraceError
 from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16  # keys, as a recording writes them

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore_simulator.hints import Hints
+from kvstore_simulator.machine import Compute, Machine, MediumSpec
+from kvstore_simulator.node import Node, overlapped_s, serve_trace
+from kvstore_simulator.node_store import NodeSettings, NodeStore
+from kvstore_simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
+from kvstore_simulator.timing import TimingStudy
+from kvstore_simulator.trace import Op, Trace, TraceBuilder
+from kvstore_simulator.visit import Visit
+from kvstore_simulator.worth import Model, worth_of_served
 from kvstored.clock import NS_PER_S
 from kvstored.config import load_config
-from kvstored.simulator.hints import Hints
-from kvstored.simulator.machine import Compute, Machine, MediumSpec
-from kvstored.simulator.node import Node, overlapped_s, serve_trace
-from kvstored.simulator.node_store import NodeSettings, NodeStore
-from kvstored.simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
-from kvstored.simulator.timing import TimingStudy
-from kvstored.simulator.trace import Op, Trace, TraceBuilder
-from kvstored.simulator.visit import Visit
-from kvstored.simulator.worth import Model, worth_of_served
 from kvstored.store.blocks.check import check
 from kvstored.store.policies import ChainHint
 from tests.reference.tiers import HOST, NVME

@@ -31,7 +31,7 @@ def main() -> None:
         spec["kv_transfer_config"] = KVTransferConfig(
             **{
                 "kv_connector": "KVStoreConnector",
-                "kv_connector_module_path": "kvstore_client.hooks.vllm",
+                "kv_connector_module_path": "kvstore_connectors.vllm",
                 "kv_role": "kv_both",
                 **transfer,
             }

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstored.simulator.readers import ReadOptions, read_trace
+from kvstore_simulator.readers import ReadOptions, read_trace
 from tests.reference.running_daemon import RunningDaemon, eventually
 from tests.vllm.conftest import RECORDING, StartEngine
 from tests.vllm.engine_process import Answer, EngineProcess

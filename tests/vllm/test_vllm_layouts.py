@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, compute_layout_strides, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvstore_client.hooks.vllm import KVStoreConnector
-from kvstore_client.hooks.vllm.connector import StepMetadata
-from kvstore_client.hooks.vllm.device_layout import CacheMemory, device_pool
-from kvstore_client.hooks.vllm.orders import LoadOrder, Prefix, StepOrders
-from kvstore_client.hooks.vllm.tensors import kv_tensors
+from kvstore_connectors.vllm import KVStoreConnector
+from kvstore_connectors.vllm.connector import StepMetadata
+from kvstore_connectors.vllm.device_layout import CacheMemory, device_pool
+from kvstore_connectors.vllm.orders import LoadOrder, Prefix, StepOrders
+from kvstore_connectors.vllm.tensors import kv_tensors
 from tests.reference.device_pool import pieces
 from tests.reference.signatures import differences
 from tests.reference.vllm_layouts import KV_LAYOUTS

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore_client.hooks.vllm_tier import KVStoreTier
+from kvstore_connectors.vllm_tier import KVStoreTier
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.vllm.tiered_engine import TIER, Shape, TieredEngine, chunk_key
 

@@ -25,7 +25,7 @@ def transfer(daemon: RunningDaemon, connector: str = "KVStoreOffloadingConnector
     deadlines = {"lookup_deadline_ms": PATIENT["lookup_deadline_ms"], "load_deadline_ms": PATIENT["load_deadline_ms"]}
     return {
         "kv_connector": connector,
-        "kv_connector_module_path": "kvstore_client.hooks.vllm_tier",
+        "kv_connector_module_path": "kvstore_connectors.vllm_tier",
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",
             "spec_module_path": "host_spec",  # beside engine_child.py
@@ -33,7 +33,7 @@ def transfer(daemon: RunningDaemon, connector: str = "KVStoreOffloadingConnector
             "secondary_tiers": [
                 {
                     "type": "KVStoreTier",
-                    "module_path": "kvstore_client.hooks.vllm_tier",
+                    "module_path": "kvstore_connectors.vllm_tier",
                     "socket": str(daemon.socket_dir),
                     **deadlines,
                     **tier,

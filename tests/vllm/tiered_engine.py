@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 PATIENCE_S = 60.0
 PAGE_BYTES = 8192  # of one worker
 TOKENS = 16
-TIER = {"type": "KVStoreTier", "module_path": "kvstore_client.hooks.vllm_tier", "weights_digest": "tests"}
+TIER = {"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier", "weights_digest": "tests"}
 
 
 @dataclass(frozen=True)

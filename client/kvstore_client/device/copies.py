@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
-from kvstore_proto.cuda_copies import CopyQueue, Runs, Way
+from kvstore_cuda.copies import CopyQueue, Runs, Way
 
 _NON_BLOCKING = 1
 Small = Callable[[Runs, Way, Any], Runs]

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, HIGHEST_PRIORITY, GatherKernel
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_proto.cuda_copies import CopyQueue, Run, Runs, Way
+from kvstore_cuda.copies import CopyQueue, Run, Runs, Way
 
 VARIABLE = "KVSTORED_GATHER_BYTES"
 LEAST_RUNS = 8  # fewer are not worth a launch

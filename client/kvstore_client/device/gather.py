@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
-from kvstore_proto.cuda_compiler import Program, load_program
-from kvstore_proto.cuda_copies import Runs
-from kvstore_proto.cuda_driver import launch
+from kvstore_cuda.compiler import Program, load_program
+from kvstore_cuda.copies import Runs
+from kvstore_cuda.driver import launch
 
 ALIGNED_BYTES = 16  # of each address and length
 THREADS = 256  # of a thread block

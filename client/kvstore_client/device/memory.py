@@ -28,10 +28,10 @@ import numpy as np
 from kvstore_client.device.mappings import HostMappings
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
+from kvstore_cuda.copies import CopyQueue, Run, Runs
+from kvstore_cuda.driver import DriverError as DeviceError
+from kvstore_cuda.driver import call, cuda_driver, device_identity
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import CopyQueue, Run, Runs
-from kvstore_proto.cuda_driver import DriverError as DeviceError
-from kvstore_proto.cuda_driver import call, cuda_driver, device_identity
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.errors import invalid
-from kvstore_proto.cuda_copies import Numbers, Runs
+from kvstore_cuda.copies import Numbers, Runs
 
 Integers = Sequence[int] | Numbers
 Pages = int | Sequence[int]

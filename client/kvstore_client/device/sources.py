@@ -14,8 +14,8 @@ import numpy as np
 from kvstore_client.device.registered import REGISTER_BYTES, RegisteredMemory, Registration
 from kvstore_client.lease import LeasedBlock
 from kvstore_client.memory import Bytes
+from kvstore_cuda.copies import Numbers
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Numbers
 
 _Payload = tuple[tuple[int, ...], int]  # its pages, its address
 

@@ -31,7 +31,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
-from kvstore_proto.cuda_copies import Runs
+from kvstore_cuda.copies import Runs
 
 _NO_TIMING = 2
 

@@ -8,7 +8,6 @@ computing fails has no effect and can be tried again; a store that fails costs n
 import time
 from collections.abc import Callable
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.batch import Batch
@@ -28,6 +27,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog
 from kvstore_engine.worker.failure import StepFailed
+from kvstore_restore.learned import LearnedCosts
 
 _PATIENCE_S = 0.01  # for the daemon, beside running answers
 _QUICK_ANSWER_S = 0.002

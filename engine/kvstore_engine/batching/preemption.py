@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Series
 from typing import Literal
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import (
@@ -23,6 +22,7 @@ from kvstore_engine.blocks import (
     swap_out,
 )
 from kvstore_engine.pool import PoolExhausted
+from kvstore_restore.learned import LearnedCosts
 
 _MEMORY = 0.05
 

@@ -12,9 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore_client.restore.costs import ComputeCost, RestoreCosts
-from kvstore_client.restore.plan import Plan, Prefix, plan, plans_by_axis
-from kvstore_client.restore.pointers import Pointers, State
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import TrieNode
@@ -24,6 +21,9 @@ from kvstore_engine.restore.link import Link, left_s
 from kvstore_engine.restore.record import PLAN_REASONS, WORK_ITEMS, RestorationRecord, Work
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
+from kvstore_restore.costs import ComputeCost, RestoreCosts
+from kvstore_restore.plan import Plan, Prefix, plan, plans_by_axis
+from kvstore_restore.pointers import Pointers, State
 
 MAPPED = "host"  # the tier that is read in place
 _CAUTION = 1.2  # a step that was begun in error cannot be ended

@@ -5,7 +5,7 @@ while ordinary steps compute it from its first one up. Threads wait for the daem
 engine's thread, between two steps and in portions, so that running answers go on. Where steps wait for layers
 (`BlockCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
 says whether it may count. One restoration at a time loads from slower tiers, the one with the least left first
-(`kvstore_client.restore.batch`). Invariants: a block counts as restored only if its lease was still valid after it was
+(`kvstore_restore.batch`). Invariants: a block counts as restored only if its lease was still valid after it was
 copied (`filler`); a sequence's `computed` passes a block that was loaded only when all before it are present, or on
 their way beside a step that `settle` judges; what cannot be loaded is computed.
 """
@@ -14,9 +14,6 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
-from kvstore_client.restore.batch import DEFAULT, Remaining, in_turn
-from kvstore_client.restore.learned import LearnedCosts
-from kvstore_client.restore.plan import Plan
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.filler import Filler
 from kvstore_engine.batching.restoration import MAPPED, Restoration
@@ -29,6 +26,9 @@ from kvstore_engine.restore.link import Link
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.report import RestoreReport
 from kvstore_engine.restore.session import KvLease
+from kvstore_restore.batch import DEFAULT, Remaining, in_turn
+from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.plan import Plan
 
 _log = logging.getLogger(__name__)
 _LOOKUP_DEADLINE_S, _STREAM_DEADLINE_S = 0.25, 30.0

@@ -7,7 +7,6 @@ Requests enter by `BatchEngine.add`, into `run_queue`.
 
 from collections.abc import Callable
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.batch_planner import BatchPlanner
 from kvstore_engine.batching.observer import Observer
@@ -19,6 +18,7 @@ from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.blocks import BlockSpace, Compactor, HostPool
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.policies import Admission, StepBudget, choose_policy
+from kvstore_restore.learned import LearnedCosts
 
 _TIDY_STEPS = 8
 

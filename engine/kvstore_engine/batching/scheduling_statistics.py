@@ -3,9 +3,9 @@
 Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.policies import Candidate, LengthPredictor, VirtualTokens
+from kvstore_restore.learned import LearnedCosts
 
 _SPEED_MEMORY = 0.95
 _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8

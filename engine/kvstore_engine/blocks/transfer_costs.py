@@ -6,7 +6,7 @@ pool takes longer by a factor: its target is not in a cache, and it must be foun
 
 import math
 
-from kvstore_client.restore.regression import RecursiveLeastSquares
+from kvstore_restore.regression import RecursiveLeastSquares
 
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_proto.kernel_cache import PARTIAL, cache_folder, sweep
+from kvstore_cuda.kernel_cache import PARTIAL, cache_folder, sweep
 
 _PRODUCTS = ("q4_product.cpp", "q8_product.cpp")
 _SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from kvstore_client.restore.learned import LearnedCosts
+from kvstore_restore.learned import LearnedCosts
 
 _SMALLEST_SCALE = 0.3
 _RECOVERY, _SLOW_RECOVERY = 1.02, 1.001

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import kvstore_client
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer, VerifiedCompute
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.devices import DeviceName
@@ -33,6 +32,7 @@ from kvstore_engine.server.sessions import TenantSessions
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.worker import RemoteExecutor, WorkerNotice
+from kvstore_restore.learned import LearnedCosts
 
 _STEP_TOKENS = 512
 

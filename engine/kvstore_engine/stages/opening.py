@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.restore.session import KvSession
 from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.prompts import StagedPrompts
 from kvstore_engine.stages.stores import StageStore, stage_fingerprints
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_restore.learned import LearnedCosts
 
 _STAGING_BLOCKS = 4  # of a session: the daemon copies some while the stage writes the next
 

@@ -17,7 +17,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.restore.learned import LearnedCosts
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
@@ -28,6 +27,7 @@ from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restorer import Restored, StagedRestorer
 from kvstore_engine.stages.stores import StageStore
 from kvstore_engine.stages.storing import store_prefix
+from kvstore_restore.learned import LearnedCosts
 
 _log = logging.getLogger(__name__)
 _TENANT = ""  # requests of a generator have none

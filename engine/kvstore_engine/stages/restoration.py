@@ -11,16 +11,16 @@ from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvstore_client.restore.costs import RestoreCosts
-from kvstore_client.restore.learned import LearnedCosts
-from kvstore_client.restore.plan import Plan, Prefix, plan, plans_by_axis
-from kvstore_client.restore.pointers import Pointers
-from kvstore_client.restore.stages import Stages
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.restore.fetcher import Stream
 from kvstore_engine.restore.link import Link, left_s
 from kvstore_engine.restore.record import PLAN_REASONS, WORK_ITEMS, RestorationRecord, Work, WorkKind
 from kvstore_engine.stages.finding import ABSENT, Found, leading
+from kvstore_restore.costs import RestoreCosts
+from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.plan import Plan, Prefix, plan, plans_by_axis
+from kvstore_restore.pointers import Pointers
+from kvstore_restore.stages import Stages
 
 MAPPED = "host"
 _CAUTION = 1.2  # a step that was begun in error cannot be ended

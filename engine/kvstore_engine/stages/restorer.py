@@ -1,7 +1,7 @@
 """Restores a prompt's prefix in all stages of a pipeline at once: each loads and computes its own layers.
 
 Owns the loop: it gives chunks to the stages' threads to compute, and takes what they and the streams have brought
-(`run`). What to do next is decided by `kvstore_client.restore.stages`. Invariant: no stream or work is left behind.
+(`run`). What to do next is decided by `kvstore_restore.stages`. Invariant: no stream or work is left behind.
 Chunks are computed in steps of one storage block, so the K/V have the bits of `Executor.prefill`.
 """
 
@@ -18,8 +18,6 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.restore.learned import LearnedCosts
-from kvstore_client.restore.stages import Stages
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
@@ -32,6 +30,8 @@ from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restoration import StageSide, Step
 from kvstore_engine.stages.run import Run
 from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore
+from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.stages import Stages
 
 _log = logging.getLogger(__name__)
 _STREAM_DEADLINE_S = 30.0

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.restore.pointers import State
-from kvstore_client.restore.stages import Stages
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.fetcher import Arrival
 from kvstore_engine.restore.session import Tokens
 from kvstore_engine.stages.restoration import MAPPED, StageSide, Step
+from kvstore_restore.pointers import State
+from kvstore_restore.stages import Stages
 
 
 @dataclass(slots=True, eq=False)

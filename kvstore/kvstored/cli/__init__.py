@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from kvstore_console.command_line import Parser, parse, run_program
 from kvstored import __version__
 from kvstored.cli.check import add_check
 from kvstored.cli.configure import add_config
 from kvstored.cli.inspect import add_inspect
-from kvstored.cli.predictor import add_predictor
 from kvstored.cli.serve import add_serve
-from kvstored.cli.simulate import add_simulate
 from kvstored.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_HANGS, EXIT_OK, EXIT_USAGE
 
 __all__ = ["EXIT_DAMAGE", "EXIT_FAILED", "EXIT_HANGS", "EXIT_OK", "EXIT_USAGE", "main"]
+
+_SIMULATOR = "kvstore_simulator.cli"
 
 EXAMPLES = """\
 examples:
@@ -42,6 +44,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_serve, add_check, add_inspect, add_config, add_simulate, add_predictor):
+    for add in (add_serve, add_check, add_inspect, add_config):
         add(commands)
+    import_module(_SIMULATOR).add_commands(commands)  # it stands above the daemon, which must not import it
     return parser

@@ -15,8 +15,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from kvstore_proto.cuda_compiler import Program
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.compiler import Program
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
 

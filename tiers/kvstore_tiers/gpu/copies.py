@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
-from kvstore_proto.cuda_copies import Run, Runs, Way
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.copies import Run, Runs, Way
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events
 

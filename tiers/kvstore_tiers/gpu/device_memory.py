@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events

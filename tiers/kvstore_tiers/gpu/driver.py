@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 from typing import Any
 
-from kvstore_proto.cuda_compiler import Program, load_program
-from kvstore_proto.cuda_copies import CopyQueue, Runs, Way
-from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, device_identity, launch
+from kvstore_cuda.compiler import Program, load_program
+from kvstore_cuda.copies import CopyQueue, Runs, Way
+from kvstore_cuda.driver import DriverError, call, cuda_driver, device_identity, launch
 
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _HANDLE_IS_DESCRIPTOR_SUPPORTED = 103

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver, ended_after
 
 Settled = Callable[[DriverError | None], None]  # with what went wrong

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
+from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.driver import DriverError
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run, Runs
-from kvstore_proto.cuda_driver import DriverError
 from kvstore_tiers.gpu.direct_storage import DirectStorage
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events

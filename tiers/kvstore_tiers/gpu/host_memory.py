@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore_proto.cuda_driver import DriverError
+from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.events import Events

@@ -275,7 +275,7 @@ class GpuTier(Tier):
 
     @property
     def device_identity(self) -> int:
-        """Of the device whose memory it is (`kvstore_proto.cuda_driver`)."""
+        """Of the device whose memory it is (`kvstore_cuda.driver`)."""
         return self._link.device_identity
 
     @property

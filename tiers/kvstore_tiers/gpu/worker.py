@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kvstore_cuda.copies import Run, Way
+from kvstore_cuda.driver import DriverError
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_proto.cuda_copies import Run, Way
-from kvstore_proto.cuda_driver import DriverError
-from kvstore_proto.nvrtc import CompileError
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.checksums import Checksums, Range
 from kvstore_tiers.gpu.copies import Copies

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.compiler import program_digest
+from kvstore_cuda.kernel_cache import cache_folder, keep
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.errors import UsageError
 from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.program import ELEMENTS, CudaError
-from kvstore_proto.cuda_compiler import program_digest
-from kvstore_proto.kernel_cache import cache_folder, keep
-from kvstore_proto.nvrtc import CompileError
 
 VARIABLE = "KVENGINE_ATTENTION_CROSSOVER"
 CONTEXT = 4096  # tokens of each row that is measured

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvstore_cuda.compiler import load_program
+from kvstore_cuda.driver import DriverError, call, cuda_driver, launch
+from kvstore_cuda.nvrtc import EXTRA, CompileError
 from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
-from kvstore_proto.cuda_compiler import load_program
-from kvstore_proto.cuda_driver import DriverError, call, cuda_driver, launch
-from kvstore_proto.nvrtc import EXTRA, CompileError
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute

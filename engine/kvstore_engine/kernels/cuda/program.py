@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kvstore_proto.cuda_compiler
+import kvstore_cuda.compiler
 from kvstore_engine.errors import OperationError
 
 SOURCES = Path(__file__).parent.parent / "csrc"
@@ -89,7 +89,7 @@ class CacheShape:
         return self.block_tokens * self.kv_heads * row
 
 
-class Program(kvstore_proto.cuda_compiler.Program):
+class Program(kvstore_cuda.compiler.Program):
     """A source of csrc/ for one shape."""
 
     __slots__ = ()

@@ -1,0 +1,326 @@
+"""kvctl's command line: commands, options, examples. Parses and checks; does nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvctl.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
+from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
+from kvctl.exit_codes import MEANINGS
+from kvctl.predictor import ACTIONS, OF_RECORDINGS
+from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
+from kvstore_console import command_line
+from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
+from kvstore_proto.version import VERSION
+
+DEFAULT_TIMEOUT_S: Final = 5.0
+DEFAULT_WAIT_S: Final = 30.0
+
+_EXAMPLES: Final = DATA_EXAMPLES | {
+    "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
+    "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
+    "tenants": (
+        "who stores what; rename: give what is stored under a name that is out of use to a listed tenant",
+        [
+            "kvctl tenants",
+            "kvctl --json tenants | jq '.tenants[].fingerprints'",
+            "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
+            "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
+        ],
+    ),
+    "blocks": (
+        "list stored blocks, or sum them up",
+        [
+            "kvctl blocks --tier nvme --limit 20",
+            "kvctl blocks --tenant uid-1000 --prefix 3fa9",
+            "kvctl blocks --model llama --sort uses          # the most used of one model",
+            "kvctl blocks --tier host --class cold --sort idle",
+            "kvctl blocks --by model                         # how much each model holds",
+            "kvctl blocks --by prefix --prefix-blocks 8      # ... each beginning of 8 blocks",
+        ],
+    ),
+    "drop": (
+        "remove blocks from one tier, or everything",
+        [
+            "kvctl drop --tier host              # written to NVMe first, nothing is lost",
+            "kvctl drop --tier nvme              # only what DRAM has too: nothing is lost",
+            "kvctl drop --tier nvme --discard    # also what no other tier has: lost",
+            "kvctl drop --all --yes",
+        ],
+    ),
+    "flush": ("write blocks that are only in DRAM to NVMe", ["kvctl flush --wait 60"]),
+    "drain": (
+        "take no new work, wait for clients to leave",
+        ["kvctl drain --wait 120", "kvctl drain --undo"],
+    ),
+    "config": (
+        "the settings in use, and where each comes from",
+        [
+            "kvctl config",
+            "kvctl config nvme host.policy      # a section, a setting",
+            "kvctl config --changed             # what is not at its default",
+            "kvctl config --toml > new.toml     # a file that says the same",
+        ],
+    ),
+    "reload": (
+        "read the configuration file again; what cannot be used changes nothing",
+        ["kvctl reload            # the same as SIGHUP and systemctl reload"],
+    ),
+    "shutdown": (
+        "stop the daemon",
+        ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"],
+    ),
+    "invalidate": (
+        "remove all blocks of a model fingerprint",
+        ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
+    ),
+    "quarantine": (
+        "list slots that failed verification, or release them",
+        [
+            "kvctl quarantine list",
+            "kvctl quarantine release 3:4227072     # SLAB:OFFSET, as the list shows it",
+            "kvctl quarantine release --all",
+        ],
+    ),
+    "predictor": (
+        "what prefetch by prediction was good for, and its switch",
+        [
+            "kvctl predictor status",
+            "kvctl predictor off     # until the daemon starts again; prefetch.enabled is for good",
+            "kvctl --json predictor | jq .all.precision",
+            "kvctl predictor train day1.jsonl.gz --out return.npz         # as kvstored predictor; no daemon is asked",
+            "kvctl predictor evaluate day2.jsonl.gz --model return.npz    # so too",
+        ],
+    ),
+    "events": (
+        "whether KV events are published for routers, and the events as they happen",
+        [
+            "kvctl events                             # where, and how many so far",
+            "kvctl events --follow --tenant uid-1000",
+            "kvctl --json events --follow | jq -c '[.type, .medium]'",
+        ],
+    ),
+    "ping": ("time the way that an engine takes", ["kvctl ping --count 100"]),
+    "top": (
+        "watch the daemon live: occupancy, hits, lanes, latency",
+        ["kvctl top                # q quits", "kvctl top --once", "kvctl --json top --once | jq .history.misses"],
+    ),
+    "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
+    "doctor": (
+        "check sockets, limits, memory, disk and versions, and say how to repair what is wrong",
+        [
+            "kvctl doctor",
+            "kvctl doctor --state-dir /var/lib/kvstored    # also where the socket files are gone",
+            "kvctl doctor --config /etc/kvstored/kvstored.toml --no-disk-test",
+            "kvctl --json doctor",
+        ],
+    ),
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with status 2 and one clear line on wrong usage, and a document where --json is among the words."""
+    parser = build_parser()
+
+    def check(arguments: argparse.Namespace) -> None:
+        _check_text(parser, arguments)
+        if arguments.command in _CHECKS:
+            _CHECKS[arguments.command](parser, arguments)
+        check_data_arguments(parser, arguments)
+
+    return command_line.parse(parser, argv, check, json_errors=True)
+
+
+def words_for_kvstored(argv: Sequence[str]) -> list[str]:
+    """What the program kvstored is called with for a command line that concerns recordings; [] for another one. Of
+    what kvctl takes before the action, only --json has a meaning there."""
+    if not any(action in argv for action in OF_RECORDINGS):  # nearly always: no parser is made for nothing
+        return []
+    parser = Parser(add_help=False)
+    _common_options(parser, first=True)
+    parser.add_argument("command", choices=["predictor"])
+    parser.add_argument("action", choices=OF_RECORDINGS)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    try:
+        found = parser.parse_args(argv)
+    except WrongUsage:
+        return []
+    return [found.command, found.action, *(["--json"] if found.json else []), *found.words]
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="kvctl", description="Look at and steer a live kvstored over its admin socket.", epilog=_epilog()
+    )
+    _common_options(parser, first=True)
+    parser.add_argument("--version", action="version", version=f"kvctl {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    made = {name: _command(commands, name) for name in _EXAMPLES}
+    add_data_options(made)
+    _tenants_options(made["tenants"])
+    add_block_options(made["blocks"])
+    _drop_options(made["drop"])
+    for name in ("drop", "flush", "drain", "tenants"):
+        made[name].add_argument(
+            "--wait",
+            type=seconds,
+            default=DEFAULT_WAIT_S,
+            metavar="S",
+            help="time for the work itself (default: %(default)g s)",
+        )
+    made["drain"].add_argument("--undo", action="store_true", help="take clients again")
+    made["config"].add_argument("names", nargs="*", metavar="NAME", help="only these: SECTION or SECTION.KEY")
+    made["config"].add_argument("--changed", action="store_true", help="only what is not at its default")
+    made["config"].add_argument("--toml", action="store_true", help="as a configuration file")
+    made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
+    made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
+    made["invalidate"].add_argument("--tenant", default="", help="only this tenant's blocks")
+    _quarantine_options(made["quarantine"])
+    made["predictor"].add_argument(
+        "action", nargs="?", choices=ACTIONS, default="status", help="what to do (default: %(default)s)"
+    )
+    _events_options(made["events"])
+    _top_options(made["top"])
+    _doctor_options(made["doctor"])
+    made["report"].add_argument(
+        "-o",
+        "--output",
+        default="kvstored-report.html",
+        metavar="FILE",
+        help="where to; - is standard output (default: %(default)s)",
+    )
+    made["ping"].add_argument(
+        "--count", type=positive_count, default=10, metavar="N", help="messages (default: %(default)s)"
+    )
+    return parser
+
+
+def _command(commands: Commands, name: str) -> argparse.ArgumentParser:
+    summary, examples = _EXAMPLES[name]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+    )
+    _common_options(parser, first=False)
+    return parser
+
+
+def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
+    """Accepted before and after the command; after it, absence must not undo what was given before."""
+    parser.add_argument(
+        "--socket-dir",
+        metavar="DIR",
+        default=None if first else argparse.SUPPRESS,
+        help=f"the daemon's socket directory (default: ${ENVIRONMENT_VARIABLE}, else {DEFAULT_DIRECTORY})",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=False if first else argparse.SUPPRESS,
+        help="one JSON document on standard output",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="S",
+        default=DEFAULT_TIMEOUT_S if first else argparse.SUPPRESS,
+        help=f"wait this long for an answer (default: {DEFAULT_TIMEOUT_S:g} s)",
+    )
+
+
+def _tenants_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=["list", "rename"], default="list", help="default: %(default)s")
+    parser.add_argument("names", nargs="*", default=[], metavar="OLD NEW", help="rename: the former and the new name")
+    parser.add_argument(
+        "--replace", action="store_true", help="rename: drop what NEW has stored of its own; else it is refused"
+    )
+
+
+def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.action == "rename" and len(arguments.names) != 2:
+        parser.error("tenants rename: give two names, the former one and the new one")
+    if arguments.action == "list" and (arguments.names or arguments.replace):
+        parser.error("tenants list shows all of them and takes nothing further")
+
+
+def _drop_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", choices=TIERS, default="", help="the tier to drop from")
+    parser.add_argument("--tenant", default="", help="only this tenant's blocks")
+    parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
+    parser.add_argument("--discard", action="store_true", help="also blocks that no other tier has: they are lost")
+    parser.add_argument("--yes", action="store_true", help="I mean it")
+
+
+def _quarantine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["list", "release"], help="what to do")
+    parser.add_argument(
+        "places", nargs="*", default=[], metavar="SLAB:OFFSET", help="release: which; the list shows them"
+    )
+    parser.add_argument("--all", action="store_true", help="release: every slot in quarantine")
+
+
+def _check_quarantine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.action == "list" and (arguments.places or arguments.all):
+        parser.error("quarantine list shows all of it and takes nothing further")
+    if arguments.action == "release" and arguments.all == bool(arguments.places):
+        parser.error("quarantine release: give either places, as `kvctl quarantine list` shows them, or --all")
+
+
+def _events_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--follow", action="store_true", help="print each event as it happens, until interrupted")
+    parser.add_argument("--tenant", default="", help="follow: only events of this tenant's topics")
+    parser.add_argument("--count", type=positive_count, metavar="N", help="follow: end after so many events")
+
+
+def _check_events(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if (arguments.tenant or arguments.count) and not arguments.follow:
+        parser.error("events: --tenant and --count belong to --follow")
+
+
+def _top_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="one frame, as plain text, and end")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="time between frames (default: %(default)g s)"
+    )
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the daemon's configuration, for when it does not answer")
+    parser.add_argument("--state-dir", metavar="DIR", help="its state directory, for when it does not answer")
+    parser.add_argument("--no-disk-test", action="store_true", help="do not write and read a temporary file")
+
+
+def _check_text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What the daemon is asked for is UTF-8; a path may be any bytes."""
+    words = [getattr(arguments, "tenant", ""), *getattr(arguments, "keys", []), *getattr(arguments, "places", [])]
+    words += getattr(arguments, "names", [])
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            parser.error(f"{arguments.command}: {word!r} is not valid UTF-8")
+
+
+def _check_drop(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.all == bool(arguments.tier):
+        parser.error("drop: give either --tier TIER or --all")
+    if arguments.all and not arguments.yes:
+        parser.error("drop --all removes every stored block for good; add --yes if you mean it")
+
+
+def _epilog() -> str:
+    codes = "\n".join(f"  {code}  {meaning}" for code, meaning in MEANINGS.items())
+    return (
+        f"exit codes:\n{codes}\n\nexamples:\n  kvctl status\n  kvctl --json tiers\n"
+        "  kvctl --socket-dir /tmp/kv blocks --tier nvme\n\n`kvctl COMMAND --help` says more about a command."
+    )
+
+
+_CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
+    "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
+    "tenants": _check_tenants,
+}  # fmt: skip

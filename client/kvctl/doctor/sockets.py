@@ -1,0 +1,151 @@
+"""The socket directory and the sockets in it: there, not open to all users, not stale, open to this user."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvctl.doctor.finding import Finding, fail, ok, warn
+from kvctl.doctor.running import how_to_start
+from kvctl.doctor.surroundings import Surroundings
+from kvstore_client.paths import (
+    ADMIN_SOCKET,
+    DATA_SOCKET,
+    HANDSHAKE_SOCKET,
+    MAX_SOCKET_PATH_BYTES,
+    UNARY_SOCKET,
+    explain_unreachable,
+)
+
+_KINDS = {
+    HANDSHAKE_SOCKET: socket.SOCK_SEQPACKET,
+    DATA_SOCKET: socket.SOCK_STREAM,
+    ADMIN_SOCKET: socket.SOCK_STREAM,
+    UNARY_SOCKET: socket.SOCK_STREAM,
+}
+_PROBE_S = 2.0
+
+
+def directory(around: Surroundings) -> Iterator[Finding]:
+    path = around.socket_dir
+    if len(os.fsencode(path / HANDSHAKE_SOCKET)) > MAX_SOCKET_PATH_BYTES:
+        yield fail("directory", f"{path} is too long for a Unix socket", "choose a shorter daemon.socket_dir")
+        return
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        yield fail("directory", f"{path} does not exist", how_to_start(around, "; or name another with --socket-dir"))
+        return
+    except PermissionError:
+        yield fail("directory", f"{path} cannot be reached by user {user_name(around.uid)}", _join("kvstored"))
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        yield fail("directory", f"{path} is not a directory", "give the directory that holds the sockets")
+        return
+    seen = f"{path}, {_describe(status)}"
+    if status.st_mode & stat.S_IWOTH:
+        yield fail(
+            "directory", f"{seen}: all users may write there", f"chmod o-w {path}, or use a directory of its own"
+        )
+    elif not os.access(path, os.X_OK):
+        yield fail("directory", f"{seen}: closed to user {user_name(around.uid)}", _join(_group_name(status.st_gid)))
+    else:
+        yield ok("directory", seen)
+
+
+def sockets(around: Surroundings) -> Iterator[Finding]:
+    """Each socket by itself; nothing when the directory cannot be entered, which `directory` reports."""
+    if not os.access(around.socket_dir, os.X_OK):
+        return
+    for name in _KINDS:
+        if name != UNARY_SOCKET or around.settings.flag("unary.enabled"):
+            yield _socket(around, name)
+
+
+def _socket(around: Surroundings, name: str) -> Finding:
+    path = around.socket_dir / name
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return fail(name, "does not exist", how_to_start(around))
+    if not stat.S_ISSOCK(status.st_mode):
+        return fail(name, "is in the way and is not a socket", f"remove {path}, then {how_to_start(around)}")
+    seen = _describe(status)
+    if status.st_mode & stat.S_IRWXO:
+        return fail(name, f"{seen}: open to all users", f"chmod o-rwx {path}")
+    directory_uid = around.socket_dir.stat().st_uid
+    if status.st_uid != directory_uid:
+        return warn(
+            name,
+            f"{seen}, but the directory belongs to {user_name(directory_uid)}",
+            "run one daemon, as one user; remove what another one left",
+        )
+    error = _connect(path, _KINDS[name])
+    if error is None:
+        return ok(name, f"{seen}, a daemon listens")
+    if isinstance(error, ConnectionRefusedError):
+        return fail(name, f"{seen}, stale: no daemon listens", how_to_start(around, " (it clears stale sockets)"))
+    if isinstance(error, PermissionError):
+        group = _group_name(status.st_gid)
+        if not status.st_mode & stat.S_IRWXG:
+            advice = "run kvctl as the daemon's user, or set daemon.admin_group to a group that you are in"
+        elif _is_member(around.uid, status.st_gid):
+            advice = f"you are in group {group}, but this login is older than that: log in again"
+        else:
+            advice = _join(group)
+        seen = f"{seen}: closed to user {user_name(around.uid)}"
+        if name == UNARY_SOCKET:
+            return ok(name, f"{seen}; it is for the daemon's user alone")
+        if name == ADMIN_SOCKET:
+            return warn(name, f"{seen}; engines do not need it, kvctl does", advice)
+        return fail(name, seen, advice)
+    return fail(name, f"{seen}: {explain_unreachable(path, error)}", "look at the daemon's log")
+
+
+def _connect(path: Path, kind: int) -> OSError | None:
+    """Why no daemon can be reached there; None when one can."""
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error
+    return None
+
+
+def _describe(status: os.stat_result) -> str:
+    owner = f"{user_name(status.st_uid)}:{_group_name(status.st_gid)}"
+    return f"mode {stat.S_IMODE(status.st_mode):04o}, owner {owner}"
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"gid {gid}"
+
+
+def _is_member(uid: int, gid: int) -> bool:
+    """By the group database, which may be newer than this login."""
+    try:
+        return user_name(uid) in grp.getgrgid(gid).gr_mem
+    except KeyError:
+        return False
+
+
+def _join(group: str) -> str:
+    if group == "root":  # no user should join that
+        return "set daemon.socket_group to a group that you are in, or run kvctl as the daemon's user"
+    return f"join group {group}: sudo usermod -aG {group} $USER, then log in again; or run kvctl as the daemon's user"

@@ -1,0 +1,102 @@
+"""kvctl's entry: parse, run one command, print, exit. Owns the mapping from failure to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvctl import act, show
+from kvctl.admin import AdminSocket
+from kvctl.arguments import parse, words_for_kvstored
+from kvctl.bench import bench
+from kvctl.blocks import blocks
+from kvctl.config import config
+from kvctl.delete import delete
+from kvctl.doctor.command import doctor
+from kvctl.events import events
+from kvctl.exit_codes import CommandError
+from kvctl.explain import explain
+from kvctl.get import get
+from kvctl.output import Output
+from kvctl.ping import ping
+from kvctl.predictor import predictor, run_kvstored
+from kvctl.prefetch import prefetch
+from kvctl.put import put
+from kvctl.quarantine import quarantine
+from kvctl.report import report
+from kvctl.tenants import tenants
+from kvctl.top import top
+from kvstore_client.paths import socket_directory
+from kvstore_console.command_line import report_error, run_program
+from kvstore_console.printable import printable
+
+_COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
+    "status": show.status,
+    "tiers": show.tiers,
+    "tenants": tenants,
+    "blocks": blocks,
+    "drop": act.drop,
+    "flush": act.flush,
+    "drain": act.drain,
+    "config": config,
+    "reload": act.reload,
+    "shutdown": act.shutdown,
+    "invalidate": act.invalidate,
+    "quarantine": quarantine,
+    "predictor": predictor,
+    "report": report,
+}
+# Commands that open their own connections: a session, the admin socket, or both.
+_BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = {
+    "ping": ping,
+    "top": top,
+    "doctor": doctor,
+    "put": put,
+    "get": get,
+    "prefetch": prefetch,
+    "delete": delete,
+    "explain": explain,
+    "bench": bench,
+    "events": events,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run kvctl; the exit code. Errors are one line on standard error (one object on standard output with
+    --json).
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
+    # A terminal that has no arrows and bars shows a question mark for each, so that columns stay aligned.
+    words = list(sys.argv[1:] if argv is None else argv)
+    of_kvstored = words_for_kvstored(words)
+    run = partial(run_kvstored, of_kvstored) if of_kvstored else lambda: _print(parse(words))
+    return run_program("kvctl", run, unencodable="replace")
+
+
+def _print(arguments: argparse.Namespace) -> int:
+    try:
+        output = _run(arguments)
+    except CommandError as error:
+        if arguments.json:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **error.facts}))
+        return report_error("kvctl", printable(str(error)), error.exit_code)
+    print(output.render(as_json=arguments.json), file=sys.stderr if output.aside else sys.stdout, flush=True)
+    return output.exit_code
+
+
+def _run(arguments: argparse.Namespace) -> Output:
+    directory = socket_directory(arguments.socket_dir)
+    if arguments.command in _BY_DIRECTORY:
+        return _BY_DIRECTORY[arguments.command](directory, arguments)
+    with AdminSocket(directory, arguments.timeout) as admin:
+        return _COMMANDS[arguments.command](admin, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What a command has to say: text for people, and the reply for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvctl.exit_codes import OK
+from kvstore_console.printable import printable_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One command's result. `text` for people is escaped here unless it is `painted`: made of `Line`s, which have done
+    so. `exit_code` is FAILED where the daemon answered but the work is not complete. `aside`: standard output has the
+    bytes that were asked for, and the text goes to standard error."""
+
+    text: str
+    reply: Message | dict[str, Any]
+    exit_code: int = OK
+    painted: bool = False
+    aside: bool = False
+
+    def render(self, *, as_json: bool) -> str:
+        if not as_json:
+            return self.text if self.painted else printable_lines(self.text)
+        document = plain(self.reply) if isinstance(self.reply, Message) else self.reply
+        return json.dumps(document, indent=2)  # in ASCII: the same document in every encoding
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Every field by its name in the .proto file; bytes as hex.
+
+    json_format turns 64-bit integers into strings and omits zeros by options that changed between releases; this walk
+    keeps numbers as numbers and every field present, under every protobuf release that we support.
+    """
+    return {field.name: _value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _value(value[key]) for key in sorted(value)}
+    return [_value(item) for item in value]

@@ -1,0 +1,142 @@
+"""What a data command is about: a named object, or the blocks of a token prefix under a fingerprint.
+
+Owns the reading of token lists and fingerprints from the command line. Raises CommandError that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl.exit_codes import FAILED, USAGE, CommandError
+from kvctl.explain_source import explain_source
+from kvstore_client.arguments import shown
+from kvstore_proto.fingerprint import MAX_FINGERPRINT_BYTES, Fingerprint, FingerprintError, parse_fingerprint
+from kvstore_proto.objects import MAX_NAME_BYTES, OBJECTS
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
+
+MAX_TOKEN: Final = (1 << 31) - 1
+MAX_TOKENS: Final = 16_000_000
+MAX_TOKENS_FILE_BYTES: Final = 256 << 20
+_DIGEST: Final = re.compile(r"[0-9a-fA-F]{8,64}")
+_TOKEN: Final = re.compile(r"-?[0-9]{1,10}")
+_RUN: Final = re.compile(r"([0-9]{1,10})-([0-9]{1,10})")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`name` is None for a token prefix; `tokens` is empty for a named object, whose length is in its head."""
+
+    label: str
+    fingerprint: Fingerprint
+    group: int
+    name: str | None = None
+    tokens: npt.NDArray[np.int32] | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks of the prefix."""
+        return 0 if self.tokens is None else len(self.tokens) // self.fingerprint.block_tokens
+
+
+def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
+    """The target that the options name; asks the daemon for a fingerprint that is given by its digest."""
+    if arguments.name is not None:
+        if not arguments.name or len(arguments.name.encode(errors="surrogateescape")) > MAX_NAME_BYTES:
+            raise CommandError(USAGE, f"a name has 1 to {MAX_NAME_BYTES} bytes")
+        try:
+            arguments.name.encode()
+        except UnicodeEncodeError:
+            raise CommandError(USAGE, "a name must be valid UTF-8") from None
+        return Target(arguments.name, OBJECTS, 0, name=arguments.name)
+    tokens = read_tokens(arguments)
+    fingerprint = read_fingerprint(directory, arguments)
+    group = fingerprint.groups[0] if arguments.group is None else fingerprint.group(arguments.group)
+    if group is None:
+        known = ", ".join(str(item.group_id) for item in fingerprint.groups)
+        raise CommandError(USAGE, f"the fingerprint has no layer group {arguments.group}; it has: {known}")
+    if len(tokens) < fingerprint.block_tokens:
+        raise CommandError(
+            USAGE,
+            f"{len(tokens)} tokens fill no block: one has {fingerprint.block_tokens} tokens under this fingerprint",
+        )
+    label = f"{len(tokens)} tokens of {fingerprint.model_name}"
+    return Target(label, fingerprint, group.group_id, tokens=tokens)
+
+
+def read_tokens(arguments: argparse.Namespace) -> npt.NDArray[np.int32]:
+    """Token ids of --tokens or --tokens-file: numbers and runs like 0-63, apart by commas or white space."""
+    if arguments.tokens is not None:
+        return parse_tokens(arguments.tokens, "--tokens")
+    path = arguments.tokens_file
+    try:
+        if path == "-":
+            text = sys.stdin.read(MAX_TOKENS_FILE_BYTES + 1)
+        else:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(MAX_TOKENS_FILE_BYTES + 1)
+    except OSError as error:
+        raise CommandError(USAGE, f"--tokens-file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CommandError(USAGE, f"--tokens-file {path} is not text: write token ids as numbers") from None
+    if len(text) > MAX_TOKENS_FILE_BYTES:
+        raise CommandError(USAGE, f"--tokens-file {path} is over {MAX_TOKENS_FILE_BYTES >> 20} MiB")
+    return parse_tokens(text.strip().removeprefix("[").removesuffix("]"), f"--tokens-file {path}")
+
+
+def parse_tokens(text: str, where: str) -> npt.NDArray[np.int32]:
+    """Raises CommandError(USAGE) naming the first word that is no token id."""
+    tokens: list[int] = []
+    for word in text.replace(",", " ").split():
+        run = _RUN.fullmatch(word)
+        first, last = (int(run[1]), int(run[2])) if run else (_token(word, where),) * 2
+        if last > MAX_TOKEN or last < first:
+            raise CommandError(USAGE, f"{where}: {word!r} is no token id or run of them (0 to {MAX_TOKEN})")
+        if len(tokens) + last - first >= MAX_TOKENS:
+            raise CommandError(USAGE, f"{where}: more than {MAX_TOKENS} tokens")
+        tokens.extend(range(first, last + 1))
+    return np.array(tokens, dtype=np.int32)
+
+
+def _token(word: str, where: str) -> int:
+    token = int(word) if _TOKEN.fullmatch(word) else MAX_TOKEN + 1
+    if not -MAX_TOKEN - 1 <= token <= MAX_TOKEN:
+        raise CommandError(USAGE, f"{where}: {shown(word)} is no token id: 32-bit whole numbers, like 1,2,3 or 0-63")
+    return token
+
+
+def fingerprint_digits(given: str) -> str:
+    """The digits of --fingerprint DIGEST, or of MODEL:DIGEST [for ACCOUNT] as listings show it."""
+    digits = given.rpartition(":")[2].partition(" ")[0]
+    if not _DIGEST.fullmatch(digits):
+        raise CommandError(
+            USAGE, f"--fingerprint {given}: neither a file nor a hex digest of 8 to 64 digits (`kvctl --json tenants`)"
+        )
+    return digits
+
+
+def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerprint:
+    """From a file with the canonical JSON, or, by its digest, from what the daemon has seen."""
+    given = arguments.fingerprint
+    path = Path(given)
+    if path.is_file():
+        try:
+            with open(path, "rb") as file:
+                return parse_fingerprint(file.read(MAX_FINGERPRINT_BYTES + 1).strip())
+        except OSError as error:
+            raise CommandError(USAGE, f"--fingerprint {given}: {error.strerror}") from None
+        except FingerprintError as error:
+            raise CommandError(USAGE, f"--fingerprint {given}: {error}") from None
+    given = fingerprint_digits(given)
+    with explain_source(directory, arguments.timeout) as ask:
+        reply = ask(ExplainRequest(fingerprint=given))
+    if not reply.fingerprints or not reply.fingerprints[0].canonical:
+        raise CommandError(FAILED, f"the daemon knows no fingerprint that begins with {given}; give its file instead")
+    return parse_fingerprint(reply.fingerprints[0].canonical.encode())

@@ -1,0 +1,391 @@
+"""A shared, persistent cache for llama-cpp-python: `llm.set_cache(KVStoreLlamaCache(llm))`.
+
+Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
+fingerprint of a loaded model, a sketch of what it computes among it (`llama_probe`). A completion's state is stored as
+a chain of blocks; the next prompt, in any process, restores the longest run of them it shares, as far as that is
+expected to be faster than computing it.
+Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
+be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
+Invariants: a cache serves the one model it was made for; blocks are stored only of tokens that the model was seen to
+evaluate (`llama_evaluated`), and while its weights' file is the one that was digested (`weight_files`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.entry import connect
+from kvstore_client.paths import costs_file
+from kvstore_client.session import Session
+from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state, parse_state
+from kvstore_connectors.load import Leased, Prompt, lease_by_choice
+from kvstore_connectors.weight_files import WeightFiles, mappings_now, process_began, why_unknown
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.token_ids import checked_tokens
+from kvstore_restore.choice import LoadChoice
+
+try:
+    import llama_cpp
+    from llama_cpp.llama import LlamaState
+    from llama_cpp.llama_cache import BaseLlamaCache
+except ImportError as missing:
+    raise ImportError(
+        f"kvstore_connectors.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
+    ) from None
+
+from kvstore_connectors.llama_evaluated import seen_in, watch
+from kvstore_connectors.llama_probe import probed_state, sketch, take_state, why_not_restorable
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64
+CONNECT_TIMEOUT_S = 5.0  # once, beside a model that has been loading for longer
+DEADLINE_S = 0.25
+_CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
+    "n_ctx",  # some models scale positions by it
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "attention_type",
+    "flash_attn_type",
+    "swa_full",
+)
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+
+class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
+    """See the module. `socket` as in `kvstore_client.connect`.
+
+    Raises ValueError, in one line, for a model whose state cannot be cut into blocks, and for a file that may not be
+    the one that was loaded. `weights_digest` saves a pass over the model's file where one is known; it must differ for
+    different weights, and the caller then answers for the file. `deadline_s` bounds what asking the daemon may cost a
+    prompt. What is expected to be computed faster than loaded is computed, unless `always_load`. `self_test`: the model
+    first computes a short prompt whole and from a restored block, and is refused where the answers differ.
+    """
+
+    def __init__(
+        self,
+        llm: llama_cpp.Llama,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        weights_digest: str = "",
+        block_tokens: int = BLOCK_TOKENS,
+        deadline_s: float = DEADLINE_S,
+        always_load: bool = False,
+        required: bool = False,
+        self_test: bool = True,
+    ) -> None:
+        super().__init__()
+        if llm._logits_all:
+            raise ValueError("a model opened with logits_all=True needs scores of all tokens, which are not stored")
+        self._llm = llm
+        self._evaluated = watch(llm)
+        try:
+            probed = probed_state(llm)
+            failure = why_not_restorable(llm, block_tokens) if self_test else ""
+        except StateUnsupported as error:
+            failure = str(error)
+        if failure:
+            raise ValueError(f"the state of this model cannot be stored in blocks: {failure}")
+        self._shape = probed.shape
+        self._weights = _loaded_files(llm, is_named=bool(weights_digest))
+        self.fingerprint = fingerprint_of(llm, probed, weights_digest or self._weights.digest(), block_tokens)
+        if changed := self._weights.changed():
+            raise ValueError(f"{changed} was written to while it was digested: open the model again")
+        self._block_tokens = block_tokens
+        self._session: Session = connect(
+            socket,
+            fingerprint=self.fingerprint,
+            client_name="llama-cpp-python",
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            deadline_s=deadline_s,
+            required=required,
+        )
+        self._deadline_s = deadline_s
+        self._choice = None if always_load else LoadChoice.load(costs_file(self.fingerprint.digest()))
+        if self._choice is not None:
+            self._session.before_close(self._choice.save)
+        self._prompts = PromptClock(llm)
+        self.restored_tokens = 0  # by the latest look-up
+        self._asked_tokens = _NO_TOKENS  # the latest prompt, while its answer is not stored
+        self.last_receipt = ""  # what became of the latest store, in words
+
+    @property
+    def session(self) -> Session:
+        return self._session
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes that this process has stored. What the store holds in all is its operator's to see and to limit."""
+        return self._session.statistics().bytes_stored
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        try:
+            return self._restorable_at_most(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+        except KVStoreError:
+            return False
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Bring the longest prefix of `key` that is stored and worth loading into the model, if it is longer than what
+        the model holds.
+
+        The state that is returned says what the model holds then, so that `Llama` finds nothing left to load: its own
+        `load_state` would also fill a matrix of scores that nothing reads, which takes longer than the restore.
+        """
+        self.restored_tokens = 0
+        self._asked_tokens = tokens = self._tokens(key)
+        blocks = self._restorable_at_most(key)
+        held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
+        try:
+            if changed := self._weights.changed():
+                raise KeyError(_changed(changed))
+            if blocks * self._block_tokens <= held:
+                raise KeyError("the model itself holds as much of this prompt")
+            self._bring(Prompt(tokens, len(tokens), blocks, held // self._block_tokens), held)
+        except KVStoreError as error:  # a closed session, a request that the daemon refuses
+            raise KeyError(f"the store refused: {error}") from None
+        finally:
+            self._prompts.start()
+        return _Current(self._llm)
+
+    def _bring(self, prompt: Prompt, held: int) -> None:
+        """Load into the model, which holds `held` tokens. KeyError where nothing longer is to be had, or worth it."""
+        block_bytes = self._shape.token_bytes * self._block_tokens
+        with lease_by_choice(
+            self._session, prompt, self._choice, block_bytes=block_bytes, deadline_s=self._deadline_s
+        ) as leased:
+            count = leased.blocks * self._block_tokens
+            if count <= held:
+                leased.copied(leased.blocks)
+                raise KeyError(f"nothing is loaded: {leased.reason or 'the prompt is new'}")
+            state = self._assembled(leased)
+            if state is None:
+                raise KeyError("the lease ended while its blocks were copied")
+            self._restore(prompt.tokens[:count], state)
+            leased.copied(leased.blocks)
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Store the full blocks of a state; those that are stored already are not written again."""
+        self._learn()
+        if changed := self._weights.changed():
+            self._not_stored(_changed(changed))
+            return
+        tokens = _seen_tokens(value)
+        count = len(tokens) // self._block_tokens
+        if not count:
+            self.last_receipt = "no full block"
+            if value.n_tokens >= self._block_tokens:
+                self.last_receipt += " of tokens that the model was seen to evaluate (an image, or a state, is before)"
+            return
+        saved, refusal = _parsed(value.llama_state)
+        if saved is not None and (saved.shape != self._shape or not saved.holds(count * self._block_tokens)):
+            saved, refusal = None, "it is not that of these tokens, from the first on, in this model"
+        if saved is None:
+            self._not_stored(f"the state of {len(tokens)} tokens is not understood: {refusal}")
+            return
+        payloads = [_Cut(saved, block * self._block_tokens, self._block_tokens) for block in range(count)]
+        try:
+            receipt = self._session.put(
+                tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
+            )
+            asked, self._asked_tokens = self._asked_tokens, _NO_TOKENS  # what was looked up before it was answered
+            if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
+                self._session.hint(tokens, answer_tokens=len(tokens) - len(asked))
+        except KVStoreError as error:  # blocks too large for the daemon, a closed session: the answer is not at fault
+            self._not_stored(f"the state of {len(tokens)} tokens was refused: {error}")
+            return
+        self.last_receipt = repr(receipt)
+
+    def close(self) -> None:
+        self._session.close()
+        self._weights.close()
+
+    def _not_stored(self, why: str) -> None:
+        """Log one line; the same one is not repeated."""
+        line = f"not stored: {why}"
+        if line != self.last_receipt:
+            log.warning("%s", line)
+        self.last_receipt = line
+
+    def _restorable_at_most(self, key: Sequence[int]) -> int:
+        """Leading full blocks of a prompt whose last token is computed in any case."""
+        return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
+
+    def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
+        return checked_tokens(key)
+
+    def _learn(self) -> None:
+        """What computing the latest prompt took, from where it was not held or restored."""
+        tokens, seconds = self._prompts.stop()
+        first = len(self._asked_tokens) - tokens
+        if self._choice is not None and tokens and first >= 0:
+            self._choice.observe_compute(first, tokens, seconds)
+
+    def _assembled(self, leased: Leased) -> npt.NDArray[np.uint8] | None:
+        """The saved state of the blocks that are to be used; None if the lease had ended by the time it was read."""
+        payloads = [leased.lease.payload(block) for block in range(leased.blocks)]
+        state = assemble_state(self._shape, payloads, self._block_tokens)
+        return state if leased.lease.valid else None
+
+    def _restore(self, tokens: npt.NDArray[np.int32], state: npt.NDArray[np.uint8]) -> None:
+        """Make `state` the model's. KeyError, and a model that holds nothing, when llama.cpp does not take it."""
+        llm = self._llm
+        if not take_state(llm, state):
+            llm.reset()
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm._ctx.ctx), True)
+            raise KeyError("llama.cpp does not accept the stored state")
+        llm.input_ids[: len(tokens)] = tokens
+        llm.n_tokens = len(tokens)
+        self._evaluated.restored(tokens)
+        llm._requires_eval = True
+        self.restored_tokens = len(tokens)
+
+
+class PromptClock:
+    """How long a model computes prompts, by llama.cpp's own counters, which keep an answer's tokens apart.
+
+    They stand still in a model that was opened with `no_perf=True`.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+        self._started: tuple[int, float] | None = None
+
+    def start(self) -> None:
+        self._started = self._counted()
+
+    def stop(self) -> tuple[int, float]:
+        """Tokens and seconds since the start; zeros where it was not started, or the counters began anew."""
+        started, self._started = self._started, None
+        tokens, seconds = self._counted()
+        if started is None or tokens <= started[0] or seconds <= started[1]:
+            return 0, 0.0
+        return tokens - started[0], seconds - started[1]
+
+    def _counted(self) -> tuple[int, float]:
+        counters = llama_cpp.llama_perf_context(self._llm._ctx.ctx)
+        # llama.cpp says 1 token where there was none
+        return int(counters.n_p_eval) if counters.t_p_eval_ms else 0, counters.t_p_eval_ms / 1e3
+
+
+class _Cut:
+    """Writes one block of a saved state straight into shared memory."""
+
+    def __init__(self, saved: SavedState, first: int, tokens: int) -> None:
+        self._saved, self._first, self._tokens = saved, first, tokens
+
+    def __call__(self, destination: npt.NDArray[np.uint8]) -> None:
+        self._saved.write_block(self._first, self._tokens, destination)
+
+
+class _Current(LlamaState):  # type: ignore[misc]
+    """What a model holds now. Its bytes are made only if they are read."""
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+        self.input_ids = llm.input_ids[: llm.n_tokens].copy()
+        self.n_tokens = llm.n_tokens
+        self.seed = llm._seed
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("scores", "llama_state", "llama_state_size"):
+            raise AttributeError(name)
+        whole = self._llm.save_state()
+        self.input_ids, self.n_tokens = whole.input_ids, whole.n_tokens
+        self.scores, self.llama_state, self.llama_state_size = whole.scores, whole.llama_state, whole.llama_state_size
+        return self.__dict__[name]
+
+
+def fingerprint_of(
+    llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
+) -> Fingerprint:
+    """Return all that this model's saved state depends on apart from the tokens, the version of llama.cpp among it.
+
+    `probed`: the state of the first probe tokens. What no setting says, such as a rotation of K and V or another
+    library, is in its sketch.
+    """
+    params, shape = llm.context_params, probed.shape
+    context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
+    context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it
+    context["kv_overrides"] = repr(llm.kv_overrides)
+    group = LayerGroup(0)  # layers of different sizes: the size of a block is that of the payload given at each put
+    if len(set(shape.layer_bytes)) == 1:
+        layers = tuple(range(len(shape.keys)))
+        group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=shape.layer_bytes[0])
+    return Fingerprint(
+        Path(llm.model_path).stem,
+        weights_digest=weights_digest,
+        rope=json.dumps(context, sort_keys=True),
+        kv_dtype=f"ggml types {shape.types}",
+        layout=f"{shape.layout} by llama-cpp-python {llama_cpp.__version__}, sketch {sketch(probed)}",
+        tokenizer_digest="the model's",
+        adapter_digest=f"{file_digest(Path(llm.lora_path))} {llm.lora_scale}" if llm.lora_path else "",
+        block_tokens=block_tokens,
+        engine_block_tokens=block_tokens,
+        groups=(group,),
+    )
+
+
+def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
+    """Return the leading tokens of a saved state that the model was seen to evaluate, and that the state names."""
+    named, seen = checked_tokens(state.input_ids[: state.n_tokens]), seen_in(state)
+    shared = min(len(named), len(seen))
+    differs = np.flatnonzero(named[:shared] != seen[:shared])
+    return named[: differs[0] if len(differs) else shared]
+
+
+def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
+    """Return the files that `llm` was loaded from, open. ValueError where the path may show others by now, unless the
+    weights are named by the caller."""
+    paths = _parts(Path(llm.model_path)) + ([Path(llm.lora_path)] if llm.lora_path else [])
+    try:
+        files = WeightFiles(paths)
+    except OSError as error:
+        raise ValueError(f"the model's file cannot be read again for its digest: {error}") from None
+    unknown = "" if is_named else why_unknown(files, mappings_now(), process_began())
+    if unknown:
+        raise ValueError(f"{unknown} (or give weights_digest=)")
+    return files
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a model's file, or of all parts of one that is split."""
+    return WeightFiles(_parts(path)).digest()
+
+
+def _changed(path: str) -> str:
+    return f"{path} was written to since the model was opened; nothing more is stored or restored: open it again"
+
+
+def _parsed(data: bytes) -> tuple[SavedState | None, str]:
+    try:
+        return parse_state(data), ""
+    except StateUnsupported as refused:
+        return None, str(refused)
+
+
+def _parts(path: Path) -> list[Path]:
+    split = _SHARD.search(path.name)
+    if split is None:
+        return [path]
+    return sorted(path.parent.glob(f"{path.name[: split.start()]}-*-of-{split[1]}.gguf"))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else repr(value)

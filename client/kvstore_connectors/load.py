@@ -1,0 +1,116 @@
+"""Leases as many leading blocks of a prompt as are worth loading, for connectors that load before they compute.
+
+Owns the order: lease what is mapped, choose, and ask again, with a deadline, where blocks of slower tiers are worth it;
+and the report of what that took to the choice. Most prefixes are mapped whole and cost one round trip. Never raises for
+a miss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore_client.lease import Lease
+from kvstore_client.results import Lookup
+from kvstore_client.session import Session
+from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
+
+UNKNOWN_PATIENCE, UNKNOWN_LEAST_S, MOST_S = 4.0, 0.25, 10.0  # of the wait for slower tiers
+LEAST_QUESTION_S = 0.025  # an answer takes 1 ms; a few that do not come, and no more is asked for a while
+REASON_COMPUTED = "computing is faster than loading"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`tokens` is hashable as `Session.get` takes it; of its `blocks` leading blocks the engine holds `held`. All of
+    `count` tokens will be held or computed, one at least computed."""
+
+    tokens: Any
+    count: int
+    blocks: int
+    held: int = 0
+
+
+@dataclass(slots=True)
+class Leased:
+    """The first `blocks` blocks of `lease` are to be used, those that are held already among them; then call `copied`.
+    No more than are held: nothing is loaded.
+
+    `stored` blocks of the prompt can be had at all. `reason` says why no more are used.
+    """
+
+    lease: Lease
+    blocks: int
+    stored: int
+    reason: str
+    lookup_s: float
+    _observe: Callable[[int], None] = field(repr=False)
+
+    def copied(self, blocks: int) -> None:
+        """So many of the blocks are in the engine now; 0 if the lease had ended. Not calling it teaches nothing."""
+        self._observe(blocks)
+
+
+@contextmanager
+def lease_by_choice(
+    session: Session, prompt: Prompt, choice: LoadChoice | None, *, block_bytes: int, deadline_s: float | None = None
+) -> Iterator[Leased]:
+    """`choice`: None loads all that is stored. `deadline_s` is for the first question (default: the session's), which
+    is given up earlier where computing all is known to take less."""
+    if choice is not None:
+        deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
+    begin = time.perf_counter()
+    with session.get(prompt.tokens, max_blocks=prompt.blocks, deadline_s=deadline_s, promote=False) as mapped:
+        lookup_s = time.perf_counter() - begin
+        hit = _hit(prompt, len(mapped), mapped.resident_blocks, mapped.estimated_load_s, session, block_bytes)
+        chosen = choice.choose(hit) if choice is not None else all_of(hit)
+        wanted = prompt.held + chosen.blocks
+
+        def observe(blocks: int) -> None:
+            if choice is not None:
+                choice.observe_load(hit, chosen, blocks - prompt.held, time.perf_counter() - begin)
+
+        if not chosen.blocks or wanted <= len(mapped):
+            reason = REASON_COMPUTED if wanted < mapped.resident_blocks else mapped.reason
+            yield Leased(mapped, min(wanted, len(mapped)), mapped.resident_blocks, reason, lookup_s, observe)
+            return
+        wait_s = _wait_s(chosen, mapped.estimated_load_s)
+        with session.get(prompt.tokens, max_blocks=wanted, deadline_s=wait_s, promote=True) as loaded:
+            reason = loaded.reason or (REASON_COMPUTED if wanted < mapped.resident_blocks else "")
+            yield Leased(loaded, min(wanted, len(loaded)), mapped.resident_blocks, reason, lookup_s, observe)
+
+
+def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Session, block_bytes: int) -> Hit:
+    """The daemon says what the blocks that are not mapped take together; so they count as equal."""
+    held = prompt.held
+    ready, slower = max(mapped - held, 0), max(stored - max(mapped, held), 0)
+    each_s = load_s / slower if slower else 0.0
+    first = held * session.block_tokens
+    count = max(prompt.count, first + (ready + slower) * session.block_tokens + 1)
+    tiers = ["host"] * ready + ["slower"] * slower
+    return Hit(tiers, [0.0] * ready + [each_s] * slower, session.block_tokens, block_bytes, count, first)
+
+
+def hit_of(found: Lookup, first: int, last: int, *, block_tokens: int, block_bytes: int, tokens: int, held: int) -> Hit:
+    """Blocks [first, last) of what was looked up, behind `held` tokens of a prompt of `tokens`."""
+    each_s = found.load_s or (found.estimated_load_s / max(found.blocks, 1),) * found.blocks
+    return Hit(found.tiers[first:last], each_s[first:last], block_tokens, block_bytes, tokens, held)
+
+
+def bounded_wait_s(choice: LoadChoice, held: int, count: int, deadline_s: float | None) -> float | None:
+    """How long asking for a prompt may take: a daemon that stands still must not cost more than it could have saved."""
+    computing_s = choice.known_compute_s(held, count - held)
+    if math.isinf(computing_s):
+        return deadline_s
+    computing_s = max(computing_s, LEAST_QUESTION_S)
+    return computing_s if deadline_s is None else min(deadline_s, computing_s)
+
+
+def _wait_s(chosen: Chosen, estimated_s: float) -> float:
+    if math.isinf(chosen.deadline_s):
+        return min(max(UNKNOWN_PATIENCE * estimated_s, UNKNOWN_LEAST_S), MOST_S)
+    return min(chosen.deadline_s, MOST_S)

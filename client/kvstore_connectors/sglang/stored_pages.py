@@ -1,0 +1,115 @@
+"""Pages of one rank in its session: their names, which of them are there, leases on them, and storing them.
+
+A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first.
+Never raises for an absent daemon, a full store or a missing page, and never evicts. Imports neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kvstore_client.lease import Lease
+from kvstore_client.results import Lookup
+from kvstore_client.session import Session
+from kvstore_connectors.page_keys import PageKeys
+from kvstore_connectors.sglang.pages import KV, ending_in, whole_prefixes
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.identity import BlockKeys
+
+log = logging.getLogger(__name__)
+
+
+class StoredPages:
+    """`form_of` says what is hashed into the names of a pool's pages beside SGLang's hash: what the fingerprint of the
+    session leaves open."""
+
+    def __init__(self, session: Session, form_of: Callable[[str], str]) -> None:
+        self._session = session
+        self._form_of = form_of
+
+    def names(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys | None:
+        """Our keys of these pages; None while there is no daemon, whose part of them we need."""
+        if not hashes:
+            return None
+        secret = self._session.keys([0] * self._session.block_tokens)
+        return None if secret is None else PageKeys(secret[0]).of(hashes, self._form_of(str(pool)))
+
+    def lookup(self, names: BlockKeys, deadline_s: float | None = None) -> Lookup:
+        """A session that is closed, or a daemon that refuses, has nothing."""
+        try:
+            return self._session.lookup(keys=names, deadline_s=deadline_s)
+        except KVStoreError as error:
+            log.warning("pages cannot be looked up: %s", error)
+            return Lookup()
+
+    def present(self, hashes: Sequence[str], pool: str = KV, deadline_s: float | None = None) -> list[bool]:
+        """Of each page whether it is there."""
+        names = self.names(hashes, pool)
+        tiers: Sequence[str] = () if names is None else self.lookup(names, deadline_s).tiers
+        return [index < len(tiers) and tiers[index] != "absent" for index in range(len(hashes))]
+
+    def restorable(
+        self, hashes: Sequence[str], transfers: Sequence[Any], most: int, deadline_s: float | None = None
+    ) -> tuple[set[int], dict[str, int]]:
+        """Lengths, up to `most`, of prefixes of these pages that all pools can restore, each by the rule of its
+        PoolTransfer; and for each pool the longest that it would restore. `deadline_s` is for each pool's question.
+        """
+        usable = set(range(1, most + 1))
+        hits: dict[str, int] = {}
+        for transfer in transfers:
+            present = self.present(hashes[: max(usable, default=0)], transfer.name, deadline_s)
+            if transfer.hit_policy == "all_pages":
+                whole = whole_prefixes(present)
+            elif transfer.hit_policy == "trailing_pages":
+                whole = ending_in(present, max(1, len(transfer.keys or ())))
+            else:
+                log.warning("pool %s asks by the rule %s, which is not known here", transfer.name, transfer.hit_policy)
+                whole = set()
+            if whole:
+                hits[transfer.name] = max(whole)
+            usable &= whole
+        return usable, hits
+
+    def leases(self, hashes: Sequence[str], pool: str, deadline_s: float) -> list[Lease] | None:
+        """Leases that hold all of these pages, in order; None, and nothing is held, if one cannot be had in time."""
+        names, ends = self.names(hashes, pool), time.monotonic() + deadline_s
+        if names is None:
+            return None
+        held: list[Lease] = []
+        with ExitStack() as undo:
+            start = 0
+            while start < len(names):  # one request names a limited number of them
+                try:
+                    lease = self._session.get(keys=names[start:], deadline_s=max(ends - time.monotonic(), 0.001))
+                except KVStoreError as error:
+                    log.warning("pages cannot be leased: %s", error)
+                    return None
+                undo.callback(lease.release)
+                if not len(lease):
+                    return None
+                held.append(lease)
+                start += len(lease)
+            undo.pop_all()
+        return held
+
+    def put(
+        self, hashes: Sequence[str], pool: str, payloads: Sequence[Any], *, before: str | None, nbytes: int | None
+    ) -> list[bool]:
+        """Store consecutive pages behind the page `before`, or as the start of a chain where that is not stored. Raises
+        what a payload raises that fails to fill its slot."""
+        names = self.names([*([] if before is None else [before]), *hashes], pool)
+        if names is None:
+            return [False] * len(hashes)
+        first = len(names) - len(hashes)
+        if first and not self.lookup(names[:1]).blocks:
+            names, first = names[1:], 0
+        try:
+            receipt = self._session.put(keys=names, first_block=first, payloads=payloads, payload_bytes=nbytes)
+        except KVStoreError as error:  # pages too large for the daemon, a closed session
+            log.warning("pages are not stored: %s", error)
+            return [False] * len(hashes)
+        return [status in ("stored", "present") for status in receipt.statuses]

@@ -1,0 +1,34 @@
+"""Hugging Face Transformers: a `Cache` that restores stored prefixes and stores new blocks.
+
+    with kvstore_session(model) as session:
+        model.generate(input_ids, past_key_values=KVStoreCache(session, model))
+
+Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
+model's calls), `layers` (where K and V are), `copies` (how blocks get there and back, on the host and on a device),
+`restore`, `storer`, `compute_times`, `fingerprint`, `mapped_weights`, `self_test` and `sessions`. Needs torch and
+transformers 5.14, imported in this package alone.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401  (named here so that its absence is said in one sentence)
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        f"kvstore_connectors.transformers needs torch and transformers 5.14 or later ({error}): "
+        "pip install 'kvstored[transformers]'"
+    ) from None
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the first with layer types of a cache
+    raise ImportError(
+        f"kvstore_connectors.transformers needs transformers 5.14 or later, found {transformers.__version__}: "
+        "pip install 'transformers>=5.14'"
+    )
+
+from kvstore_connectors.transformers.cache import KVStoreCache
+from kvstore_connectors.transformers.fingerprint import model_fingerprint
+from kvstore_connectors.transformers.report import CacheReport
+from kvstore_connectors.transformers.sessions import flush, kvstore_session
+
+__all__ = ["CacheReport", "KVStoreCache", "flush", "kvstore_session", "model_fingerprint"]

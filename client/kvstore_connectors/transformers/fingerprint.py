@@ -1,0 +1,264 @@
+"""The fingerprint of a loaded Transformers model: all that its K/V bytes depend on apart from the tokens.
+
+Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
+V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
+edited weight or another dtype is another model. Implementations of attention that come with Transformers round alone,
+and share blocks; one that a program registered, or that comes from a hub, may mean another attention, and is another
+model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
+the layout of its blocks is another one.
+Invariant: the digest of a model is computed again when a weight, its file, an adapter or its state has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvstore_client.errors import invalid
+from kvstore_connectors.transformers.mapped_weights import is_watched, watch, written_file
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
+LAYOUT = "layer-major/k-then-v/head-major/token"
+DEVICE_LAYOUT = "layer-major/token/k-then-v/head"  # on a CUDA device: a block is one run of bytes in each layer
+ID_PREFIX = "id:"
+
+_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_WANDERING_ROPE = ("dynamic", "longrope")  # their angles depend on how long the sequence became later
+_SAME_ATTENTION = frozenset({"eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"})
+_SAMPLES = 4  # of each dimension of a weight, to see what torch does not count
+_NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation, how it is computed
+    {"_name_or_path", "_model_name_or_path", "name_or_path", "architectures", "transformers_version", "use_cache",
+     "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation",
+     "id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def item_bytes(self) -> int:
+        return int(self.dtype.itemsize)
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The Transformers model itself, inside its wrappers (an adapter library, torch.compile)."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    found = next((part for part in getattr(model, "modules", list)() if isinstance(part, PreTrainedModel)), None)
+    if found is None:
+        raise invalid(f"a Transformers model is needed, got {type(model).__name__}")
+    return found
+
+
+def device_index(model: PreTrainedModel) -> int | None:
+    """The CUDA device that a model is on, as the driver counts in this process; None where it is on none."""
+    device = model.device
+    if device.type != "cuda" or torch.version.hip:  # AMD's go by the same name
+        return None
+    return int(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """The shape of a model's K/V state. Raises KVStoreError(INVALID) for a model that cannot be stored, saying why."""
+    whole = model.config
+    config = whole.get_text_config(decoder=True)
+    if whole.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise _unstorable(model, "its cross attention depends on another input than the tokens")
+    kinds = sorted(set(get_layer_types_and_kwargs(config)[0]) - {"full_attention"})
+    if kinds:
+        raise _unstorable(model, f"it has layers of kind {', '.join(kinds)}, and only full attention is stored")
+    rope = _rope(config)
+    wandering = next((kind for kind in _WANDERING_ROPE if f'"{kind}"' in rope), None)
+    if wandering:
+        raise _unstorable(model, f"with {wandering} rope, keys depend on the length that a sequence reaches later")
+    dtype = model.dtype
+    if dtype not in _DTYPES:
+        raise _unstorable(model, f"it computes in {dtype}, and K/V is stored in {', '.join(_DTYPES.values())}")
+    queries = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // queries if queries else None)
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        raise _unstorable(model, "its configuration does not give one number of key/value heads for all layers")
+    return KVShape(config.num_hidden_layers, heads, head_dim, dtype)
+
+
+def model_fingerprint(
+    model: Any, *, model_id: str | None = None, block_tokens: int = BLOCK_TOKENS, key_hash: str = "xxh3"
+) -> Fingerprint:
+    """The fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
+
+    All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). `model_id` is taken instead of that
+    hash where it is given: the caller then answers for equal ids meaning equal weights.
+    """
+    inner = inner_model(model)
+    shape = kv_shape(inner)
+    token_bytes = 2 * shape.heads * shape.head_dim * shape.item_bytes
+    group = LayerGroup(0, layers=tuple(range(shape.layers)), bytes_per_token_per_layer=token_bytes)
+    return Fingerprint(
+        model_name=str(inner.config.name_or_path or type(inner).__name__),
+        weights_digest=weights_identity(inner, model_id),
+        rope=_rope(inner.config.get_text_config(decoder=True)),
+        kv_dtype=_DTYPES[shape.dtype],
+        layout=LAYOUT if device_index(inner) is None else DEVICE_LAYOUT,
+        adapter_digest=_digest(state) if (state := _adapter_state(model, inner)) else "",
+        block_tokens=block_tokens,
+        engine_block_tokens=block_tokens,
+        key_hash=key_hash,
+        groups=(group,),
+    )
+
+
+def difference(session: Fingerprint, model: Any) -> str:
+    """In what a model is not the one that a session was opened for; empty when it is."""
+    named = session.weights_digest
+    model_id = named.removeprefix(ID_PREFIX).rpartition(":")[0] if named.startswith(ID_PREFIX) else None
+    ours = model_fingerprint(model, model_id=model_id, block_tokens=session.block_tokens)
+    compared = {
+        "weights or configuration": (ours.weights_digest, session.weights_digest),
+        "adapters": (ours.adapter_digest, session.adapter_digest),
+        "rope": (ours.rope, session.rope),
+        "dtype": (ours.kv_dtype, session.kv_dtype),
+        "layout": (ours.layout, session.layout),
+        "shape": (ours.groups, session.groups),
+    }
+    return ", ".join(name for name, (here, there) in compared.items() if here != there)
+
+
+def difference_now(session: Fingerprint, model: Any) -> str:
+    """Return what `difference` does, by what is cheap to see before each token: torch's counts of writes, adapters."""
+    inner = inner_model(model)
+    known = _hashed.get(inner)
+    adapted = _digest(state) if (state := _adapter_state(model, inner)) else ""
+    is_same = known is None or list(map(_mark, known.tensors)) == known.marks
+    return "" if is_same and adapted == session.adapter_digest else difference(session, model)
+
+
+def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
+    """A digest of the configuration, and of all weights or the id that stands for them."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
+    described = _digest(
+        [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
+    )
+    if model_id is not None:
+        if not is_watched(model):
+            watch(model, by_content=False)
+        return f"{ID_PREFIX}{model_id}:{described}"
+    return f"{_weights_digest(model)}:{described}"
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """A digest, and the tensors it was made of: where each lay, how often it was written to, some of its numbers."""
+
+    tensors: list[torch.Tensor]
+    marks: list[tuple[int, int]]
+    adapters: list[str]
+    samples: bytes
+    digest: str
+
+
+_hashed: WeakKeyDictionary[PreTrainedModel, _Hashed] = WeakKeyDictionary()
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    known = _hashed.get(model)
+    adapters = _adapter_state(model, model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [tensor for _, tensor in named]
+    marks = list(map(_mark, tensors))
+    is_same = known is not None and known.adapters == adapters and known.marks == marks
+    is_same = is_same and known is not None and known.samples == _samples_of(tensors)
+    if known is not None and is_same and _same(known.tensors, tensors) and not written_file(model):
+        return known.digest
+    watch(model, by_content=True)
+    hashing = xxhash.xxh3_128()
+    for name, tensor in sorted(named, key=lambda item: item[0]):
+        hashing.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        hashing.update(_bytes_of(model, name, tensor))
+    digest = hashing.hexdigest()
+    if written := written_file(model):
+        raise _unstorable(model, f"{written} was written to while the weights were hashed")
+    _hashed[model] = _Hashed(tensors, marks, adapters, _samples_of(tensors), digest)
+    return digest
+
+
+def _same(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
+    """Whether these are the very tensors that were hashed: a parameter may have been put in another's place."""
+    return len(known) == len(tensors) and all(map(operator.is_, known, tensors))
+
+
+def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
+    try:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    except (RuntimeError, TypeError) as error:
+        raise _unstorable(model, f"{name} cannot be read ({error}); give model_id= instead") from None
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes with every in-place change that torch counts; a write through `.data` is not one of them."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _samples_of(tensors: list[torch.Tensor]) -> bytes:
+    """Return some numbers of each tensor, spread over its dimensions: writes that torch does not count reach most."""
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type in ("cpu", "cuda"):
+            some = tensor.detach()[tuple(slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape)]
+            parts.setdefault((tensor.device, tensor.dtype), []).append(some.reshape(-1))
+    try:
+        return b"".join(torch.cat(each).cpu().view(torch.uint8).numpy().tobytes() for each in parts.values())
+    except (RuntimeError, TypeError):  # tensors of a kind of their own, by a library for quantised weights
+        return b""
+
+
+def _other_attention(config: Any) -> list[str]:
+    """Return the attention implementations of a configuration that are none of Transformers' own."""
+    configs = (config, config.get_text_config(decoder=True))
+    names = {str(getattr(each, "_attn_implementation", None) or "eager").removeprefix("paged|") for each in configs}
+    return sorted(names - _SAME_ATTENTION)
+
+
+def _rope(config: Any) -> str:
+    """Of configurations of both generations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
+    found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def _adapter_state(*models: Any) -> list[str]:
+    """What adapters are configured (by PEFT's conventions), and how each adapted layer uses them now."""
+    configured = {id(config): config for model in models if (config := getattr(model, "peft_config", None))}
+    if not configured:
+        return []
+    described = [f"{name}: {config}" for known in configured.values() for name, config in sorted(known.items())]
+    for name, layer in models[-1].named_modules():
+        if hasattr(layer, "active_adapters") and hasattr(layer, "scaling"):
+            used = [getattr(layer, part, None) for part in ("scaling", "disable_adapters", "merged_adapters")]
+            described.append(f"{name}: {layer.active_adapters} {used}")
+    return described
+
+
+def _digest(parts: list[str]) -> str:
+    return str(xxhash.xxh3_128_hexdigest("\0".join(parts).encode()))
+
+
+def _unstorable(model: PreTrainedModel, why: str) -> Exception:
+    return invalid(f"the K/V state of {type(model).__name__} cannot be stored: {why}")

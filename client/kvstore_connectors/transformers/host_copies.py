@@ -1,0 +1,118 @@
+"""Copies between blocks and a tensor with the CPU, in a thread of its own where that is worth it.
+
+The tensor is laid out as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then
+torch copies, and waits. Owns nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore_client.lease import Lease
+from kvstore_client.payload import FillSlot
+from kvstore_connectors.moments import HostMoment
+from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.fingerprint import LAYOUT, KVShape
+from kvstore_connectors.transformers.layerwise import LayerCopy
+
+LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
+Bytes = npt.NDArray[np.uint8]
+
+
+class HostCopies:
+    """`BlockCopies` for tensors of a model that is on `device`."""
+
+    layout = LAYOUT
+    least_beside_bytes = LEAST_BYTES
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._is_host = device is None or device.type == "cpu"
+
+    def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
+        return torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
+
+    def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
+        scatter(tensor, _payloads(lease, span), span)
+        return lease.valid
+
+    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> LayerCopy:
+        payloads = _payloads(lease, span)
+
+        def copy(layer: int) -> None:
+            scatter(tensor, payloads, span, slice(layer, layer + 1))
+
+        return LayerCopy(len(tensor), copy, lease, held.pop_all()).start()
+
+    def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: Any) -> list[FillSlot]:
+        return [partial(gather, tensor, block * block_tokens, (block + 1) * block_tokens) for block in blocks]
+
+    def moment(self) -> HostMoment:
+        return HostMoment(time.perf_counter() if self._is_host else None)
+
+
+def _payloads(lease: Lease, span: Span) -> list[Bytes]:
+    return [lease.payload(block) for block in span.blocks]
+
+
+def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: slice = slice(None)) -> None:
+    """Write the tokens of a span, of `layers`, from the stored blocks that have them."""
+    count, _, heads, _, head_dim = tensor.shape
+    begin, end, block_tokens = span.begin, span.end, span.block_tokens
+    part = tensor[layers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
+        origin = begin // block_tokens * block_tokens
+        for run in _runs(blocks):
+            stored = torch.from_numpy(run).view(tensor.dtype)
+            stored = stored.view(len(run), count, 2, heads, block_tokens, head_dim)[:, layers]
+            stop = origin + len(run) * block_tokens
+            first, last = max(begin, origin), min(end, stop)
+            if (first, last) == (origin, stop):
+                place = part[:, :, :, first:last].unflatten(3, (len(run), block_tokens))
+                place.copy_(stored.permute(1, 2, 3, 0, 4, 5))
+            else:  # a run that is wanted in part: of its first or last block only some tokens
+                for index, block in enumerate(stored):
+                    at = origin + index * block_tokens
+                    low, high = max(first, at), min(last, at + block_tokens)
+                    part[:, :, :, low:high].copy_(block[:, :, :, low - at : high - at])
+            origin = stop
+
+
+def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
+    """Blocks as arrays [block, byte]: those at equal distances in memory together, in one array.
+
+    A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
+    stays by itself, for it may be wanted in part only.
+    """
+    starts = [block.__array_interface__["data"][0] for block in blocks]
+    first = 0
+    while first < len(blocks):
+        step, last = 0, first
+        while last + 2 < len(blocks) and starts[last + 1] - starts[last] >= len(blocks[first]):
+            if step not in (0, starts[last + 1] - starts[last]):
+                break
+            step, last = starts[last + 1] - starts[last], last + 1
+        count, block = last + 1 - first, blocks[first]
+        yield np.lib.stride_tricks.as_strided(block, (count, len(block)), (step or len(block), 1), writeable=False)
+        first = last + 1
+
+
+def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> None:
+    """Copy tokens [begin, end) of a tensor into a block's payload. On the CPU not by torch's threads: they belong to
+    the model, which computes meanwhile.
+    """
+    source = tensor[:, :, :, begin:end]
+    if source.device.type == "cpu":
+        raw = source.view(torch.uint8).numpy()
+        np.copyto(destination.reshape(raw.shape), raw)
+    else:
+        torch.from_numpy(destination).view(tensor.dtype).view(source.shape).copy_(source)

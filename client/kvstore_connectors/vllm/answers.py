@@ -1,0 +1,151 @@
+"""Reports to the daemon how long answers were, and what is expected of their chains, beside the running engine: how
+long it keeps a chain depends on that.
+
+Owns one thread and the queue of reports. The scheduler knows that a request has ended before its last blocks are
+stored, and the daemon knows a chain by its last block; so each end is reported a little later, and again while blocks
+of it are missing. No request waits for this, and a failure costs a hint.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+from kvstore_client.hint import NextStep
+from kvstore_connectors.vllm.identity import KeySource, address
+from kvstore_connectors.vllm.kv_hints import Expected, KvHints
+from kvstore_connectors.vllm.orders import Prefix
+
+DELAY_S = 0.1  # before the first time, and twice as long before each further one
+_TIMES = 6
+_MOST_WAITING = 1024  # reports; further ones are dropped
+
+
+class HintSession(KeySource, Protocol):
+    """The part of a session that this half uses."""
+
+    def hint(
+        self,
+        tokens: Any = None,
+        *,
+        keys: Any = None,
+        due_in_s: float | None = None,
+        next_step: NextStep | None = None,
+        answer_tokens: int = 0,
+    ) -> int: ...
+    def prefetch(self, tokens: Any = None, *, keys: Any = None, in_s: float | None = None) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that has ended: its `blocks` whole ones, prompt and answer, the tokens of its answer, and the envelope
+    of hints that it came with, if any."""
+
+    prefix: Prefix
+    blocks: int
+    tokens: int
+    kv_hints: Any = None
+
+
+class _Due(NamedTuple):
+    """A report, in the order of time; `number` orders equal times. `expected` is as of `ended_s`."""
+
+    at_s: float
+    number: int
+    session: HintSession
+    answer: Answer
+    expected: Expected
+    ended_s: float
+    delay_s: float
+    times_left: int
+
+
+class AnswerReporter:
+    """`sessions`: one for each rank's shard, each a chain of its own to the daemon. `say`: see `KvHints`."""
+
+    def __init__(
+        self,
+        sessions: Sequence[HintSession],
+        *,
+        say: Callable[[str], None],
+        delay_s: float = DELAY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sessions = sessions
+        self.kv_hints = KvHints(say)
+        self._delay_s, self._clock = delay_s, clock
+        self._waiting: list[_Due] = []  # a heap
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def ended(self, answer: Answer) -> None:
+        """Returns at once."""
+        with self._changed:
+            if self._closing or len(self._waiting) >= _MOST_WAITING:
+                return
+            expected, now = self.kv_hints.read(answer.kv_hints), self._clock()
+            for session in self._sessions:
+                number = next(self._numbers)
+                due = _Due(now + self._delay_s, number, session, answer, expected, now, self._delay_s, _TIMES)
+                heappush(self._waiting, due)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-vllm-answers", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Drop waiting reports and end the thread; a report that is being sent has the session's deadline."""
+        with self._changed:
+            self._closing = True
+            self._waiting.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (due := self._next()) is not None:
+            if not self._is_known(due) and due.times_left > 1:
+                delay_s = 2 * due.delay_s
+                again = due._replace(at_s=self._clock() + delay_s, delay_s=delay_s, times_left=due.times_left - 1)
+                with self._changed:
+                    if not self._closing:
+                        heappush(self._waiting, again)
+
+    def _is_known(self, due: _Due) -> bool:
+        """Report; whether the daemon had all of the blocks. They are prefetched then, or the last time."""
+        session, answer, expected = due.session, due.answer, due.expected
+        past_s = self._clock() - due.ended_s
+        try:
+            named = address(session, answer.prefix)
+            if named is None:
+                return False
+            due_in_s = _left_s(expected.due_in_s, past_s)
+            is_known = answer.blocks <= session.hint(
+                **named, answer_tokens=answer.tokens, next_step=expected.next_step, due_in_s=due_in_s
+            )
+            if expected.wants_prefetch and (is_known or due.times_left == 1):
+                session.prefetch(**named, in_s=_left_s(expected.prefetch_in_s, past_s))
+            return is_known
+        except Exception:  # a closed session, or a bug here: neither may end the thread
+            return True
+
+    def _next(self) -> _Due | None:
+        """The next that is due; None at the end."""
+        with self._changed:
+            while not self._closing:
+                wait_s = self._waiting[0].at_s - self._clock() if self._waiting else None
+                if wait_s is not None and wait_s <= 0:
+                    return heappop(self._waiting)
+                self._changed.wait(wait_s)
+        return None
+
+
+def _left_s(seconds: float | None, past_s: float) -> float | None:
+    return None if seconds is None else max(seconds - past_s, 0.0)

@@ -1,0 +1,213 @@
+"""From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on apart from its prefix.
+
+Owns which of vLLM's settings count, and which cannot be served at all. Reads the configuration by attribute. A setting
+forgotten here is garbage served to someone, so whole records go in rather than fields: the model's complete Hugging
+Face configuration, the cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes
+inside a block is its private matter).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvstore_connectors.vllm.identity import Extras, Item
+from kvstore_connectors.vllm.weights import (
+    combined_digest,
+    default_memory,
+    loaded_others,
+    weight_files,
+    weights_digest,
+)
+from kvstore_connectors.weight_files import process_began
+from kvstore_proto.arena import MAX_TOKENS
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+_NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+_READABLE_FORMATS = ("auto", "hf", "safetensors", "pt", "gguf")
+# On CUDA a block of these backends and types is K, then V, for each head and token, in the order of axes that the
+# fingerprint names. Others add scales, pack elements, or have an order of their own.
+_CUDA_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+_CUDA_CACHES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+_OWN_PACKING = ("num_head_slots", "state_content_bytes")  # of a specification whose page is not K and V of each head
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this configuration cannot be served, and what to do about it; "" when it can."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    device = vllm_config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        return f"its KV cache is in {device} memory, and this connector copies that of CPUs and of CUDA devices only"
+    if device == "cuda" and str(cache.cache_dtype) not in _CUDA_CACHES:
+        return f"the order of bytes in a {cache.cache_dtype} KV cache is not known: set --kv-cache-dtype auto"
+    if device == "cuda" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return "sleep mode takes the KV memory away while blocks are stored from it: unset --enable-sleep-mode"
+    if len(groups) != 1:
+        return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        return f"its layers keep {type(spec).__name__} caches, and only full attention can be stored"
+    if device == "cuda" and any(getattr(spec, name, None) is not None for name in _OWN_PACKING):
+        return "its kernels pack blocks in an order of their own, which is not known: set another --attention-backend"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is not supported: set --pipeline-parallel-size 1"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or (
+        getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return "context parallelism is not supported: set its sizes to 1"
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            "KV scales computed from the first prompt make every process's bytes different: unset calculate_kv_scales"
+        )
+    if spec.block_size > MAX_TOKENS:
+        return f"blocks of {spec.block_size} tokens are over the limit of {MAX_TOKENS}: set a smaller --block-size"
+    return ""
+
+
+def refused_backends(names: Collection[str]) -> str:
+    """Why a KV cache that these attention backends write on a CUDA device cannot be stored; "" when it can."""
+    unknown = sorted(set(names) - _CUDA_BACKENDS)
+    if unknown:
+        return f"the order of bytes in blocks of {', '.join(unknown)} is not known: set --attention-backend FLASH_ATTN"
+    return ""
+
+
+def model_fingerprint(
+    vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
+) -> Fingerprint:
+    """`packing` is the kernel's name for the order of bytes in a block; `rank` the tensor-parallel rank."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    device = str(vllm_config.device_config.device_type)
+    layers = len(group.layer_names)
+    per_token, odd = divmod(spec.page_size_bytes, spec.block_size)
+    layout = {
+        "engine": f"vllm {version}",
+        "packing": packing,
+        "memory": str(kv_cache_config.kv_cache_layout),
+        "compute": _dtype(model.dtype),
+        "cache": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "heads": f"{spec.num_kv_heads}x{spec.head_size}",
+        "layers": layers,
+        "page_bytes": spec.page_size_bytes,
+        **({"device": device} if device != "cpu" else {}),
+        **rope_by_length(model),
+    }
+    return Fingerprint(
+        model_name=str(model.model),
+        weights_digest=weights,
+        rope=f"config {model_digest(model)}",
+        kv_dtype=_dtype(spec.dtype),
+        layout=json.dumps(layout, sort_keys=True, separators=(",", ":")),
+        shard_index=rank,
+        shard_count=vllm_config.parallel_config.tensor_parallel_size,
+        block_tokens=spec.block_size,
+        engine_block_tokens=spec.block_size,
+        key_hash="blake2b",
+        groups=(LayerGroup(0, "full", 0, () if odd else tuple(range(layers)), 0 if odd else per_token),),
+    )
+
+
+def model_digest(model: Any) -> str:
+    """Of the model's complete Hugging Face configuration."""
+    return _digest(_model_settings(model))
+
+
+def rope_by_length(model: Any) -> dict[str, Any]:
+    """The longest prompt, where positions are scaled by it."""
+    settings = json.dumps(_model_settings(model), default=str)
+    if '"longrope"' in settings or '"su"' in settings:
+        return {"max_model_len": model.max_model_len}  # vLLM chooses the short or the long factors by it
+    return {}
+
+
+def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
+    """Return the digest of the weights that vLLM loaded. ValueError with a sentence when there are no files to read, or
+    when they changed after this process began, and so perhaps after it loaded them."""
+    if stated:
+        return f"stated {stated}"
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    remedy = 'say what they are: kv_connector_extra_config={"weights_digest": "<a name that changes with the weights>"}'
+    if load_format not in _READABLE_FORMATS:
+        raise ValueError(f"weights loaded by load_format={load_format!r} cannot be read as files; {remedy}")
+    source = getattr(model, "model_weights", "") or model.model
+    location = Path(source)
+    if not location.exists():
+        location = _hub_snapshot(str(source), model.revision, load.download_dir)
+    elif unknown := loaded_others(weight_files(location), process_began()):
+        raise ValueError(f"{unknown}; start the engine again, or {remedy}")
+    digest = weights_digest(location, memory or default_memory())
+    if not digest:
+        raise ValueError(f"no weight files were found at {location}; {remedy}")
+    return digest
+
+
+def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
+    """What a request's blocks depend on apart from tokens, or why that cannot be named.
+
+    `hashed_items`: whether vLLM names images by their content (it does not with both of its caches turned off).
+    """
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "its prompt has embeddings in place of tokens"
+    if request.resumable:
+        return "its prompt may still be changed by its sender"
+    items = []
+    for feature in request.mm_features:
+        if not hashed_items or not feature.identifier:
+            return "its images are not hashed: turn prefix caching or the multi-modal processor cache on"
+        items.append(Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length))
+    adapter = ""
+    if request.lora_request is not None:
+        if getattr(request.lora_request, "load_inplace", False):
+            return "its adapter may be replaced while it is loaded"
+        adapter = _adapter_digest(request.lora_request.lora_int_id, request.lora_request.lora_path)
+        if not adapter:
+            return "its adapter's files cannot be read"
+    return Extras(adapter, request.cache_salt or "", tuple(items))
+
+
+@cache
+def _adapter_digest(number: int, path: str) -> str:
+    """Of the adapter as it was when this process first met it: vLLM keeps what it loaded, even if the file
+    changes. Empty when it cannot be read.
+    """
+    try:
+        return combined_digest(_adapter_files(path), default_memory())
+    except OSError:
+        return ""
+
+
+def _adapter_files(path: str) -> list[Path]:
+    folder = Path(path)
+    weights = weight_files(folder) if folder.exists() else []
+    return [*weights, *sorted(folder.glob("adapter_config.json"))] if weights else []
+
+
+def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # vLLM depends on it and has downloaded the model by now
+
+    return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+
+
+def _model_settings(model: Any) -> dict[str, Any]:
+    described = dict(model.hf_config.to_dict())
+    for name in _NAMES_ONLY:
+        described.pop(name, None)
+    return described
+
+
+def _digest(described: dict[str, Any]) -> str:
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,300 @@
+"""The scheduler's half: what to load for a new request, which blocks each step fills, whose blocks were given up.
+
+Owns the bookkeeping of running requests; how much of a hit is loaded is the choice's. Reads vLLM's requests and
+scheduler outputs by attribute and imports nothing of it, so that it can be tested with plain records. Never reads or
+writes K/V, and never fails a request; what the store does not answer in time is computed.
+
+Invariants: only whole blocks are loaded or stored; a block is ordered to be stored by the step that fills it, or a
+later one while its request holds it; after a load that failed vLLM takes computed tokens back, and those blocks are
+ordered again; a request whose pool blocks were freed is named in `ended` of the very next orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore_client.results import REASON_NO_DAEMON, Lookup
+from kvstore_connectors.load import hit_of
+from kvstore_connectors.vllm.answers import Answer
+from kvstore_connectors.vllm.identity import Extras, KeySource, address
+from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
+from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.identity import BlockKeys, pack_tokens
+from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
+
+TOKEN_BYTES = 4
+_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus
+DescribeExtras = Callable[[Any], Extras | str]
+"""What a vLLM request depends on apart from tokens; a string says why that cannot be named: it is not stored then."""
+
+
+class LookupSession(KeySource, Protocol):
+    """The part of a session that this half uses."""
+
+    def lookup(
+        self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None
+    ) -> Lookup: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """`choice`: None loads all that is found. A load that is expected to wait for slower tiers longer than `beside_s`
+    goes on beside the steps."""
+
+    choice: LoadChoice | None
+    block_bytes: int
+    deadline_s: float = 0.5
+    beside_s: float = 0.02
+    beside_deadline_s: float = 10.0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request from its first look-up to its end. `stored_blocks` leading ones need not be ordered to be stored.
+    `loading`: what was chosen to be loaded. `tried_at`: its preemptions when that began. `reached_tokens` were
+    computed or loaded, if no load has failed since."""
+
+    request: Any
+    extras: Extras | None  # None: not to be named, so neither loaded nor stored
+    stored_blocks: int = 0
+    external_tokens: int = 0
+    preemptions: int = 0
+    local_blocks: int = 0
+    tiers: tuple[str, ...] = ()
+    loading: tuple[Hit, Chosen] | None = None
+    is_beside: bool = False
+    tried_at: int = -1
+    reached_tokens: int = 0
+
+
+class SchedulerSide:
+    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it. `on_answer` receives each
+    answer that has ended.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[LookupSession],
+        describe: DescribeExtras,
+        *,
+        block_tokens: int,
+        loads: bool,
+        saves: bool,
+        lookup_deadline_s: float,
+        rules: LoadRules,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> None:
+        self._sessions = sessions
+        self._on_answer = on_answer
+        self._describe = describe
+        self._block_tokens = block_tokens
+        self._loads, self._saves = loads, saves
+        self._lookup_deadline_s, self._rules = lookup_deadline_s, rules
+        self._beside: list[LoadOrder] = []
+        self._requests: dict[str, _Tracked] = {}
+        self._ended: list[str] = []
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that are worth loading beyond the `computed_tokens` that vLLM's own prefix cache has, and whether they
+        are loaded beside the steps."""
+        tracked = self._track(request)
+        most = restorable_at_most(request.num_tokens, self._block_tokens)
+        if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
+            return 0, False
+        found = self._lookup(self._prefix(tracked, most))
+        tracked.stored_blocks, tracked.tiers, tracked.reached_tokens = found.blocks, found.tiers, 0
+        local = tracked.local_blocks = computed_tokens // self._block_tokens
+        blocks = loadable_blocks(found, most, self._rules.beside_deadline_s)
+        if blocks <= local or tracked.tried_at == request.num_preemptions:  # what failed once is computed
+            return 0, False
+        hit = self._hit(found, local, blocks, request.num_tokens)
+        choice = self._rules.choice
+        chosen = choice.choose(hit) if choice is not None else all_of(hit)
+        tracked.loading = (hit, chosen)
+        tracked.is_beside = bool(chosen.blocks) and chosen.wait_s > self._rules.beside_s
+        return max((local + chosen.blocks) * self._block_tokens - computed_tokens, 0), tracked.is_beside
+
+    def admitted(self, request: Any, external_tokens: int, block_ids: Sequence[int]) -> None:
+        """vLLM gave the request its pool blocks. `external_tokens` are loaded into them by the first step, or beside
+        the steps from now on."""
+        tracked = self._track(request)
+        tracked.external_tokens = external_tokens
+        if not external_tokens:
+            return
+        tracked.tried_at = request.num_preemptions
+        if tracked.is_beside:
+            first = tracked.local_blocks
+            last = first + external_tokens // self._block_tokens
+            self._beside.append(self._load_order(tracked, first, last, tuple(block_ids[first:last])))
+            tracked.external_tokens = 0
+            tracked.reached_tokens = last * self._block_tokens
+
+    def learn(self, report: StepReport) -> None:
+        """What a step and the loads that ended in it took."""
+        choice = self._rules.choice
+        for load in report.loads:
+            tracked = self._requests.get(load.request_id)
+            if tracked is None or tracked.loading is None:
+                continue
+            hit, chosen = tracked.loading
+            tracked.loading = None
+            if choice is not None:
+                choice.observe_load(hit, chosen, load.blocks, load.seconds)
+        if choice is not None and report.tokens:
+            first = report.attended / report.tokens - report.tokens / 2
+            choice.observe_compute(first, report.tokens, report.compute_s)
+
+    def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
+        """The tiers of the blocks of a request's load, for statistics."""
+        tracked = self._requests.get(request_id)
+        return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
+
+    def stop(self) -> None:
+        """Neither load nor store anything from now on."""
+        self._loads = self._saves = False
+
+    def finished(self, request: Any) -> None:
+        """vLLM frees the request's pool blocks after this."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._ended.append(request.request_id)
+        blocks, tokens = tracked.stored_blocks, request.num_output_tokens
+        is_whole = getattr(request.status, "name", "") in _WHOLE
+        if (
+            self._on_answer is not None
+            and self._saves
+            and tracked.extras is not None
+            and is_whole
+            and blocks
+            and tokens
+        ):
+            hints = getattr(request, "kv_hints", None)  # not every vLLM has it
+            self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens, hints))
+
+    def orders(self, output: Any) -> StepOrders:
+        """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
+        loads: list[LoadOrder] = []
+        fills: list[tuple[_Tracked, int]] = []
+        attended, step_tokens, decodes = 0.0, 0, 0
+        for request_id, computed_tokens in _scheduled(output):
+            tokens = output.num_scheduled_tokens[request_id]
+            attended, step_tokens = attended + tokens * (computed_tokens + tokens / 2), step_tokens + tokens
+            tracked = self._requests.get(request_id)
+            decodes += tracked is not None and _decodes(tracked.request, computed_tokens)
+            if tracked is None or tracked.extras is None:
+                continue
+            if tracked.external_tokens:
+                first = (computed_tokens - tracked.external_tokens) // self._block_tokens
+                last = computed_tokens // self._block_tokens
+                block_ids = _block_ids(output, request_id)[first:last]
+                loads.append(self._load_order(tracked, first, last, block_ids))
+                tracked.external_tokens = 0
+            fills.append((tracked, computed_tokens))
+        # With several ranks the load of one may fail, and spoil what all of them compute in this step: a rank knows of
+        # its own failures only. What rests on blocks that are being loaded is then ordered by the next step.
+        loading = {block for order in loads for block in order.block_ids} if len(self._sessions) > 1 else set()
+        saves = []
+        for tracked, computed_tokens in fills:
+            order = self._save_order(tracked, output, computed_tokens, loading)
+            if order is not None:
+                saves.append(order)
+        ended = [*self._ended, *self._preempted()]
+        beside, self._ended, self._beside = tuple(self._beside), [], []
+        return StepOrders(tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended, decodes)
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            described = self._describe(request)
+            extras = described if isinstance(described, Extras) else None
+            tracked = _Tracked(request, extras, preemptions=request.num_preemptions)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _lookup(self, prefix: Prefix) -> Lookup:
+        """The shortest answer of all ranks' shards."""
+        shortest: Lookup | None = None
+        for session in self._sessions:
+            named = address(session, prefix)
+            found = Lookup(reason=REASON_NO_DAEMON)
+            if named is not None:
+                with suppress(KVStoreError):  # a closed session, a request the daemon refuses: nothing is there
+                    found = session.lookup(**named, deadline_s=self._lookup_deadline_s)
+            if shortest is None or found.blocks < shortest.blocks:
+                shortest = found
+            if not shortest.blocks:
+                break
+        return shortest or Lookup()
+
+    def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
+        size = self._block_tokens
+        return hit_of(
+            found,
+            first,
+            last,
+            block_tokens=size,
+            block_bytes=self._rules.block_bytes,
+            tokens=tokens,
+            held=first * size,
+        )
+
+    def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:
+        rules = self._rules
+        deadline_s = rules.beside_deadline_s if tracked.is_beside else rules.deadline_s
+        if tracked.loading is not None:
+            deadline_s = min(deadline_s, tracked.loading[1].deadline_s)
+        return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, block_ids, deadline_s)
+
+    def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int, loading: set[int]) -> SaveOrder | None:
+        if not self._saves:
+            return None
+        if computed_tokens < tracked.reached_tokens:  # a load failed; what was computed on top is computed again
+            tracked.stored_blocks = min(tracked.stored_blocks, computed_tokens // self._block_tokens)
+        tracked.reached_tokens = computed_tokens
+        request_id = tracked.request.request_id
+        guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        filled_tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
+        full = min(filled_tokens, len(tracked.request.all_token_ids)) // self._block_tokens
+        if full <= tracked.stored_blocks:
+            return None
+        block_ids = _block_ids(output, request_id)[:full]
+        if not loading.isdisjoint(block_ids):
+            return None
+        first, tracked.stored_blocks = tracked.stored_blocks, full
+        return SaveOrder(request_id, self._prefix(tracked, full), first, block_ids)
+
+    def _preempted(self) -> Iterator[str]:
+        for request_id, tracked in self._requests.items():
+            if tracked.request.num_preemptions != tracked.preemptions:
+                tracked.preemptions = tracked.request.num_preemptions
+                yield request_id
+
+    def _prefix(self, tracked: _Tracked, blocks: int) -> Prefix:
+        assert tracked.extras is not None
+        tokens = tracked.request.all_token_ids[: blocks * self._block_tokens]
+        return Prefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
+
+
+def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
+    """Each scheduled request and how many of its tokens were computed (or are loaded) before this step's own."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def _decodes(request: Any, computed_tokens: int) -> bool:
+    """Whether a step behind so many tokens continues the answer."""
+    prompt_tokens: int = request.num_tokens - request.num_output_tokens
+    return computed_tokens >= prompt_tokens
+
+
+def _block_ids(output: Any, request_id: str) -> tuple[int, ...]:
+    """The pool blocks of a request, as of this step. One cache group: `connector` refuses models with more."""
+    groups = output.kv_connector_block_state.get_block_ids(request_id)
+    return tuple(groups[0])

@@ -1,0 +1,201 @@
+"""The worker's half: restores blocks into the paged pool, has filled ones stored after a step, and reports what both
+took.
+
+Owns the loads under way, the blocks that failed, and the saver. Never does: raise at the engine for what the store
+does. Invariant: blocks computed in a step on top of a failed load are not stored.
+
+On a device vLLM calls `save` when a step is queued. So a step is measured by moments that come later, and reported with
+a later one; one whose stream waited for a load is not measured, and a load counts from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvstore_connectors.moments import Moment
+from kvstore_connectors.vllm.loads import GetSession, Load
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from kvstore_connectors.vllm.pages import Pages
+from kvstore_connectors.vllm.saver import PutSession, Saver
+from kvstore_proto.errors import KVStoreError
+
+IDLE_WAIT_S = 0.005  # vLLM asks in a loop while requests wait for nothing but their loads
+STEPS_LATER = 2  # on a device: the step before may still run; the same for all ranks, which report together
+
+
+class WorkerSession(PutSession, GetSession, Protocol):
+    """The part of a session that this half uses."""
+
+
+OneSession = TypeVar("OneSession", bound=WorkerSession)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start, for the log. `load_s` is by how much steps were held up; on a device, at most."""
+
+    loaded_blocks: int = 0
+    failed_blocks: int = 0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step that computed something, and waited for loads for `waited_s`."""
+
+    orders: StepOrders
+    began: Moment
+    ended: Moment
+    waited_s: float
+
+
+class WorkerSide:
+    """Made when vLLM registers its KV memory. `saver` is None for an engine that only reads."""
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        pages: Pages,
+        saver: Saver | None,
+        *,
+        reuse_wait_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._session, self._pages, self._saver = session, pages, saver
+        self._reuse_wait_s = reuse_wait_s
+        self._say = say
+        self._load: Load | None = None  # of this step
+        self._failed: set[int] = set()
+        self._reports: list[LoadReport] = []
+        self._beside = 0  # loads under way beside steps
+        self._ended: list[Load] = []  # of those
+        self._changed = threading.Condition()  # of the two above
+        self._step: tuple[StepOrders, Moment] | None = None
+        self._ran: deque[_Ran] = deque()  # not reported yet
+        self.counts = Counts()
+
+    def before_step(self, orders: StepOrders) -> None:
+        """Before anything is written into the pool in this step."""
+        self._pages.decoding(bool(orders.decodes))
+        if self._saver is not None and orders.ended:
+            self._saver.let_go(orders.ended, self._reuse_wait_s)
+        self._step = (orders, self._pages.now())
+
+    def load(self, loads: Sequence[LoadOrder]) -> None:
+        """Begin to restore what this step's attention will read."""
+        self._load = Load(self._session, self._pages, loads, say=self._say).start()
+
+    def wait_layer(self, layer: int) -> None:
+        """What the engine begins from now on comes after this layer is restored. Failed blocks are kept for
+        `take_failed`."""
+        if self._load is not None:
+            self._load.wait_layer(layer)
+
+    def load_beside(self, orders: Sequence[LoadOrder]) -> None:
+        """Begin to restore for requests that wait; `take_ended` names those that need not any more."""
+        for order in orders:
+            with self._changed:
+                self._beside += 1
+            Load(self._session, self._pages, [order], say=self._say, on_end=self._beside_ended).start()
+
+    def save(self, saves: Sequence[SaveOrder]) -> None:
+        """After the step's forward: its filled blocks may be stored."""
+        load = self._end_load()
+        now = self._pages.now()
+        is_measured = load is None or not self._pages.is_on_device
+        if self._step is not None and self._step[0].tokens and is_measured:
+            orders, began = self._step
+            self._ran.append(_Ran(orders, began, now, 0.0 if load is None else load.waited_s))
+        if self._saver is None:
+            return
+        for order in saves:
+            if self._failed.isdisjoint(order.block_ids):
+                self._saver.submit(order, now)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose load beside the steps has ended, well or not; to be called before `take_failed`."""
+        is_idle = self._step is not None and not self._step[0].tokens
+        with self._changed:
+            if is_idle and self._beside and not self._ended:
+                self._changed.wait(IDLE_WAIT_S)
+            ended, self._ended = self._ended, []
+        for load in ended:
+            self._count(load, load.seconds)
+        return {load.orders[0].request_id for load in ended}
+
+    def take_failed(self) -> set[int]:
+        """Pool blocks whose load failed; vLLM computes them, and what depends on them, again."""
+        self._end_load()
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_report(self) -> StepReport | None:
+        """What a step took and which loads have ended; None where there is nothing to say."""
+        loads, self._reports = tuple(self._reports), []
+        self._step = None
+        is_due = len(self._ran) > (STEPS_LATER if self._pages.is_on_device else 0)
+        ran = self._ran.popleft() if is_due else None
+        took_s = None if ran is None else ran.ended.seconds_since(ran.began)
+        if ran is None or took_s is None:
+            return StepReport(loads) if loads else None
+        return StepReport(loads, ran.orders.tokens, ran.orders.attended, max(took_s - ran.waited_s, 0.0))
+
+    def close(self, patience_s: float) -> str:
+        """Store what waits, as far as the time reaches. One line for the log: what was done since the start."""
+        counts = self.counts
+        self._pages.decoding(False)
+        done = f"{counts.loaded_blocks} blocks restored in {counts.load_s:.3f} s, {counts.failed_blocks} could not be"
+        if self._saver is not None:
+            self._saver.close(patience_s)
+            done += f"; {self._saver.stored_blocks} stored, {self._saver.dropped_blocks} dropped"
+        self._pages.close()
+        return done
+
+    def _end_load(self) -> Load | None:
+        """Wait for this step's load, if there is one."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.join()
+            self._count(load, load.seconds if self._pages.is_on_device else load.waited_s)
+        return load
+
+    def _count(self, load: Load, seconds: float) -> None:
+        failed = load.failed()
+        self._failed |= failed
+        self.counts.failed_blocks += len(failed)
+        self.counts.load_s += seconds
+        wanted = sum(len(order.block_ids) for order in load.orders)
+        for order, loaded in zip(load.orders, load.join(), strict=True):
+            self.counts.loaded_blocks += loaded
+            share_s = seconds * len(order.block_ids) / max(wanted, 1)
+            self._reports.append(LoadReport(order.request_id, loaded, share_s))
+
+    def _beside_ended(self, load: Load) -> None:
+        with self._changed:
+            self._beside -= 1
+            self._ended.append(load)
+            self._changed.notify_all()
+
+
+def open_worker(
+    session: OneSession,
+    open_pages: Callable[[OneSession], Pages],
+    *,
+    save_deadline_s: float | None,
+    reuse_wait_s: float,
+    say: Callable[[str], None],
+    refuse: Callable[[str], None],
+) -> WorkerSide | None:
+    """The half for a pool; None where its copies cannot be made ready, and `refuse` says why.
+    `save_deadline_s`: None for an engine that only reads."""
+    try:
+        pages = open_pages(session)
+    except (OSError, KVStoreError, RuntimeError) as error:
+        refuse(f"its KV memory cannot be copied: {error}")
+        return None
+    saver = None if save_deadline_s is None else Saver(session, pages, deadline_s=save_deadline_s, say=say)
+    return WorkerSide(session, pages, saver, reuse_wait_s=reuse_wait_s, say=say)

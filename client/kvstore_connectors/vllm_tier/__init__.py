@@ -1,0 +1,25 @@
+"""vLLM (0.32 and later): kvstored as a secondary tier of vLLM's own tiered offloading, behind its pinned CPU tier.
+
+The door: `"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier"` names the tier to vLLM, and
+`kv_connector="KVStoreOffloadingConnector"` vLLM's own connector with the tier's namespace filled in. vLLM and torch are
+imported when one of them is asked for: the other modules hold what can be tested without. docs/vllm-tier.md is the
+manual.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore_connectors.doors import engine_class
+
+if TYPE_CHECKING:
+    from kvstore_connectors.vllm_tier.connector import KVStoreOffloadingConnector
+    from kvstore_connectors.vllm_tier.tier import KVStoreTier
+
+__all__ = ["KVStoreOffloadingConnector", "KVStoreTier"]
+
+_FILES = {"KVStoreOffloadingConnector": "connector", "KVStoreTier": "tier"}
+
+
+def __getattr__(name: str) -> Any:
+    return engine_class(__name__, _FILES, name, engine="vLLM", install="install vllm 0.32 or later")

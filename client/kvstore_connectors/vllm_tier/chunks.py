@@ -1,0 +1,129 @@
+"""Which chunks of a job go together, and what each is called in the store.
+
+A job names chunks by vLLM's keys, in no particular order: a hash of all tokens up to the chunk's end, and four bytes
+that say which KV cache group. Pure.
+Invariants: a run is of one group; its chunks follow one another, so that the store may keep the first ones longest;
+chunks of recurrent states stand alone, because none of them needs another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from kvstore_connectors.page_keys import PageKeys
+from kvstore_connectors.vllm_tier.engine import MIN_HASH_BYTES, GroupKind
+from kvstore_proto.identity import BlockKeys
+
+_GROUP_BYTES = 4
+
+
+class KeySource(Protocol):
+    """The part of a session that makes keys."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    def keys(self, tokens: Any, group: int | None = None) -> BlockKeys | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks `keys` of one group, in rows `rows` of the CPU tier, behind the chunk `before` (None: behind none).
+    `adapter`: the digest of the adapter that they were computed with."""
+
+    group: int
+    keys: tuple[bytes, ...]
+    rows: tuple[int, ...]
+    before: bytes | None = None
+    adapter: str = ""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def parts(self, most: int) -> list[Run]:
+        """The same in pieces of at most so many chunks, each behind the one before it."""
+        return [
+            replace(
+                self,
+                keys=self.keys[at : at + most],
+                rows=self.rows[at : at + most],
+                before=self.keys[at - 1] if at else self.before,
+            )
+            for at in range(0, len(self), most)
+        ]
+
+
+def group_of(key: bytes) -> int:
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def is_named_well(key: bytes) -> bool:
+    """Whether the hash in a key is long enough to be all that identifies a chunk."""
+    return len(key) - _GROUP_BYTES >= MIN_HASH_BYTES
+
+
+def names(source: KeySource, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
+    """Our keys of chunks of one group; None while there is no daemon, whose part of them we need."""
+    secret = source.keys([0] * source.block_tokens, group=group)
+    return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
+
+
+def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
+    """Places in `keys`, by group."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        places[group_of(key)].append(place)
+    return places
+
+
+def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[Run]:
+    """One run a group, in the order given: vLLM asks for what it needs first."""
+    return [
+        Run(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
+        for group, places in by_group(keys).items()
+    ]
+
+
+def runs_to_store(
+    keys: Sequence[bytes],
+    rows: Sequence[int],
+    positions: Mapping[bytes, int],
+    kinds: Mapping[int, GroupKind],
+    adapter: str,
+) -> list[Run]:
+    """`positions`: where each chunk of the request ends, in tokens, as far as that is known."""
+    runs = []
+    row_of = dict(zip(keys, rows, strict=True))
+    for group, places in by_group(keys).items():
+        kind = kinds.get(group, "unknown")
+        wanted = {keys[at] for at in places}
+        chain = chain_of(positions, group)
+        alone = [key for key in sorted(wanted) if key not in positions]
+        for first, last in _stretches(chain, wanted):
+            members = chain[first:last]
+            if kind == "recurrent":
+                alone += members
+            else:
+                before = chain[first - 1] if kind == "full" and first else None
+                runs.append(Run(group, tuple(members), tuple(row_of[key] for key in members), before, adapter))
+        runs += [Run(group, (key,), (row_of[key],), adapter=adapter) for key in alone]
+    return runs
+
+
+def chain_of(positions: Mapping[bytes, int], group: int) -> list[bytes]:
+    """The chunks of one group of a request, in the order of its tokens."""
+    return sorted((key for key in positions if group_of(key) == group), key=positions.__getitem__)
+
+
+def _stretches(chain: Sequence[bytes], wanted: set[bytes]) -> list[tuple[int, int]]:
+    """Where consecutive wanted chunks begin and end in the chain."""
+    found: list[tuple[int, int]] = []
+    for at, key in enumerate(chain):
+        if key in wanted:
+            if found and found[-1][1] == at:
+                found[-1] = (found[-1][0], at + 1)
+            else:
+                found.append((at, at + 1))
+    return found

@@ -1,0 +1,147 @@
+"""From vLLM's configuration to the tier's fingerprint: everything that the bytes of a chunk depend on, except its key.
+
+A chunk is one row of vLLM's CPU tier: the K/V of some tokens, of one KV cache group, of all workers of the engine, in
+vLLM's own order. vLLM gives a tier only a summary of its configuration (`OffloadingConfig`), without weights or model
+settings; those are `EngineName`'s, which the connector makes from the whole configuration. Reads by attribute and
+imports nothing of vLLM. As in `hooks.vllm.model`, whole records go in rather than fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from kvstore_connectors.vllm.model import find_weights, model_digest, rope_by_length
+from kvstore_connectors.vllm.specs import kind_of, unknown_spec
+from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
+
+GroupKind = Literal["full", "sliding", "recurrent", "unknown"]
+HASHES = ("sha256", "sha256_cbor")
+MIN_HASH_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    """What `OffloadingConfig` does not say. `kinds`: what each KV cache group keeps, by group; a group that is not
+    named is "unknown". `describes_requests`: the connector also says what each request depends on."""
+
+    weights: str
+    model: str
+    settings: str
+    kinds: dict[int, GroupKind]
+    describes_requests: bool
+
+    def packed(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def unpacked(name: str) -> EngineName:
+    """The inverse of `EngineName.packed`."""
+    fields = json.loads(name)
+    return EngineName(**(fields | {"kinds": {int(group): kind for group, kind in fields["kinds"].items()}}))
+
+
+def stated(weights_digest: str) -> EngineName:
+    """Of an engine that says nothing but what its user stated."""
+    return EngineName(f"stated {weights_digest}", "stated", "stated", {}, False)
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why the tier cannot serve this engine, and what to do about it; "" when it can."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            "KV scales computed from the first prompt make every process's bytes different: unset calculate_kv_scales"
+        )
+    if cache.prefix_caching_hash_algo not in HASHES:
+        return (
+            f"blocks named by {cache.prefix_caching_hash_algo} may be confused: set --prefix-caching-hash-algo sha256"
+        )
+    if parallel.nnodes_within_dp > 1:
+        return "its workers are on several nodes, and vLLM's CPU tier is on one: set --nnodes 1"
+    if unknown := unknown_spec(kv_cache_config):
+        return f"{unknown}: unset --kv-transfer-config"
+    return ""
+
+
+def engine_name(
+    vllm_config: Any, kv_cache_config: Any, *, stated_weights: str, packing: str, version: str
+) -> EngineName:
+    """`packing`: the kernels' name for the order of bytes in a block. ValueError with a sentence where the weights
+    cannot be named."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    settings = {
+        "engine": f"vllm {version}",
+        "packing": packing,
+        "memory": str(kv_cache_config.kv_cache_layout),
+        "compute": str(model.dtype),
+        "cache": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "hash": cache.prefix_caching_hash_algo,
+        "groups": [[list(group.layer_names), repr(group.kv_cache_spec)] for group in groups],
+        "mamba": repr(vllm_config.mamba_config),
+        "draft": _draft(vllm_config, stated_weights),
+        **rope_by_length(model),
+    }
+    return EngineName(
+        weights=find_weights(vllm_config, stated_weights),
+        model=model_digest(model),
+        settings=_digest(settings),
+        kinds={number: kind_of(group.kv_cache_spec) or "unknown" for number, group in enumerate(groups)},
+        describes_requests=True,
+    )
+
+
+def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerprint:
+    """`config`: vLLM's OffloadingConfig; `row_bytes`: of a row of its CPU tier.
+
+    Every group is "full" to the daemon, which then gives the leading blocks of just those that are asked for: vLLM
+    itself decides which chunks of a window or a recurrent state it needs.
+    """
+    parallel = config.parallel
+    layout = {
+        "tier": "vLLM CPU tier row",
+        "row_bytes": row_bytes,
+        "worker_bytes": config.worker_kv_bytes_per_block,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "workers": parallel.world_size,
+        "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size}",
+        "replicated": config.replicated_layout,
+        "canonical": config.canonical_layout,
+        "memory": str(config.kv_cache_layout),
+        "groups": _digest([[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups]),
+        "settings": name.settings,
+    }
+    tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
+    tokens = min(tokens, MAX_BLOCK_TOKENS)  # a label: chunks are stored without token ids
+    return Fingerprint(
+        model_name=str(config.model.name),
+        weights_digest=name.weights,
+        rope=f"config {name.model}",
+        kv_dtype=str(config.model.dtype),
+        layout=json.dumps(layout, sort_keys=True, separators=(",", ":")),
+        block_tokens=tokens,
+        engine_block_tokens=tokens,
+        key_hash="blake2b",
+        groups=tuple(LayerGroup(group.group_id) for group in config.groups),
+    )
+
+
+def _draft(vllm_config: Any, stated_weights: str) -> str:
+    """The draft model of speculative decoding, whose K/V are in the rows as well."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return ""
+    loaded = SimpleNamespace(model_config=draft, load_config=vllm_config.load_config)
+    return f"{speculative.method} {find_weights(loaded, stated_weights)} {model_digest(draft)}"
+
+
+def _digest(record: Any) -> str:
+    text = json.dumps(record, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

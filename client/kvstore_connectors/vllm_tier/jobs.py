@@ -1,0 +1,184 @@
+"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, and how each job ended.
+
+Owns the threads and the books. Jobs are moved in parts, so that several threads load one job and no lease is held for
+long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind its stores.
+Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+Invariants: every job that was taken ends exactly once; `drain` and `close` return when no row is touched any more;
+nothing is raised at the scheduler.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvstore_connectors.vllm_tier.chunks import Run
+
+DROPPED = "dropped"
+FAILED = "failed"
+_MOST_NOTICES = 256  # that wait; further ones are dropped
+Move = Callable[[Run], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that has ended: the outcome of each of its chunks."""
+
+    job_id: int
+    is_load: bool
+    outcomes: dict[bytes, str]
+    seconds: float
+
+    def counts(self) -> Counter[str]:
+        return Counter(self.outcomes.values())
+
+
+@dataclass(slots=True)
+class _Job:
+    job_id: int
+    is_load: bool
+    parts_left: int
+    started: float
+    outcomes: dict[bytes, str] = field(default_factory=dict)
+
+
+class Jobs:
+    """`load` and `store` move one part and say how each of its chunks ended; `part_chunks` of them at most. `say` gets
+    each kind of trouble once."""
+
+    def __init__(
+        self,
+        load: Move,
+        store: Move,
+        *,
+        part_chunks: int,
+        load_threads: int,
+        most_waiting_chunks: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load, self._store = load, store
+        self._part_chunks, self._most_waiting = part_chunks, most_waiting_chunks
+        self._say, self._said = say, set[str]()
+        self._clock = clock
+        self._loaders = ThreadPoolExecutor(load_threads, "kvstore-tier-load")
+        self._storer = ThreadPoolExecutor(1, "kvstore-tier-store")
+        self._changed = threading.Condition()
+        self._open: dict[int, _Job] = {}
+        self._ended: list[Ended] = []
+        self._waiting_chunks = 0  # to be stored
+        self._notices = 0
+        self._gives_up = False  # stores that have not begun
+
+    def load(self, job_id: int, runs: Sequence[Run]) -> None:
+        """Returns at once."""
+        parts = [part for run in runs for part in run.parts(self._part_chunks)]
+        if not parts:
+            self.refuse(job_id, (), is_load=True, outcome=FAILED)
+            return
+        job = _Job(job_id, True, len(parts), self._clock())
+        with self._changed:
+            self._open[job_id] = job
+        for part in parts:
+            self._loaders.submit(self._load_part, job, part)
+
+    def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+        """Returns at once; `cut` gives the runs of these chunks and is called in the thread that stores. The job is
+        dropped where too much waits already."""
+        with self._changed:
+            is_full = self._waiting_chunks and self._waiting_chunks + len(keys) > self._most_waiting
+            if not is_full:
+                self._waiting_chunks += len(keys)
+                self._open[job_id] = job = _Job(job_id, False, 1, self._clock())
+        if is_full:
+            self.refuse(job_id, keys, is_load=False, outcome=DROPPED)
+        else:
+            self._storer.submit(self._store_job, job, keys, cut)
+
+    def refuse(self, job_id: int, keys: Sequence[bytes], *, is_load: bool, outcome: str) -> None:
+        """End a job without a move."""
+        with self._changed:
+            self._ended.append(Ended(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
+
+    def notify(self, work: Callable[[], object]) -> None:
+        """Do something small behind the stores that wait now; dropped where many such wait. A failure costs a hint."""
+        with self._changed:
+            if self._gives_up or self._notices >= _MOST_NOTICES:
+                return
+            self._notices += 1
+        self._storer.submit(self._notice, work)
+
+    def take_ended(self) -> list[Ended]:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self) -> None:
+        """Wait until no job is open; stores that have not begun are given up."""
+        with self._changed:
+            self._gives_up = True
+            self._changed.wait_for(lambda: not self._open)
+            self._gives_up = False
+
+    def close(self) -> None:
+        """As `drain`, and end the threads; no job may be given afterwards."""
+        self.drain()
+        with self._changed:
+            self._gives_up = True
+        self._loaders.shutdown()
+        self._storer.shutdown()
+
+    def _load_part(self, job: _Job, part: Run) -> None:
+        outcomes = [FAILED] * len(part)
+        try:
+            outcomes = self._load(part)
+        except Exception as error:  # the daemon refuses, a bug here: vLLM computes the chunks
+            self._say_once(f"chunks are not loaded: {error}")
+        finally:
+            self._ends(job, dict(zip(part.keys, outcomes, strict=True)))
+
+    def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+        outcomes = dict.fromkeys(keys, DROPPED)
+        try:
+            for part in (part for run in cut() for part in run.parts(self._part_chunks)):
+                if self._gives_up:
+                    break
+                outcomes.update(dict.fromkeys(part.keys, FAILED))
+                outcomes.update(zip(part.keys, self._store(part), strict=True))
+        except Exception as error:  # as above: a later miss
+            self._say_once(f"chunks are not stored: {error}")
+        finally:
+            with self._changed:
+                self._waiting_chunks -= len(keys)
+            self._ends(job, outcomes)
+
+    def _ends(self, job: _Job, outcomes: dict[bytes, str]) -> None:
+        """One part, of a load; a whole store."""
+        with self._changed:
+            job.outcomes.update(outcomes)
+            job.parts_left -= 1
+            if not job.parts_left:
+                del self._open[job.job_id]
+                self._ended.append(Ended(job.job_id, job.is_load, job.outcomes, self._clock() - job.started))
+                self._changed.notify_all()
+
+    def _notice(self, work: Callable[[], object]) -> None:
+        try:
+            if not self._gives_up:
+                work()
+        except Exception as error:  # a closed session, or a bug here
+            self._say_once(f"the daemon was not informed: {error}")
+        finally:
+            with self._changed:
+                self._notices -= 1
+
+    def _say_once(self, sentence: str) -> None:
+        with self._changed:
+            is_new = sentence not in self._said
+            self._said.add(sentence)
+        if is_new:
+            self._say(sentence)

@@ -1,0 +1,363 @@
+"""The class that vLLM's tiered offloading loads: a secondary tier on kvstored.
+
+    "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier"}]
+
+vLLM keeps K/V in pinned CPU memory (its primary tier) and moves them to and from the device by itself; this tier copies
+rows of that memory to and from the daemon's, beside the scheduler, which only hands over jobs here and collects their
+results. Owns vLLM's types, the session, and what each request's chunks are called.
+Invariants: wrong settings and engines that cannot be served are refused when the engine starts; after that no method
+raises or waits (except `drain_jobs` and `shutdown`, which wait for transfers), and without a daemon everything is a
+miss. Once `shutdown` has returned vLLM's memory is not referenced any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore_client.entry import connect
+from kvstore_client.session import Session
+from kvstore_connectors.vllm.kv_hints import Expected, KvHints
+from kvstore_connectors.vllm_tier import counts, moves
+from kvstore_connectors.vllm_tier.chunks import (
+    Run,
+    by_group,
+    chain_of,
+    is_named_well,
+    names,
+    runs_to_load,
+    runs_to_store,
+)
+from kvstore_connectors.vllm_tier.engine import EngineName, stated, tier_fingerprint, unpacked
+from kvstore_connectors.vllm_tier.jobs import Ended, Jobs
+from kvstore_connectors.vllm_tier.settings import TierSettings, parse_tier_settings
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = init_logger("vllm.kvstored")  # below "vllm", so that vLLM's log settings hold for it
+
+_PART_BYTES = 64 << 20
+_PART_CHUNKS = 512
+_NOT_SERVED = "not_served"
+
+
+@dataclass(slots=True)
+class _Request:
+    """What a request's chunks depend on beside their keys. `adapter`: None where that cannot be named, so that nothing
+    of it is loaded or stored. `moved`: chunks that this tier has loaded or stored for it."""
+
+    adapter: str | None
+    moved: set[bytes]
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
+    """See the module. `settings`: those of `TierSettings`. `engine`: an `EngineName`, packed, by
+    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and `weights_digest` has to be set then."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = "LOCAL",
+        engine: str = "",
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
+        self._settings = parse_tier_settings(settings)
+        self._engine = _engine_of(engine, self._settings)
+        self._memory: Any = np.asarray(primary_kv_view).view(np.uint8)  # [rows, row_bytes]
+        events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if events and self._settings.enable_kv_events else None
+        self._described: dict[str, str | None] = {}
+        self._kv_hints = KvHints(logger.warning)
+        self._counts = counts.Counts()
+        self._is_stopped = False
+        self._session = self._connect(tier_fingerprint(self._engine, offloading_spec.config, self._row_bytes))
+        self._jobs = self._new_jobs()
+        self._lookups = _Lookups(self, tier_type)
+
+    # What the connector says
+
+    def describe(self, req_id: str, adapter: str | None) -> None:
+        """Before `on_new_request`: the digest of a request's adapter, "" for none; None where its chunks depend on
+        something that cannot be named."""
+        self._described[req_id] = adapter
+
+    def stop(self) -> None:
+        """Load and store nothing any more: the weights may be others now, and there is no name for them."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            logger.warning("kvstored is not used any more by this engine, since its caches were reset")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the daemon answers now."""
+        return self._session is not None and self._session.state == "connected"
+
+    # Requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        unknown = None if self._engine.describes_requests else ""
+        req_context.set_state(_Request(self._described.pop(req_context.req_id, unknown), set()))
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Behind the request's stores the daemon receives what was used of its chain without being read here, and what
+        an orchestrator expects."""
+        self._lookups.cleanup(req_context.req_id)
+        request = self._request(req_context)
+        if request.adapter is None or not self._is_used():
+            return
+        positions, expected = _positions(req_context), self._kv_hints.read(req_context.kv_hints)
+        if positions and self._session is not None:
+            self._jobs.notify(partial(self._inform, self._session, positions, request, expected))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        request = self._request(req_context)
+        if request.adapter is not None and self._is_used() and self._session is not None:
+            self._jobs.notify(partial(self._touch, self._session, list(keys), request.adapter))
+
+    # Presence
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._is_used() or self._request(req_context).adapter is None or not is_named_well(key):
+            return LookupResult.MISS
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def present(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool]:
+        """Whether each chunk is stored. Waits for the daemon: for the look-ups' own thread."""
+        found = [False] * len(keys)
+        adapter = self._request(req_context).adapter
+        if self._session is None or adapter is None:
+            return found
+        for group, places in by_group(keys).items():
+            wanted = names(self._session, [keys[at] for at in places], group, adapter)
+            if wanted is not None:
+                deadline_s = self._settings.lookup_deadline_ms / 1000
+                answers = moves.present(self._session, wanted, group, deadline_s)
+                for at, answer in zip(places, answers, strict=True):
+                    found[at] = answer
+        return found
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.flush()
+
+    # Jobs
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys, rows, request = self._taken_apart(job_metadata)
+        if request.adapter is None or not self._is_used():
+            self._jobs.refuse(job_metadata.job_id, keys, is_load=True, outcome=_NOT_SERVED)
+            return
+        request.moved.update(keys)
+        self._jobs.load(job_metadata.job_id, runs_to_load(keys, rows, request.adapter))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        keys, rows, request = self._taken_apart(job_metadata)
+        is_served = self._is_used() and not self._settings.read_only and all(map(is_named_well, keys))
+        if request.adapter is None or not is_served:
+            self._jobs.refuse(job_metadata.job_id, keys, is_load=False, outcome=_NOT_SERVED)
+            return
+        request.moved.update(keys)
+        positions, kinds = _positions(job_metadata.req_context), self._engine.kinds
+        cut = partial(runs_to_store, keys, rows, positions, kinds, request.adapter)
+        self._jobs.store(job_metadata.job_id, keys, cut)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        for ended in self._jobs.take_ended():
+            self._counts.add(ended)
+            results.append(self._load_result(ended) if ended.is_load else self._store_result(ended))
+        return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, None if self._events is None else []
+        return events or ()
+
+    def drain_jobs(self) -> None:
+        """vLLM calls it when its caches are reset, as they are when weights are changed in place."""
+        self._jobs.drain()
+        if not self._settings.keep_after_reset:
+            self.stop()
+
+    def shutdown(self) -> None:
+        self._lookups.shutdown()
+        self._jobs.close()
+        self._memory = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # Metrics
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return counts.definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._counts.take(is_connected=self.is_connected)
+
+    # How it is done
+
+    @property
+    def _row_bytes(self) -> int:
+        return int(self._memory.shape[1])
+
+    @property
+    def _first_group(self) -> int:
+        return int(self._offloading_spec.config.groups[0].group_id)
+
+    def _is_used(self) -> bool:
+        return not self._is_stopped and self.is_connected
+
+    def _request(self, req_context: ReqContext) -> _Request:
+        return req_context.get_state(_Request) or _Request(None if self._engine.describes_requests else "", set())
+
+    def _taken_apart(self, job: TransferJob) -> tuple[list[bytes], list[int], _Request]:
+        return list(job.keys), [int(row) for row in job.chunk_ids], self._request(job.req_context)
+
+    def _load_result(self, ended: Ended) -> JobResult:
+        """Chunks that did not come count as missing from now on, else vLLM would ask for them for ever."""
+        loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == moves.LOADED)
+        is_whole = len(loaded) == len(ended.outcomes)
+        if not is_whole:
+            self._lookups.mark_miss([key for key, outcome in ended.outcomes.items() if outcome != moves.LOADED])
+        return JobResult(
+            job_id=ended.job_id,
+            success=is_whole,
+            successful_keys=None if is_whole else loaded or None,
+            transfer_time=ended.seconds,
+            transfer_bytes=len(loaded) * self._row_bytes,
+        )
+
+    def _store_result(self, ended: Ended) -> JobResult:
+        kept = [key for key, outcome in ended.outcomes.items() if outcome in moves.KEPT]
+        if kept and self._events is not None:
+            self._events.append(OffloadingEvent(keys=kept, medium=self.medium, removed=False, locality=self.locality))
+        return JobResult(
+            job_id=ended.job_id,
+            success=len(kept) == len(ended.outcomes),
+            transfer_time=ended.seconds,
+            transfer_bytes=len(kept) * self._row_bytes,
+        )
+
+    def _new_jobs(self) -> Jobs:
+        waiting_bytes = self._settings.store_queue_mib << 20
+        return Jobs(
+            self._load,
+            self._store,
+            part_chunks=max(1, min(_PART_BYTES // self._row_bytes, _PART_CHUNKS)),
+            load_threads=self._settings.load_threads,
+            most_waiting_chunks=waiting_bytes // self._row_bytes,
+            say=logger.warning,
+        )
+
+    def _load(self, run: Run) -> list[str]:
+        assert self._session is not None
+        return moves.load(self._session, run, self._memory, self._settings.load_deadline_ms / 1000)
+
+    def _store(self, run: Run) -> list[str]:
+        assert self._session is not None
+        return moves.store(self._session, run, self._memory, self._settings.store_deadline_ms / 1000)
+
+    def _connect(self, fingerprint: Fingerprint) -> Session | None:
+        """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""
+        settings = self._settings
+        staging_bytes = 0 if settings.read_only else max(settings.staging_mib << 20, 2 * slot_bytes(self._row_bytes))
+        try:
+            session = connect(
+                settings.socket or None,
+                fingerprint=fingerprint,
+                client_name="vllm-tier",
+                deadline_s=settings.lookup_deadline_ms / 1000,
+                connect_timeout_s=settings.connect_timeout_ms / 1000,
+                staging_bytes=staging_bytes,
+            )
+        except KVStoreError as error:
+            logger.error("kvstored refuses this engine, which goes on without it: %s", error)
+            return None
+        if session.state != "connected":
+            logger.warning(
+                "kvstored does not answer, so nothing is loaded or stored until it does: %s",
+                session.statistics().last_error,
+            )
+        return session
+
+    def _inform(self, session: Session, positions: dict[bytes, int], request: _Request, expected: Expected) -> None:
+        """For the thread that stores."""
+        adapter, chain = request.adapter or "", chain_of(positions, self._first_group)
+        read_elsewhere = [key for key in chain if key not in request.moved]
+        self._touch(session, read_elsewhere, adapter)
+        keys = names(session, chain, self._first_group, adapter)
+        if keys is None or expected == Expected():
+            return
+        session.hint(keys=keys, group=self._first_group, next_step=expected.next_step, due_in_s=expected.due_in_s)
+        if expected.wants_prefetch:
+            session.prefetch(keys=keys, group=self._first_group, in_s=expected.prefetch_in_s)
+
+    def _touch(self, session: Session, chunks: Sequence[bytes], adapter: str) -> None:
+        for group, places in by_group(chunks).items():
+            keys = names(session, [chunks[at] for at in places], group, adapter)
+            if keys is not None:
+                session.touch(keys=keys, group=group)
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
+    """vLLM's own books of look-ups; the questions of a step go to the daemon in one batch, from its thread."""
+
+    def __init__(self, tier: KVStoreTier, tier_type: str) -> None:
+        self._tier = tier
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._tier.present(keys, req_context)
+
+
+def _engine_of(packed: str, settings: TierSettings) -> EngineName:
+    if packed:
+        return unpacked(packed)
+    if settings.weights_digest:
+        return stated(f"{settings.weights_digest} vllm {vllm.__version__}")
+    raise ValueError(
+        "KVStoreTier does not know the model's weights: name kvstore_connectors.vllm_tier's "
+        'KVStoreOffloadingConnector as the kv_connector, or set "weights_digest" to a name that changes with '
+        "weights, model settings, adapters and attention backend"
+    )
+
+
+def _positions(req_context: ReqContext) -> dict[bytes, int]:
+    """Where each of a request's chunks ends, in tokens. A copy: the scheduler goes on adding to it."""
+    return dict(getattr(req_context, "_offload_key_positions", {}))

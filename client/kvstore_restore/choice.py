@@ -1,0 +1,291 @@
+"""How many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from requests.
+
+For engines that compute only behind what was loaded. With n blocks loaded a first token takes
+
+    own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
+
+`own` is what a load costs the client (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
+queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier (bias.py). Within a run of blocks in one tier the
+sum is concave in n, so its least value is at an end of a run: only those are compared.
+
+A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
+few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
+each request may be lost to this. All blocks do where that is affordable and none did so for `WHOLE_TRIAL_EVERY`
+decisions: where the paths are close, what a part of one takes says too little of it.
+Owns what was learned, and its file. It loads and computes nothing. Safe for use by several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from time import time
+
+from kvstore_client.json_file import write_json
+from kvstore_restore.bias import Biases
+from kvstore_restore.features import LINK_PRIOR, link_cost, load_features
+from kvstore_restore.scaled_fit import ScaledFit
+from kvstore_restore.steps import StepCosts
+
+TRIAL_SHARE, TRIAL_EVERY, WHOLE_TRIAL_EVERY = 0.015, 16, 128
+_TRIAL_PART = 8  # one in so many blocks takes the other path in a trial, unless all of them do
+_MOST_SAVED_S = 30.0
+_FIRST_SHARE = 0.1  # of one request may be lost in advance, while a process has seen no step but the first
+_PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.05
+_MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the mapped one
+_LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
+_MOST_ENDS = 64  # of runs of blocks that are compared
+_SAVE_EVERY = 64  # loads that were observed
+_VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Stored blocks of a prompt of `tokens` tokens, behind the `first` tokens that the engine holds.
+
+    `tiers`, `load_s`: by block, the latter what it adds to the time until all are mapped. ValueError if the blocks do
+    not leave a token to compute, or differ in number.
+    """
+
+    tiers: Sequence[str]
+    load_s: Sequence[float]
+    block_tokens: int
+    block_bytes: int
+    tokens: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tiers) != len(self.load_s):
+            raise ValueError(f"{len(self.tiers)} tiers and {len(self.load_s)} times for the same blocks")
+        if min(self.block_tokens, self.block_bytes) < 1 or self.held(len(self.tiers)) >= self.tokens:
+            raise ValueError("a block needs at least one token and one byte, and one token of a prompt is computed")
+
+    def held(self, blocks: int) -> int:
+        """Tokens that the engine holds once so many blocks are loaded."""
+        return self.first + blocks * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Load `blocks` leading blocks and give that up after `deadline_s`; compute what is then left.
+
+    `load_s` and `compute_s` are predicted; `wait_s` is the daemon's part of `load_s`, without the bias of `tier`.
+    `is_trial`: another number is predicted to be a little better.
+    """
+
+    blocks: int
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    deadline_s: float = 0.0
+    wait_s: float = 0.0
+    tier: str = ""
+    is_trial: bool = False
+
+
+def all_of(hit: Hit) -> Chosen:
+    """What is chosen where nothing is known: as much as can be had, however long it takes."""
+    return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
+
+
+class LoadChoice:
+    """Loads all until something was computed. `step_tokens`: the most that the engine computes in one step, 0: no
+    bound. `clock`: seconds that go on over restarts.
+    """
+
+    def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
+        self._clock = clock
+        self._steps, self._own = StepCosts(step_tokens), ScaledFit(LINK_PRIOR)
+        self._biases = Biases(clock)
+        self._saved_s = 0.0  # may be lost to trials
+        self._since_load = self._since_compute = 0  # decisions since that path taught something
+        self._since_all = {True: WHOLE_TRIAL_EVERY, False: WHOLE_TRIAL_EVERY}  # since all was loaded; was computed
+        self._informative_tokens = 0  # so many at once say what those of the latest hit cost
+        self._path: Path | None = None
+        self._unsaved = 0
+        self._lock = threading.RLock()
+
+    def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
+        """How many blocks to load. `all_or_none`: no number in between."""
+        with self._lock:
+            return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
+
+    def _choose(self, hit: Hit, all_or_none: bool) -> Chosen:
+        whole = len(hit.tiers)
+        self._since_load += 1
+        self._since_compute += 1
+        self._since_all = {is_load: count + 1 for is_load, count in self._since_all.items()}
+        self._informative_tokens = (hit.tokens - hit.first) // _TRIAL_PART
+        waits = self._waits(hit)
+        if not self._steps.is_known:
+            return all_of(hit)
+        nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
+        ends = () if all_or_none else _ends_of_runs(hit)
+        totals = {blocks: self._total_s(hit, blocks, waits) for blocks in (0, *ends, whole)}
+        best = min(totals, key=lambda blocks: (totals[blocks], -blocks))
+        self._saved_s = min(self._saved_s + TRIAL_SHARE * totals[best], _MOST_SAVED_S)
+        tried = self._tried(hit, best, totals[best], waits, all_or_none)
+        if tried is None:
+            return self._chosen(hit, best, waits, nothing_s)
+        self._saved_s -= self._total_s(hit, tried, waits) - totals[best]
+        return self._chosen(hit, tried, waits, nothing_s, is_trial=True)
+
+    def compute_s(self, first: int, tokens: int) -> float:
+        """Predicted seconds to compute `tokens` tokens from position `first` on."""
+        return self._steps.seconds(first, tokens)
+
+    def known_compute_s(self, first: int, tokens: int) -> float:
+        """The same; infinite until something was computed."""
+        with self._lock:
+            return self.compute_s(first, tokens) if self._steps.is_known else math.inf
+
+    def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
+        """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
+        is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A
+        step much shorter than the latest hit says only what every step takes: of many such ones a fit learns noise."""
+        with self._lock:
+            if tokens >= 1 and seconds > 0 and self._steps.observe(first, tokens, seconds, self._informative_tokens):
+                self._since_compute = 0
+
+    def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
+        """`blocks` of the chosen ones had been loaded after `seconds`; when fewer than chosen, that was given up."""
+        if not chosen.blocks or seconds <= 0:
+            return
+        with self._lock:
+            self._observe_load(hit, chosen, blocks, seconds)
+            self._unsaved += 1
+        if self._unsaved >= _SAVE_EVERY:
+            self.save()
+
+    def _observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
+        is_whole = blocks >= chosen.blocks
+        nbytes = chosen.blocks * hit.block_bytes
+        if chosen.wait_s < _LEAST_WAIT_S or not chosen.tier:
+            self._own.observe(load_features(nbytes), seconds if is_whole else 2 * seconds)
+            return
+        factor = (seconds - self._own_s(nbytes)) / chosen.wait_s
+        predicted = _predicted(hit, chosen.tier, chosen.blocks)
+        self._biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
+
+    def save(self, path: Path | None = None) -> None:
+        """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
+        path = path or self._path
+        self._unsaved = 0
+        if path is None:
+            return
+        kept = {
+            "version": _VERSION,
+            "steps": self._steps.state(),
+            "own": self._own.state(),
+            "biases": self._biases.state(),
+        }
+        write_json(path, kept)
+
+    @classmethod
+    def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
+        """What was saved; a new one if the file is missing, damaged or of another version. It is saved there again
+        every now and then."""
+        choice = cls(step_tokens=step_tokens, clock=clock)
+        choice._path = path
+        try:
+            kept = json.loads(path.read_text())
+            if kept["version"] != _VERSION:
+                return choice
+            steps, own = dict(kept["steps"]), dict(kept["own"])
+            fresh = cls(step_tokens=step_tokens, clock=clock)
+            fresh._steps.restore(**steps)
+            fresh._own.restore(**own)
+            fresh._biases.restore(kept["biases"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return choice
+        fresh._path = path
+        return fresh
+
+    def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
+        held = hit.held(blocks)
+        return self._load_s(hit, blocks, waits) + self.compute_s(held, hit.tokens - held)
+
+    def _load_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
+        return self._own_s(blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
+
+    def _waits(self, hit: Hit) -> list[float]:
+        """By number of leading blocks, how long the daemon is expected to take until they are mapped."""
+        biases = {tier: self._biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
+        return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
+
+    def _own_s(self, nbytes: int) -> float:
+        return link_cost(self._own.coefficients).load_s(nbytes)
+
+    def _chosen(
+        self, hit: Hit, blocks: int, waits: Sequence[float], nothing_s: float, *, is_trial: bool = False
+    ) -> Chosen:
+        if blocks:
+            self._since_load = 0
+        if blocks in (0, len(hit.tiers)):
+            self._since_all[blocks > 0] = 0
+        held = hit.held(blocks)
+        compute_s, load_s = self.compute_s(held, hit.tokens - held), self._load_s(hit, blocks, waits)
+        if not blocks:
+            return Chosen(0, compute_s=compute_s, is_trial=is_trial)
+        # What has not come by then is computed: a load that hangs costs no more than it could have saved.
+        patience_s = max(_PATIENCE * load_s, _LEAST_PATIENCE_S)
+        deadline_s = min(patience_s, max(nothing_s - compute_s, 2 * load_s))
+        return Chosen(blocks, load_s, compute_s, deadline_s, sum(hit.load_s[:blocks]), _slowest(hit, blocks), is_trial)
+
+    def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float], all_or_none: bool) -> int | None:
+        """More or fewer blocks than the best, for what it teaches; None if that would cost too much now, or teaches
+        nothing."""
+        whole = len(hit.tiers)
+        if best < whole and self._since_load >= TRIAL_EVERY:
+            room, sign = whole - best, +1
+        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._steps.steps, TRIAL_EVERY)):
+            room, sign = best, -1
+        else:
+            return None
+        affordable_s = self._saved_s + (_FIRST_SHARE * best_s if self._steps.is_provisional else 0.0)
+        in_whole = [room] if self._since_all[sign > 0] >= WHOLE_TRIAL_EVERY else []
+        in_part = [] if all_or_none else _halves(-(-room // _TRIAL_PART))
+        for step in (*in_whole, *in_part):
+            blocks = best + sign * step
+            if sign < 0 and hit.tokens - hit.held(blocks) < self._informative_tokens:
+                return None  # too short a step to say what tokens take
+            if self._total_s(hit, blocks, waits) - best_s <= affordable_s:
+                return blocks
+        return None
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number:
+        yield number
+        number //= 2
+
+
+def _ends_of_runs(hit: Hit) -> list[int]:
+    """Where one tier's blocks are followed by another's; of too many, as many as fit."""
+    tiers = [hit.tiers[block] if not _is_mapped(hit, block) else "" for block in range(len(hit.tiers))]
+    ends = [at for at in range(1, len(tiers)) if tiers[at] != tiers[at - 1]]
+    return ends[:: len(ends) // _MOST_ENDS + 1]
+
+
+def _is_mapped(hit: Hit, block: int) -> bool:
+    return hit.load_s[block] < _MAPPED_S
+
+
+def _predicted(hit: Hit, tier: str, blocks: int) -> float:
+    """Seconds a byte of those of the first `blocks` that are in `tier`."""
+    of_tier = [seconds for name, seconds in zip(hit.tiers[:blocks], hit.load_s, strict=False) if name == tier]
+    return sum(of_tier) / (len(of_tier) * hit.block_bytes) if of_tier else 0.0
+
+
+def _slowest(hit: Hit, blocks: int) -> str:
+    """The tier that most of the time of these blocks is spent on; "" where all are mapped."""
+    spent: dict[str, float] = {}
+    for block in range(blocks):
+        if not _is_mapped(hit, block):
+            spent[hit.tiers[block]] = spent.get(hit.tiers[block], 0.0) + hit.load_s[block]
+    return max(spent, key=lambda tier: spent[tier], default="")

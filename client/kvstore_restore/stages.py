@@ -1,0 +1,146 @@
+"""One request's restoration over pipeline stages: each restores the K/V of its own layers, at the same time as the
+others.
+
+Owns a pair of pointers for each stage (`pointers.py`), and where the hidden states are from which a stage computes a
+chunk. The first stage starts from tokens. Any other starts from the states at its boundary, which are stored, or which
+the stage before has computed; so no stage waits for another, unless states are missing. The caller computes and loads.
+Invariants: a stage computes one chunk at a time, and only one whose input is there and before which all its chunks are
+present; states that cannot be loaded are computed by the stage before, again if it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from kvstore_restore.pointers import Pointers
+
+_AHEAD = 2  # inputs are loaded for so many chunks before they are computed
+
+
+class Input(Enum):
+    """Of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the caller may
+    discard them. MISSING: only the stage before can bring them.
+    """
+
+    STORED = "stored"
+    LOADING = "loading"
+    PRESENT = "present"
+    MISSING = "missing"
+
+
+class Stages:
+    """`pointers`: of each stage. `inputs`: for each stage but the first, the tier of each chunk's hidden states, or ""
+    where they are not stored. `ahead`: for how many chunks inputs are loaded before they are computed.
+    """
+
+    def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[str]], *, ahead: int = _AHEAD) -> None:
+        self.pointers = tuple(pointers)
+        self._tiers = [[], *(list(each) for each in inputs)]
+        self._inputs = [[Input.STORED if tier else Input.MISSING for tier in tiers] for tiers in self._tiers]
+        self._busy: list[int | None] = [None] * len(self.pointers)
+        self._is_own = [False] * len(self.pointers)
+        self._ahead = ahead
+        self.forwarded = 0  # chunks that a stage computed only for the next one
+
+    @property
+    def is_done(self) -> bool:
+        """All chunks of all stages are present, or the restoration was cancelled."""
+        return all(each.is_done for each in self.pointers)
+
+    def computing(self, stage: int) -> int | None:
+        """The chunk that the stage computes now."""
+        return self._busy[stage]
+
+    def input(self, stage: int, chunk: int) -> Input:
+        return self._inputs[stage][chunk] if stage else Input.PRESENT
+
+    def wanted(self, stage: int) -> int | None:
+        """The chunk that the stage computes next, once it has its input: one of its own, else one whose states the next
+        stage lacks.
+        """
+        pointers = self.pointers[stage]
+        if own := pointers.computable(1):
+            return own.start
+        if stage + 1 == len(self.pointers):
+            return None
+        lacked = self.wanted(stage + 1)
+        if lacked is None or lacked > pointers.head or self._inputs[stage + 1][lacked] is not Input.MISSING:
+            return None
+        return lacked
+
+    def is_within_reach(self, stage: int, chunk: int) -> bool:
+        """The stage has the chunk's input, can load it, or the stage before is yet to compute the chunk. Where not, it
+        would compute the chunk for this stage alone: better to load it.
+        """
+        return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
+
+    def next_compute(self, stage: int) -> int | None:
+        """Begin to compute a chunk; None if there is nothing to compute now, or its input is not there."""
+        if self._busy[stage] is not None:
+            return None
+        chunk = self.wanted(stage)
+        if chunk is None or self.input(stage, chunk) is not Input.PRESENT:
+            return None
+        self._is_own[stage] = chunk == self.pointers[stage].head
+        if self._is_own[stage]:
+            self.pointers[stage].next_compute()
+        self._busy[stage] = chunk
+        return chunk
+
+    def next_load(self, stage: int, tier: str) -> int | None:
+        """Begin to load a chunk's K/V from `tier`; None if there is none."""
+        return self.pointers[stage].next_load(tier)
+
+    def next_input(self, stage: int, tier: str) -> int | None:
+        """Begin to load the hidden states of a chunk that will be computed soon; None if there is none in `tier`."""
+        chunk = self.wanted(stage) if stage else None
+        if chunk is None:
+            return None
+        own = self.pointers[stage].computable(self._ahead)
+        for at in own if chunk in own else (chunk,):
+            if self._inputs[stage][at] is Input.STORED and self._tiers[stage][at] == tier:
+                self._inputs[stage][at] = Input.LOADING
+                return at
+        return None
+
+    def computed(self, stage: int, chunk: int) -> bool:
+        """The stage has computed a chunk. Returns whether the next one lacks the states that it ends with."""
+        self._busy[stage] = None
+        if self._is_own[stage]:
+            self.pointers[stage].computed_chunk(chunk)
+        else:
+            self.forwarded += 1
+        if stage:
+            self._inputs[stage][chunk] = Input.STORED if self._tiers[stage][chunk] else Input.MISSING
+        following = stage + 1
+        if following == len(self.pointers) or self.input(following, chunk) is Input.PRESENT:
+            return False
+        is_lacking = chunk >= self.pointers[following].head or self.wanted(following) == chunk
+        if is_lacking:
+            self._inputs[following][chunk] = Input.PRESENT
+        return is_lacking
+
+    def loaded_input(self, stage: int, chunk: int) -> bool:
+        """A chunk's hidden states have been loaded. Returns whether to use them: the stage before was not first."""
+        is_new = self.input(stage, chunk) is not Input.PRESENT
+        if is_new:
+            self._inputs[stage][chunk] = Input.PRESENT
+        return is_new
+
+    def lose_input(self, stage: int, chunk: int) -> None:
+        """A chunk's hidden states cannot be loaded."""
+        if self.input(stage, chunk) in (Input.STORED, Input.LOADING):
+            self._inputs[stage][chunk] = Input.MISSING
+            self._tiers[stage][chunk] = ""
+
+    def abandon(self, stage: int) -> None:
+        """The stage's computing has failed."""
+        chunk, self._busy[stage] = self._busy[stage], None
+        if chunk is not None:
+            self.pointers[stage].abandon(chunk)
+
+    def cancel(self) -> None:
+        """The request has ended."""
+        for each in self.pointers:
+            each.cancel()

@@ -1,0 +1,73 @@
+"""What an engine could report to the policy while a trace is replayed: of each request its prompt, when it ends its
+answer, and hints that are made up. Hints that a daemon recorded are in `recorded_hints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from kvstore_simulator.hints import Hints, made_up
+from kvstore_simulator.trace import Op, Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
+
+FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
+ANSWER_TOKEN_NS = 20_000_000
+
+
+class EngineReports:
+    """`tenant_of`: the residency's number of a tenant of the trace."""
+
+    def __init__(
+        self, trace: Trace, hints: Hints, policy: Policy, residency: ResidencyView, tenant_of: Callable[[int], int]
+    ) -> None:
+        self._trace = trace
+        self._policy = policy
+        self._residency = residency
+        self._tenant_of = tenant_of
+        self._queue_s = hints.queue_s
+        self._hints = made_up(trace, hints)
+        self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
+        self._queued = 0  # requests up to here have been seen in the queue
+
+    def ended(self, now_ns: int) -> None:
+        """Report the requests that have ended."""
+        running = self._running
+        while running and running[0][0] <= now_ns:
+            end_ns, number, tokens = heappop(running)
+            self._policy.answered(number, tokens, end_ns, self._hints[number])
+
+    def begins(self, at: int, now_ns: int) -> None:
+        """Report the prompt of request `at`, and the answers of earlier ones that have ended."""
+        trace, running, policy = self._trace, self._running, self._policy
+        self.ended(now_ns)
+        if self._queue_s:
+            self._report_queue(at, now_ns)
+        if trace.ops[at] != Op.REQUEST:
+            return
+        asked, tokens = int(trace.input_tokens[at]), int(trace.output_tokens[at])
+        if not tokens:  # a recording, say: its hints have the answers
+            if asked:
+                policy.expect(RequestContext(at, asked))
+            return
+        kind = trace.kind_names[trace.kinds[at]]
+        policy.expect(RequestContext(at, asked, kind, is_answered_later=True))
+        heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
+
+    def _report_queue(self, at: int, now_ns: int) -> None:
+        """Of requests that will be looked up soon, where their chains are here."""
+        trace = self._trace
+        due_ns = now_ns + round(self._queue_s * 1e9)
+        self._queued = max(self._queued, at + 1)
+        while self._queued < trace.requests:
+            later = self._queued
+            its_ns = int(trace.times_ns[later] - trace.times_ns[0])
+            if its_ns > due_ns:
+                break
+            self._queued += 1
+            blocks = trace.blocks[trace.starts[later] : trace.starts[later + 1]].tolist()
+            tenant, keys = self._tenant_of(int(trace.tenants[later])), [trace.key(block) for block in blocks]
+            rows = self._residency.find_keys(tenant, keys)
+            if rows:
+                deliver_hint((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)

@@ -1,0 +1,114 @@
+"""Several nodes in virtual time that serve one trace and share a remote store.
+
+Owns the nodes and the arrival of requests. What a node does is `node`'s, how one is chosen `routing`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvstore_simulator.node import Node, visit_of
+from kvstore_simulator.node_store import NodeSettings
+from kvstore_simulator.plan import ORCHESTRATED
+from kvstore_simulator.routing import Router
+from kvstore_simulator.simulated_remote import RemoteSpec, SharedObjects
+from kvstore_simulator.trace import Trace
+from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
+from kvstored.clock import NS_PER_S, ManualClock
+
+ONE = "one node"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStudy:
+    """`settings`: of each node. A row for one node of `nodes` times the size, then one for each routing. Requests
+    before `count_from` are served and not counted. `remote` None: nothing is shared. Requests that are longer than one
+    node's engine memory are left out of all rows, so that all serve the same."""
+
+    trace: Trace
+    settings: NodeSettings
+    nodes: int
+    routings: Sequence[str]
+    remote: RemoteSpec | None
+    count_from: int = 0
+    seed: int = 0
+
+    @property
+    def too_long(self) -> int:
+        """Requests that are counted and left out."""
+        return int((np.diff(self.trace.starts)[self.count_from :] > self._most_blocks).sum())
+
+    @property
+    def _most_blocks(self) -> int:
+        return self.settings.pool_bytes // (self.settings.model.kv_bytes_per_token * self.trace.block_tokens)
+
+    def rows(self, progress: Progress) -> Iterator[dict[str, Any]]:
+        settings, times = self.settings, self.nodes
+        big = replace(
+            settings, machine=settings.machine.times(times), pool_bytes=settings.pool_bytes * times,
+            tiers=tuple((name, nbytes * times) for name, nbytes in settings.tiers),
+        )  # fmt: skip
+        yield self._row(ONE, [big], "", progress)
+        for routing in self.routings:
+            shared = SharedObjects(self.remote, self.seed) if self.remote is not None else None
+            yield self._row(routing, [replace(settings, remote=shared)] * times, routing, progress)
+
+    def _row(self, label: str, each: Sequence[NodeSettings], routing: str, progress: Progress) -> dict[str, Any]:
+        began = time.perf_counter()
+        nodes = self._serve(each, routing, lambda done: progress(label, done, self.trace.requests))
+        visits = [visit for node in nodes for visit in node.served.visits if visit.number >= self.count_from]
+        served = [visit for visit in visits if visit.is_served]
+        if not served:
+            raise ValueError("no request of this trace could be served: more devices, or --tiers engine=SIZE")
+        store = nodes[0].store
+        assert store is not None
+        wanted = sum(visit.blocks for visit in served)
+        hits = {"engine": sum(visit.in_pool for visit in served)}
+        hits |= {name: sum(visit.found[at] for visit in served) for at, name in enumerate(store.names)}
+        found, recomputed = sum(hits.values()), sum(visit.recomputed for visit in served)
+        seconds = np.array([visit.ttft_ns for visit in served]) / NS_PER_S
+        busiest = max(node.served.compute_busy_s for node in nodes)
+        return {
+            "mode": "fleet", "routing": label, "nodes": len(nodes), "requests": len(served),
+            "refused": self.too_long, "block_accesses": wanted, "found_ratio": round(found / wanted, 6),
+            "hit_ratio": round((found - recomputed) / wanted, 6), "hits_by_tier": hits,
+            "recomputed_blocks": recomputed,
+            "ttft_s": {
+                "mean": round(float(seconds.mean()), 6),
+                **{f"p{share}": round(float(np.percentile(seconds, share)), 6) for share in (50, 90, 99)},
+            },
+            "busiest_share": round(busiest / max(1e-9, sum(node.served.compute_busy_s for node in nodes)), 4),
+            "seconds": round(time.perf_counter() - began, 3),
+        }  # fmt: skip
+
+    def _serve(self, each: Sequence[NodeSettings], routing: str, progress: Callable[[int], None]) -> list[Node]:
+        clock, trace = ManualClock(), self.trace
+
+        async def run(loop: VirtualLoop) -> list[Node]:
+            nodes = [Node(trace, settings, ORCHESTRATED, loop, clock) for settings in each]
+            router = Router(routing, nodes, self.seed) if routing else None
+            first_ns = int(trace.times_ns[0])
+            async with asyncio.TaskGroup() as tasks:
+                for node in nodes:
+                    tasks.create_task(node.run(is_alone=False))
+                for at in range(trace.requests):
+                    due_ns = round((int(trace.times_ns[at]) - first_ns) / self.settings.speed)
+                    await asyncio.sleep(max(0, due_ns - clock.monotonic_ns()) / NS_PER_S)
+                    blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
+                    if 0 < len(blocks) <= self._most_blocks:
+                        visit = visit_of(trace, at, blocks, clock.monotonic_ns())
+                        (nodes[0] if router is None else router.choose(visit)).accept(visit)
+                    if at % 16 == 0:
+                        progress(at)
+                for node in nodes:
+                    node.end()
+            return nodes
+
+        return run_virtual(clock, run)

@@ -1,0 +1,109 @@
+"""What only a simulator knows: when each block is used next, and a policy that uses it.
+
+`Clairvoyant` is Belady's MIN (IBM Systems Journal 5(2), 1966) with bypass for chains: it evicts the block whose next
+use is farthest away, the deeper one of two, so that leaves are evicted first; a block just stored may be evicted at
+once. With blocks of one size no policy has more prefix-closed hits. Never in a daemon: it is not in the registry of
+policies.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_simulator.trace import Op, Trace
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.policies import Policy, PolicySettings, ResidencyClass
+
+_DEPTH_BITS = 24
+_ROW_BITS = 32
+_SLACK_ENTRIES = 4096
+
+
+def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
+    """For each block access, the number of the next request that looks the block up, or the number of requests: never.
+
+    Storing alone (a PUT) is no use.
+    """
+    request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
+    counts = (trace.ops != Op.PUT)[request_of]
+    order = np.lexsort((request_of, trace.blocks))
+    blocks, requests = trace.blocks[order].astype(np.int64), request_of[order]
+    # Among accesses sorted by block and time: the nearest later access of the same block that counts.
+    stride = trace.requests + 1
+    used = blocks[counts[order]] * stride + requests[counts[order]]
+    at = np.searchsorted(used, blocks * stride + requests, side="right")
+    following = np.append(used, -1)[np.minimum(at, len(used))]
+    same = (at < len(used)) & (following // stride == blocks)
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = np.where(same, following % stride, trace.requests)
+    return found
+
+
+class Clairvoyant(Policy):
+    """`foresee` is called with the next uses of a request's rows before anything is evicted."""
+
+    name = "clairvoyant"
+
+    def __init__(self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None) -> None:
+        super().__init__(residency, tier, settings, self.name)
+        self._urgency = array("q")  # by row; -1: not here. The larger, the sooner it is evicted
+        self._heap: list[int] = []  # -(urgency << row bits | row); stale entries stay until they are met
+        self._rows = 0
+
+    def foresee(self, rows: Sequence[int], uses: Sequence[int]) -> None:
+        urgency, heap, depth = self._urgency, self._heap, self.residency.rows.depth
+        for row, use in zip(rows, uses, strict=True):
+            urgency[row] = key = use << _DEPTH_BITS | depth[row]
+            heappush(heap, -(key << _ROW_BITS | row))
+        if len(heap) > 4 * self._rows + _SLACK_ENTRIES:
+            self._heap = [-(key << _ROW_BITS | row) for row, key in enumerate(urgency) if key >= 0]
+            heapify(self._heap)
+
+    # Events
+
+    def inserted(self, row: int, now_ns: int) -> None:
+        if row >= len(self._urgency):
+            self._urgency.extend([-1] * (row + 1024 - len(self._urgency)))
+        self._urgency[row] = 0
+        self._rows += 1
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        pass  # `foresee` says more
+
+    def removed(self, row: int) -> None:
+        self._urgency[row] = -1
+        self._rows -= 1
+
+    def released(self, row: int) -> None:
+        pass  # nothing is ever held out of the heap
+
+    # Decisions
+
+    def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        """Rows of a replay are never pinned, and by urgency children come before parents: the top may be evicted."""
+        heap, urgency = self._heap, self._urgency
+        while heap:
+            entry = -heap[0]
+            row = entry & ((1 << _ROW_BITS) - 1)
+            if urgency[row] == entry >> _ROW_BITS:
+                return row
+            heappop(heap)
+        return -1
+
+    def expired(self, now_ns: int, limit: int) -> list[int]:
+        return []
+
+    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
+        never = self._urgency[row] >> _DEPTH_BITS >= np.iinfo(np.int32).max
+        return ResidencyClass.COLD if never else ResidencyClass.WARM
+
+    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
+        return {ResidencyClass.HOT: 0, ResidencyClass.WARM: self._rows, ResidencyClass.COLD: 0}
+
+    def __len__(self) -> int:
+        return self._rows

@@ -1,0 +1,1 @@
+"""Machines for `kvstored simulate --mode timing`: one TOML file each. `kvstore_simulator.machine` reads them."""

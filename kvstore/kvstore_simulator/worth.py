@@ -1,0 +1,143 @@
+"""What hits are worth: the compute they save, the bytes they are, the money.
+
+Computing n tokens of a prompt costs 2 P n operations in the weights and 2 L H d n² in attention, which looks back at
+every earlier position: a block saved deep in a chain is worth more than one at its head. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_simulator.trace import Op, Trace
+from kvstore_simulator.visit import Visit
+
+ELEMENT_BYTES = 2
+_GIB = 1 << 30
+_PRICE_MAX = 1e24  # operations a second are in there too
+DEFAULT_MODEL = "llama-3.1-8b"
+_PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flops_per_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`flops(n)`: operations to compute the first n tokens of a prompt."""
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self.parameters * ELEMENT_BYTES)
+
+    def flops_of(self, tokens: float) -> float:
+        """`flops` of one number."""
+        return 2.0 * tokens * (self.parameters + self.layers * self.heads * self.head_dim * tokens)
+
+    def flops(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        attention = 2.0 * self.layers * self.heads * self.head_dim
+        made: npt.NDArray[np.float64] = 2.0 * self.parameters * tokens + attention * tokens * tokens
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a GiB of the tier costs an hour, and a machine that computes so many operations a second."""
+
+    storage_usd_per_gib_hour: float
+    compute_usd_per_hour: float
+    compute_flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of the requests that were looked at."""
+
+    requests: int
+    block_accesses: int
+    hits: int
+    flops: float
+    saved_flops: float
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hits / self.block_accesses if self.block_accesses else 0.0
+
+    @property
+    def compute_saved_ratio(self) -> float:
+        return self.saved_flops / self.flops if self.flops else 0.0
+
+
+def models() -> dict[str, Model]:
+    table = tomllib.loads(resources.files("kvstore_simulator").joinpath("models.toml").read_text())
+    return {name: Model(name, **facts) for name, facts in table.items()}
+
+
+def load_prices(path: Path) -> Prices:
+    """Raises ValueError with one line; OSError."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    if set(table) != _PRICE_KEYS:
+        raise ValueError(f"{path}: a price table has the keys {', '.join(sorted(_PRICE_KEYS))} and no others")
+    for key, value in table.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _PRICE_MAX:
+            raise ValueError(f"{path}: {key} must be a number from 0 to {_PRICE_MAX:.0e}, got {value!r}")
+    if not table["compute_flops_per_s"]:
+        raise ValueError(f"{path}: compute_flops_per_s must be more than 0")
+    return Prices(**{key: float(value) for key, value in table.items()})
+
+
+def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 0) -> Worth:
+    """Of the requests from `first` on that look blocks up."""
+    asked = np.diff(trace.starts)[first:]
+    counts = trace.ops[first:] != Op.PUT
+    asked, found = asked[counts], hits[first:][counts]
+    size = trace.block_tokens
+    prompt = trace.input_tokens[first:][counts]
+    # The last block of a prompt may be partial: no block is worth more tokens than the prompt has.
+    longest = np.where(prompt > 0, prompt, np.iinfo(np.int64).max)
+    whole = np.minimum(asked * size, longest).astype(np.float64)
+    saved = np.minimum(found * size, longest).astype(np.float64)
+    return Worth(
+        len(asked), int(asked.sum()), int(found.sum()), float(model.flops(whole).sum()), float(model.flops(saved).sum())
+    )
+
+
+def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
+    """Of requests that a node has served. What raced and was computed again is behind the engine's own blocks; what
+    was given up is the end of what was there.
+    """
+    columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]
+    blocks, tokens, in_pool, hits, raced = np.array(columns, np.int64).reshape(-1, 5).T
+
+    def flops_to(ends: npt.NDArray[np.int64]) -> float:
+        return float(model.flops(np.minimum(ends * block_tokens, tokens).astype(np.float64)).sum())
+
+    saved = flops_to(hits + raced) - flops_to(in_pool + raced) + flops_to(in_pool)
+    return Worth(len(visits), int(blocks.sum()), int(hits.sum()), flops_to(blocks), saved)
+
+
+def money(prices: Prices, value: Worth, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
+    """US dollars over the time of the trace: where the whole tier is paid for, and where only what it holds is."""
+    storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
+    saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour
+    return {
+        "storage_usd": storage, "compute_saved_usd": saved, "net_usd": saved - storage,
+        "held_usd": held, "net_of_held_usd": saved - held,
+    }  # fmt: skip
