@@ -27,7 +27,7 @@ BLOCKS = 3
 FILES = ("identity.json", "names.json", "usage.npz", "endurance.json", "scrub.json", "format", "seal")
 ERRORS = ("ENOSPC", "EDQUOT", "EROFS", "EIO")
 CASES = [(name, error) for name in FILES for error in ERRORS]
-QUICK = {"identity.json": "ENOSPC", "usage.npz": "EROFS"}  # each file alone: tests/unit/test_unsaved.py
+QUICK = {"identity.json": "ENOSPC", "usage.npz": "EROFS"}  # each file alone: tests/unit/kvstored/test_unsaved.py
 SETTINGS = ("nvme.endurance_bytes_per_day=1GiB", "scrub.start_s=0", "scrub.interval_s=1")
 REASONS = {"ENOSPC": "No space left", "EDQUOT": "quota exceeded", "EROFS": "Read-only", "EIO": "Input/output error"}
 

@@ -17,7 +17,7 @@ from kvstore_client.payload import PayloadWriter
 from kvstore_cuda.copies import Run, Runs
 from kvstore_proto.arena import HEADER_BYTES
 from tests.reference.stepped_time import SteppedTime
-from tests.unit.test_client_device_stores import LAYERS, PAGES, Engine
+from tests.unit.client.test_client_device_stores import LAYERS, PAGES, Engine
 
 MIB = 1 << 20
 RATE = 100 * MIB

@@ -334,6 +334,6 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_about_kvctl_lists_every_command_and_code() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kvctl.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "kvctl.md").read_text()
     assert all(f"| `{command}` |" in page for command in COMMANDS)
     assert all(f"| {code} | {meaning} |" in page for code, meaning in MEANINGS.items())

@@ -20,7 +20,7 @@ from kvstored.store.transfer import group_commit
 from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import HOST, NVME
-from tests.unit.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store
+from tests.unit.kvstored.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store
 
 NONE, BATCH, ALWAYS = pb.DURABILITY_MODE_NONE, pb.DURABILITY_MODE_BATCH, pb.DURABILITY_MODE_ALWAYS
 VOLATILE, PENDING, DURABLE = pb.DURABILITY_VOLATILE, pb.DURABILITY_PENDING, pb.DURABILITY_DURABLE

@@ -17,7 +17,7 @@ from kvstore_simulator.trace import Op, Trace
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks.check import check
 from tests.reference.traces import sessions, trace_of
-from tests.unit.test_simulator_timing import BLOCK_BYTES, LONGER, MODEL, SLOT, asked, machine, near, spec
+from tests.unit.simulator.test_simulator_timing import BLOCK_BYTES, LONGER, MODEL, SLOT, asked, machine, near, spec
 
 ALWAYS = {"admission": "always", "rate": "0", "policy": "lru"}
 HBM_S = 0.05  # to read a block of device memory, or to write one

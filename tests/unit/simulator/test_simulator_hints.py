@@ -11,7 +11,7 @@ from kvstore_simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
-from tests.unit.test_policies_chain_hazard import mixed_trace
+from tests.unit.kvstored.test_policies_chain_hazard import mixed_trace
 
 
 def test_what_is_asked_for() -> None:

@@ -17,7 +17,7 @@ FOUND = packages("vllm", "vllm")
 if not FOUND:
     pytest.skip("vLLM is not here: make check-wheels fetches its wheel", allow_module_level=True)
 
-CLIENT = Path(__file__).parents[2] / "client"
+CLIENT = Path(__file__).parents[3] / "client"
 OURS = PackageSources("ours", CLIENT)
 HOOKS = sorted(CLIENT.glob("kvstore_connectors/vllm*/**/*.py"))
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks
 from tests.reference.tiers import HOST
 from tests.reference.unary_client import names
-from tests.unit.test_daemon_intake import STORED, Store, fail_once, key_of, run
+from tests.unit.kvstored.test_daemon_intake import STORED, Store, fail_once, key_of, run
 
 
 def test_no_more_calls_than_allowed_and_each_end_makes_room() -> None:

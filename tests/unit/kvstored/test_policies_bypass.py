@@ -32,7 +32,7 @@ from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS
 from kvstored.store.remote.compute import ComputeTimes
 from tests.reference.blocks import Shelf, key
-from tests.unit.test_policies_chain_hazard import in_force
+from tests.unit.kvstored.test_policies_chain_hazard import in_force
 
 S = 1_000_000_000
 SESSION: Any = SimpleNamespace(

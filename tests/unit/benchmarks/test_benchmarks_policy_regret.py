@@ -11,7 +11,7 @@ import pytest
 
 from kvstored.policy_names import CHAIN_HAZARD, LRU
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 FAMILIES_TWICE = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -24,7 +24,7 @@ from kvstore_connectors.vllm_tier.moves import LOADED, load
 from kvstore_connectors.vllm_tier.settings import TierSettings
 from tests.reference.vllm_records import HeldBlocks, KeyedStore
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def key(chunk: int, group: int = 0) -> bytes:

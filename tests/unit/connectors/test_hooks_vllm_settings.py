@@ -12,7 +12,7 @@ import pytest
 import kvstore_connectors.vllm as door
 from kvstore_connectors.vllm.settings import Settings, parse_settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_nothing_set_gives_the_defaults() -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.replay import Replay, ReplaySettings
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)

@@ -120,7 +120,7 @@ def test_numba_has_the_same_bits_without_vnni() -> None:
     done = subprocess.run(
         command,
         env=os.environ | {"NUMBA_CPU_FEATURES": ",".join(lesser)},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_PROGRAM = Path(__file__).parents[2] / "benchmarks" / "chat_templates.py"
+_PROGRAM = Path(__file__).parents[3] / "benchmarks" / "chat_templates.py"
 _PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 _REFUSING = "{% if messages[1] is defined %}{{ raise_exception('one') }}{% endif %}" + _PLAIN
 

@@ -26,7 +26,7 @@ from kvstore_client.results import Prefetched
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, Knobs, eventually
-from tests.unit.test_client_put import staging_of
+from tests.unit.client.test_client_put import staging_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 FINGERPRINT = Fingerprint("m", "w", groups=(LayerGroup(0, "full", 0, (0, 1), 32),))

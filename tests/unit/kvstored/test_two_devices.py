@@ -20,8 +20,8 @@ from kvstored.store.operations.get import Acquired, Wanted
 from kvstored.store.operations.offer import DurabilityMode
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
-from tests.unit.test_device_before_host import idle
-from tests.unit.test_straight_promotion import CHAIN, on_nvme_alone, places
+from tests.unit.kvstored.test_device_before_host import idle
+from tests.unit.kvstored.test_straight_promotion import CHAIN, on_nvme_alone, places
 
 FIRST, SECOND, HOST, NVME = (1 << position for position in range(4))
 KEYS = b"".join(SmallStore.key(number) for number in CHAIN)

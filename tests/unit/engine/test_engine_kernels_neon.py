@@ -12,7 +12,7 @@ import pytest
 from kvstore_engine.kernels import build
 
 _KERNELS = Path(build.__file__).parent
-_PROBE = Path(__file__).parents[1] / "reference" / "attention_probe.cpp"
+_PROBE = Path(__file__).parents[2] / "reference" / "attention_probe.cpp"
 _CROSS, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _NATIVE_FLAGS = {"x86_64": build._AVX2, "aarch64": ()}
 _TIMEOUT_S = 300

@@ -13,7 +13,7 @@ from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon
 from tests.reference.twelve_blocks import BLOCKS, FINGERPRINT, PAYLOADS, TOKENS
-from tests.unit.test_client_put import SLOT, STORED, believe, staging_of
+from tests.unit.client.test_client_put import SLOT, STORED, believe, staging_of
 
 pytestmark = pytest.mark.usefixtures("each_stream")
 
