@@ -135,7 +135,10 @@ def test_a_get_whose_grant_is_late_has_time_left_for_host_memory(is_streamed: bo
         asked.append((request.acquire.host_only, request.acquire.max_wait_ms, deadline_s))
         return REASON_DEADLINE if request.acquire.host_only else wire.Response(acquire=on_device)
 
-    daemon: Any = SimpleNamespace(device_arenas=device.arenas(), max_keys=8, call=call, release=lambda _: None)
+    stream = SimpleNamespace(confirmed_releases=0)
+    daemon: Any = SimpleNamespace(
+        device_arenas=device.arenas(), max_keys=8, call=call, release=lambda _: None, stream=stream
+    )
     chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
     prefix = Prefix(daemon, fingerprint, fingerprint.groups[0], chain)
     get = Get(prefix, Counters(), 1.0, verify=False, clock=device.clock)
