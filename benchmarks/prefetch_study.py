@@ -176,7 +176,11 @@ def _known(results: Path | None) -> dict[str, Row]:
 def _code() -> str:
     """A digest of the sources that a row depends on."""
     package, found = Path(kvstored.__file__).parent, hashlib.sha256()
-    folders = (package / "simulator", package / "store", package.parents[1] / "predictor" / "kvstore_predictor")
+    folders = (
+        package.parent / "kvstore_simulator",
+        package / "store",
+        package.parents[1] / "predictor" / "kvstore_predictor",
+    )
     for path in sorted(each for folder in folders for each in folder.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

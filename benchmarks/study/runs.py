@@ -68,7 +68,7 @@ class Job:
 def code_of(policy: str) -> str:
     """A digest of the sources that a result depends on."""
     is_ours = policy == OURS
-    paths = [_PACKAGE / "simulator" / name for name in _REPLAYING]
+    paths = [_PACKAGE.parent / "kvstore_simulator" / name for name in _REPLAYING]
     for folder in ("store/policies", "store/blocks"):
         found_there = [path for path in (_PACKAGE / folder).rglob("*.*") if path.suffix in (".py", ".json")]
         assert found_there, f"{_PACKAGE / folder} has moved: results would outlive a change of it"

@@ -3,7 +3,7 @@
 A chunk is one row of vLLM's CPU tier: the K/V of some tokens, of one KV cache group, of all workers of the engine, in
 vLLM's own order. vLLM gives a tier only a summary of its configuration (`OffloadingConfig`), without weights or model
 settings; those are `EngineName`'s, which the connector makes from the whole configuration. Reads by attribute and
-imports nothing of vLLM. As in `hooks.vllm.model`, whole records go in rather than fields.
+imports nothing of vLLM. As in `kvstore_connectors.vllm.model`, whole records go in rather than fields.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a user may set for the tier, in its entry of `secondary_tiers`.
 
-Owns the names and defaults. Invariant: as in `hooks.vllm.settings`: what makes no sense is refused when the engine
+Owns the names and defaults. Invariant: as in `kvstore_connectors.vllm.settings`: what makes no sense is refused when the engine
 starts, with one sentence.
 """
 
