@@ -3,8 +3,6 @@
 The default configuration with empty directories. Ready is from before the process is started until it says READY=1;
 resident memory is read when it has been idle for a moment. The limits are promises; the bare interpreter with what the
 daemon stands on (grpc, numpy) is measured beside it, as the part that is not ours.
-
-Expected: imports dominate. Seen: 0.49 s, of which 0.23 are those imports; 57 MB resident.
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ for.
 
 Cases: a made-up chat and made-up agents (`--trace FILE --format NAME`: a real trace) in a tier of 5 % of their blocks;
 the same with all requests of a minute at one instant (a burst); and chats in a tier that holds a million blocks.
-
-Expected: a block that is stored and evicted takes some thirty columns and four dictionaries at 30 to 60 ns, and a
-request's own 20 us are shared by its blocks. So requests of a few blocks, and a policy driven row by row, are dearest.
 """
 
 from __future__ import annotations

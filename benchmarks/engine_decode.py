@@ -7,10 +7,6 @@ process of its own, in turns; a figure is the median of its turns. On both sides
 does by default. `core_wait` is the share of the time that threads were ready but had no core: over some 0.05 the
 machine was not quiet and the ratios say little.
 
-Expected: the matrix products are the same code on both sides, so the gain is attention (paged, query heads of a group
-share their K and V) and the work between: little at 1, more with every sequence. Seen on a quiet Zen 5 with AVX-512, a
-prototype made 235 / 522 / 553 / 786 tokens a second against 194 / 378 / 384 / 449.
-
     python benchmarks/engine_decode.py [--json] [--quick]
 """
 

@@ -5,10 +5,6 @@ turns under the same prompts; a figure is the median of its turns. Best: `-fa of
 each client. Default: no option but model and threads, which is four slots over a unified cache with flash attention.
 Latencies are medians over requests, from the sending on.
 
-Expected: llama.cpp's server puts whole prompts before decodes, so that clients wait for the prompts of all others; ours
-mixes chunks of prompts into decode steps under a budget, which is where TTFT comes from. Throughput is that of
-engine_decode less HTTP on the two cores that also compute.
-
     python benchmarks/engine_server.py [--json] [--quick]
 """
 

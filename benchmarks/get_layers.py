@@ -2,10 +2,6 @@
 
 24 blocks of 4 MiB: 16 layers of 4 KiB a token (8 heads of 128, K and V, f16). One group: a get of the whole. Four
 ranges (`LayerGroup.split`): the first is readable when a quarter of the bytes is there. Baseline: the get, interleaved.
-
-Expected: a quarter of the baseline for the first range; for all of them about the baseline, since reads of 1 MiB are as
-fast as those of 4. Seen (2 cores, shared): 0.26x and 0.82x. Blocks of 256 KiB are too small for it: four times as many
-transfers cost the daemon more than twice the processor time.
 """
 
 from __future__ import annotations

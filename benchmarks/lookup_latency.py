@@ -4,15 +4,6 @@ Idle, on either stream, against an empty echo of the same kind of stream in the 
 gRPC stream's. Beside the load, on the direct stream: against the idle lookup, and as what is possible an empty echo
 beside the same load, to a server that does nothing else. The load moves some 450 blocks of 1 MiB a second each way, and
 every put has to evict; the keys looked up are leased, so they stay.
-
-Expected: the lookup itself is 64 dictionary hits, so gRPC's echo dominates; on a direct stream the lookup does, since
-an echo there is 0.03 to 0.08 ms. Beside load, the control thread waits for a core and for the GIL. Seen through gRPC:
-1.25 to 1.4 times the echo. Beside load, what was tried, through gRPC (median p50 / p99 of four runs):
-    switch interval 0.5 ms                              3.2 / 10.1 ms
-    0.1 ms: more fights for the GIL                     4.7 / 12.3
-    2 ms, and 5 ms (Python's own)                       2.5 / 8.1, 2.7 / 9.2
-    5 ms, and copying threads at nice 5; at nice 10     1.8 / 7.0; 1.8 / 6.9
-Nice 5 and 5 ms are kept. These were measured with other work on both cores, which the p99 shows.
 """
 
 from __future__ import annotations

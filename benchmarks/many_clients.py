@@ -13,13 +13,6 @@ lookup by a direct stream makes the client sleep once, as the hand-over does, wh
 through gRPC needs two more threads of its client. Then sixteen clients run at a pace, together half of what one client
 reached alone. Baselines: the one client's total of the same run; for lookups a fixed limit.
 
-Seen on two cores, by direct streams: 0.9 to 1.0 times the one client's total; lookups p50 2 ms and p99 17 to 18, at
-half the pace 0.7 and 10 to 12; probes p99 1.8 and 0.5 to 1; pings p99 2. Through gRPC: p50 3 to 5 ms and p99 29 to 48,
-at half the pace 0.8 to 1.0 and 11 to 33. The daemon uses half a core, several times its fair share beside 16 processes
-that copy. Tried without effect on the p99: nice -10 for its control thread (p50 1.2 ms, but 0.75 of the total), time
-slices of 0.2 ms, copy threads at nice 0: the client that waits for the answer has used up its own share, and waits for
-a core when it has come. Who needs an answer then asks the index.
-
     python benchmarks/many_clients.py [--quick] [--json] [--clients 16]
 """
 

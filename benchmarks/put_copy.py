@@ -7,30 +7,6 @@ and a checksum of each byte, so on two cores it informs and has no target. Basel
 MiB between touched arrays. Every put goes into slots never used before. Beside each ratio stands what is possible at
 all, measured in the same turns: the tier's own copy and checksum without a daemon, messages and headers, by one thread
 or two, whichever is faster; for arrays, with the client's copy running beside it.
-
-Expected: copy and checksum by two threads take 3 ms for memcpy's 3.7, two round trips 1 ms. Seen at first: 10.5 to 16
-ms, the daemon spending 14 ms of CPU a put, its control thread woken 39 times. With one completion a message instead of
-one a block, headers copied with the GIL held and one header object a block instead of three: 10 ms of CPU, 12 wakings.
-With larger messages where the payload is there at once: 9.6 ms instead of 11.0, and 9.2
-on a quiet machine. Of these the tier's copy and hash take 5.2 to 6 (with one thread or two; the floor, the same two
-threads without a daemon, takes 3.3), two round trips 1.2, the rest is Python on both sides. With one message (`Store`)
-instead of a reserve and commits, beside other load and in turns with what was before: 4.7 to 5.0 ms instead of 5.5 to
-6.2. Of the daemon's 4.1 ms of CPU then, 2.7 are the copy and the hash, 1.4 the control thread's. With copy and hash in
-pieces of 256 KiB (the hash reads what the second-level cache still holds, and what the other threads have there
-survives), the first 4 MiB copied while the rest begins, and copy threads that take block after block instead of a share
-each: 4.4 to 5.4 ms instead of 5.3 to 5.7, in turns, beside other load (the fastest tenth 4.0 to 4.7 instead of 5.0 to
-5.3); the daemon's CPU 3.7 to 4.6 instead of 4.4 to 4.9, the client's 0.6 to 0.8 instead of 1.0; a put of arrays 8.0 to
-8.5 of CPU in all instead of 9.2 to 10.8. Tried without gain: parts of 8 MiB, pieces of 64 to 128 KiB (alike) or of 1
-MiB (as before), sending the first 4 MiB of arrays at once (one message more costs 0.5 ms of CPU on both sides). What is
-left beyond the copies: 1.1 ms of the control thread, of which 0.6 are the 32 slots and rows, 0.6 ms of the client, 0.4
-ms of messages on their way. Then a client's staging turned out to be touched for the first time
-meanwhile, by a thread that begins with the session (256 MiB take 0.1 s of one of two cores): waiting for it gave 7.0 to
-7.3 ms instead of 7.5 to 8.8 on a Sapphire Rapids whose memcpy takes 4.7. There a put that follows 50 ms of rest takes
-10.3 ms for the same processor time: threads that wake on idle cores. So each action, memcpy too, is done twice in a row
-in each round. With pieces of 512 KiB instead of 256 (fewer hand-overs of the GIL) and no smaller first part (its copies
-never began earlier: their threads woke up to find the GIL held) 6.1 to 6.6 ms instead of 7.1 to 7.6, arrays 11.6 to 13
-instead of 12.5 to 13.5. Two threads of one process that copy arrays to staging and on to arenas, hash included, one
-behind the other, take 7.6 there; the rest of the 12 is processor time of both sides, 18 ms on two cores.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ mapped them. Baseline: one thread's gather of the same pieces into shared memory
 that no put can leave out. Beside it the same put by way of staging, two copies, in turns with the first. Twice in a row
 each, since what follows a rest wakes idle cores. Possible at all: the same gather into memory that takes turns, as
 slots do, while a thread checksums each block once it is written: no daemon, no message, no header.
-
-Expected: the copy, the checksum (a second read of 32 MiB by the daemon's threads, beside the client's copies), two
-round trips and the Python of 32 blocks on both sides.
 """
 
 from __future__ import annotations

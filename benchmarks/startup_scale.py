@@ -15,10 +15,6 @@ until it says READY=1; the very first lookup after that must find a whole chain.
                             after a client has been there, whose lookup index was built
     lookup                  64 keys, never looked up before, against the same 64 again and against a stream echo
 
-Expected: reading is 256 MB in sequence. Another process reads and judges a part of it while the daemon loads its
-modules, and then both do. Checksums, keys, links and the policy's order are NumPy over columns; where other processes
-want the same cores, only the processor time means anything.
-
     python benchmarks/startup_scale.py [--blocks 1000000] [--dir DIR] [--quick] [--json]
 """
 

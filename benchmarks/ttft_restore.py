@@ -7,14 +7,6 @@ restored prefix does; the same with one pair of arrays, partly cached, is report
 from the prompt's text in hand: tokenization, lookup, restore, prefill of what is left. Restoration is what the engine
 reports for lookup, lease and copy into its block pool; "time to first token less prefill" contains tokenization and
 sampling too. Last, five prompts are answered with 256 tokens each, cold and warm: the token ids must be equal.
-
-Expected: some 1.5 s of prefill against 10 ms of restoration and 30 ms for the tail that is always computed. Restoration
-is one copy with two threads plus two round trips, so it can come near a single thread's memcpy. Seen on Zen 5 with
-41 MB (memcpy 1.7 ms, 2.1 from memory): 6.6 ms at first. 3.4 with one round trip where all is mapped (the lease answers
-the lookup) and streaming stores; 3.1 with the daemon woken while the prompt is tokenized (a first round trip after a
-pause takes 1.2 ms, the next 0.6) and background page faults that let everything else go first. Of the 3.1 the copy
-takes 1.8 and the round trip 0.9. Another 5 ms of the first token, outside restoration, were numpy's random module,
-loaded on first use.
 """
 
 from __future__ import annotations

@@ -9,10 +9,6 @@ request is the wall time of `generate`. Medians.
 
 Needs the environment that `make test-vllm` makes (.venv-vllm, or KVSTORED_VLLM_PYTHON), and runs under the main one.
 KVSTORED_VLLM_BLOCK_SIZE sets vLLM's block size (default: vLLM's own, 128 on CPUs).
-
-Expected: of 1,000 tokens 7 blocks of 128 are restored and 104 computed, of 2,000 15 and 80. Restoring 20 MB takes some
-8 ms, so the ratio is that of computing everything to computing the rest: about 6 and 10. Blocks of 64 or 32 tokens
-leave less to compute.
 """
 
 from __future__ import annotations

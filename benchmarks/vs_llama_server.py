@@ -7,10 +7,6 @@ crash) and each comes back once more. llama.cpp's server has one slot, its host-
 8 GiB, its default) and no unified K/V; the better of flash attention off and on counts. Time to first token is wall
 time from the text in hand to the first token's text, without HTTP on either side. The sides take turns.
 
-Expected: llama.cpp's prompt cache lives in the server's process, so it is our equal for conversations that come back to
-the same process (both copy some 45 MB) and knows nothing after a restart, where it computes 2,000 tokens again. It is
-also one process's: two servers on a node compute the same prompt twice.
-
     python benchmarks/vs_llama_server.py [--json] [--quick]
 """
 
