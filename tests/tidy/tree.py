@@ -11,14 +11,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kvstore_console": ROOT / "proto/kvstore_console",
     "kvstore_proto": ROOT / "proto/kvstore_proto",
+    "kvstore_cuda": ROOT / "proto/kvstore_cuda",
     "kvstore_tiers": ROOT / "tiers/kvstore_tiers",
     "kvstore_predictor": ROOT / "predictor/kvstore_predictor",
     "kvstored": ROOT / "kvstore/kvstored",
+    "kvstore_simulator": ROOT / "kvstore/kvstore_simulator",
     "kvstore_client": ROOT / "client/kvstore_client",
+    "kvstore_restore": ROOT / "client/kvstore_restore",
+    "kvstore_connectors": ROOT / "client/kvstore_connectors",
+    "kvctl": ROOT / "client/kvctl",
     "kvstore_engine": ROOT / "engine/kvstore_engine",
 }
 # What a plain `pip install` is for.
-BASE_PACKAGES = ("kvstore_console", "kvstore_proto", "kvstore_tiers", "kvstore_predictor", "kvstored", "kvstore_client")
+BASE_PACKAGES = tuple(name for name in PACKAGES if name not in ("kvstore_connectors", "kvstore_engine"))
 OTHER_CODE = (ROOT / "tests", ROOT / "demo", ROOT / "benchmarks")
 _GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 _SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cu", ".proto", ".toml", ".sh"}
