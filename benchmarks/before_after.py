@@ -3,8 +3,8 @@
 Each named benchmark of `run.py` runs in one tree, then in the other, in the reverse order in the next round, each by
 the interpreter of its own tree (`make venv` there first). The result of a row is a ratio above 1 where the state after
 is worse: after to before, or before to after where more is better (units a second, or a row bounded from below).
-`best` compares the best value of either side, which a busy moment spoils least; `median` compares medians. The spread
-is the largest value before over the smallest: a ratio inside it proves nothing.
+`best` compares the best value of either side, which a busy moment spoils least; `median` compares medians, with an
+interval that holds 90 % of the ratios of resampled rounds. A row is `worse` where all of that interval is above 1.05.
 
     git worktree add /tmp/before c3888db && make -C /tmp/before venv
     python benchmarks/before_after.py /tmp/before --rounds 3 --only daemon_start --only lookup_latency
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from support.report import progress
 
 HERE = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300
+WORSE = 1.05
 
 
 @dataclass
@@ -45,10 +47,20 @@ class Figure:
             return 1.0
         return before / after if self.more_is_better else after / before
 
+    def interval(self) -> tuple[float, float]:
+        """Return the 5th and 95th percentile of the ratio of medians, over 2,000 bootstrapped draws of the rounds."""
+        draw = random.Random(1)
+        ratios = []
+        for _ in range(2000):
+            rounds = draw.choices(list(zip(self.values["before"], self.values["after"], strict=True)), k=self.rounds)
+            before, after = (statistics.median(values) for values in zip(*rounds, strict=True))
+            ratios.append((before / after if self.more_is_better else after / before) if before and after else 1.0)
+        ratios.sort()
+        return round(ratios[100], 3), round(ratios[1899], 3)
+
     @property
-    def spread(self) -> float:
-        before = self.values["before"]
-        return max(before) / min(before) if min(before) else 1.0
+    def rounds(self) -> int:
+        return len(self.values["before"])
 
 
 def main() -> int:
@@ -92,11 +104,12 @@ def _compare(name: str, trees: dict[str, Path], rounds: int, full: bool) -> list
             progress(f"{name}, {side}: {time.monotonic() - started:.0f} s")
     return [
         {
-            "benchmark": name, "row": key, "unit": figure.unit, **figure.values, "spread": round(figure.spread, 2),
+            "benchmark": name, "row": key, "unit": figure.unit, **figure.values,
             "best": round(figure.worse_by(best=True), 3), "median": round(figure.worse_by(best=False), 3),
+            "interval": figure.interval(), "worse": figure.interval()[0] > WORSE,
         }
         for key, figure in figures.items()
-        if all(figure.values.values())
+        if figure.rounds and figure.rounds == len(figure.values["after"])
     ]  # fmt: skip
 
 
@@ -121,7 +134,8 @@ def _line(row: dict[str, Any]) -> str:
     values = [" ".join(f"{value:.4g}" for value in row[side]) for side in ("before", "after")]
     return (
         f"{row['benchmark']:22} {row['row']:40.40} best {row['best']:.2f}x  median {row['median']:.2f}x  "
-        f"spread {row['spread']:.2f}  [{values[0]}] -> [{values[1]}] {row['unit']}"
+        f"90 % {row['interval'][0]:.2f}-{row['interval'][1]:.2f}{' WORSE' if row['worse'] else ''}  "
+        f"[{values[0]}] -> [{values[1]}] {row['unit']}"
     )
 
 
