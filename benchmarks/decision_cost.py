@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.daemons_order import in_daemons_order
 from support.report import Row, progress, table, within
 from support.timing import percentile
 from support.traces import write_agents, write_chat
@@ -215,7 +214,7 @@ def main() -> int:
     gc.freeze()  # as the daemon does
     rows: list[Row] = []
     for name, trace, capacity, after in cases(options):
-        settings, ordered = ReplaySettings(resolve(options.policy), capacity), in_daemons_order(trace)
+        settings, ordered = ReplaySettings(resolve(options.policy), capacity), _in_daemons_order(trace)
         gc.collect()
         gc.freeze()
         rounds = [measure(Replay(ordered, settings), after=after) for _ in range(1 if options.quick else 3)]
@@ -223,6 +222,18 @@ def main() -> int:
     objects = [row.as_json() for row in rows]
     print(json.dumps(objects) if options.json else table(objects))
     return 0 if all(fields["met"] is not False for fields in objects) else 1
+
+
+def _in_daemons_order(trace: Trace) -> Trace:
+    """Return `trace` with each request as a get of its blocks and a put of the missing ones."""
+    twice = np.repeat(np.arange(trace.requests), 2)
+    starts = np.concatenate([[0], np.cumsum(np.diff(trace.starts)[twice])])
+    blocks = np.concatenate([trace.blocks[trace.starts[at] : trace.starts[at + 1]] for at in twice.tolist()])
+    columns = ("times_ns", "tenants", "kinds", "continued", "input_tokens", "output_tokens")
+    return replace(
+        trace, **{name: getattr(trace, name)[twice] for name in columns}, starts=starts, blocks=blocks,
+        ops=np.tile(np.array([Op.GET, Op.PUT], np.uint8), trace.requests),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
