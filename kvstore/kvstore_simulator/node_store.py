@@ -44,6 +44,7 @@ from kvstored.store.residency import make_residency
 from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog
+from kvstored.tier_set import TierSet
 
 MakePredictor = Callable[[Trace, float], Predictor]
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
@@ -229,7 +230,7 @@ class NodeStore:
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a chain this node's own tiers have: what its events say."""
         residency = self.store.residency
-        own = (1 << len(self.tiers) - len(self.store.keyed)) - 1
+        own = TierSet.of(*range(len(self.tiers) - len(self.store.keyed)))
         rows = residency.find_keys(self._clients[tenant].tenant_id, keys)
         return next((at for at, row in enumerate(rows) if not residency.rows.mask[row] & own), len(rows))
 
@@ -284,8 +285,8 @@ class NodeStore:
     def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
         """By position, of those of `rows` that are in the device's memory: the tier."""
         residency = self.store.residency
-        found = {at: residency.rows.mask[row] & residency.exported for at, row in rows.items()}
-        return {at: (here & -here).bit_length() - 1 for at, here in found.items() if here}
+        found = {at: residency.tier_mask(row).intersection(residency.exported) for at, row in rows.items()}
+        return {at: here.first for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
         """Copy so many blocks from host memory to the engine, and so many within the device's; when all are there."""

@@ -7,10 +7,11 @@ the fastest. A set is an int whose bit t stands for tier t, the form of the colu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the process that publishes events starts without numpy
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_TIERS = 8
 
@@ -24,7 +25,7 @@ class TierSet(int):
     @classmethod
     def of(cls, *tiers: int) -> TierSet:
         """Return the set of these tiers."""
-        return cls(sum(_BITS[tier] for tier in frozenset(tiers)))
+        return cls(sum(ONLY[tier] for tier in frozenset(tiers)))
 
     @property
     def first(self) -> int:
@@ -43,11 +44,11 @@ class TierSet(int):
 
     def with_tier(self, tier: int) -> TierSet:
         """Return the set with `tier` in it."""
-        return TIER_SETS[self | _BITS[tier]]
+        return TIER_SETS[self | ONLY[tier]]
 
     def without(self, tier: int) -> TierSet:
         """Return the set without `tier`, which need not be in it."""
-        return TIER_SETS[self & ~_BITS[tier]]
+        return TIER_SETS[self & ~ONLY[tier]]
 
     def union(self, other: int) -> TierSet:
         """Return the tiers that are in this set or in `other`."""
@@ -62,7 +63,8 @@ class TierSet(int):
         return TIER_SETS[self & ~other]
 
 
-_BITS = tuple(1 << tier for tier in range(MAX_TIERS))
+ONLY = tuple(TierSet(1 << tier) for tier in range(MAX_TIERS))
+"""By tier: the set of that tier alone."""
 TIER_SETS = tuple(map(TierSet, range(1 << MAX_TIERS)))
 MEMBERS = tuple(tuple(tier for tier in range(MAX_TIERS) if mask >> tier & 1) for mask in range(1 << MAX_TIERS))
 """By set, or an int of a column: its tiers, the fastest first. `tier in MEMBERS[mask[row]]` is the fastest test."""
@@ -72,7 +74,7 @@ ALL_TIERS = TIER_SETS[-1]
 
 def holding(column: npt.NDArray[Any], tier: int) -> npt.NDArray[np.bool_]:
     """Return for each row of a `column` of sets whether `tier` is in its set."""
-    return holding_any(column, _BITS[tier])
+    return holding_any(column, ONLY[tier])
 
 
 def holding_any(column: npt.NDArray[Any], tiers: int) -> npt.NDArray[np.bool_]:

@@ -128,7 +128,7 @@ class Drop:
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):
                 nbytes = residency.slot(row, tier).nbytes
-                is_only_copy = not residency.tier_mask(row) & ~(1 << tier)
+                is_only_copy = not residency.tier_mask(row).without(tier)
                 if self._drop_copy(row, tier, is_only_copy=is_only_copy, forget=forget):
                     reply.dropped_blocks += 1
                     reply.dropped_bytes += nbytes

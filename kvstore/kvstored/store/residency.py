@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvstore_tiers.base import Tier
 from kvstored.config import Config
 from kvstored.store.blocks import Residency
+from kvstored.tier_set import TierSet
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
@@ -22,5 +23,5 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
         durable=durable,
         in_memory=sum(info.is_memory for info in infos),
         mapped=mapped,
-        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
+        exported=TierSet.of(*(position for position, info in enumerate(infos[:mapped]) if info.is_exported)),
     )

@@ -31,6 +31,7 @@ from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS
 from kvstored.store.remote.compute import ComputeTimes
+from kvstored.tier_set import NO_TIERS
 from tests.reference.blocks import Shelf, key
 from tests.unit.kvstored.test_policies_chain_hazard import in_force
 
@@ -38,7 +39,7 @@ S = 1_000_000_000
 SESSION: Any = SimpleNamespace(
     session_id=1,
     tenant_id=0,
-    device_tiers=0,
+    device_tiers=NO_TIERS,
     fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),)),
 )
 

@@ -1,4 +1,4 @@
-"""How blocks and copies are entered into the index.
+"""Entering blocks and copies into the index.
 
 Owns the numbers of tenants and of row kinds. See `index` for the invariants.
 """
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.store.blocks.bulk_rows import to_dictionary
 from kvstored.store.blocks.events import Listeners, NullListener
-from kvstored.store.blocks.tenant import TenantIndex
+from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
 from kvstored.store.blocks.view import Kind, ResidencyView
+from kvstored.tier_set import ONLY, TIER_SETS
 
 _FILLING = int(CopyState.FILLING)  # a plain int: half the time of a comparison with a member
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that comes whole
@@ -115,7 +115,7 @@ class Arrival:
                 each.grow(rows.capacity)
         row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, bit, recall = copies.state, copies.kids, 1 << tier, ghost.accesses
+        state, kids, bit, recall = copies.state, copies.kids, ONLY[tier], ghost.accesses
         self._view.changes += 1
         found: list[int] = []
         for key in keys:
@@ -152,14 +152,14 @@ class Arrival:
         copies = self._view.copies[tier]
         self._view.changes += 1
         if self._view.rows.keys[row] is None:
-            to_dictionary(self._view, row)
+            self._tree.to_dictionary(row)
         advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
         copies.put(row, slot, self._view.kind_tenant[self._view.rows.kind[row]])
         parent = self._view.rows.parent[row]
         if parent >= 0:
             copies.kids[parent] += 1
         copies.state[row] = _FILLING
-        self._view.rows.filling[row] |= 1 << tier
+        self._view.rows.filling[row] |= ONLY[tier]
         if not filling:
             self.publish(row, tier, now_ns)
 
@@ -174,8 +174,8 @@ class Arrival:
             index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
             key = rows.keys[row]
             index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
-        rows.mask[row] = others | 1 << tier
-        rows.filling[row] &= ~(1 << tier)
+        rows.mask[row] = others | ONLY[tier]
+        rows.filling[row] = TIER_SETS[rows.filling[row]].without(tier)
         self._listeners.by_tier[tier].inserted(row, now_ns)
         if self._listeners.is_followed:
             self._listeners.presence_changed(row)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import MEMBERS
 
 
 class TierListener(Protocol):
@@ -54,7 +55,7 @@ class PresenceListener(Protocol):
     """Notified of every change of where a block can be read, in any tier."""
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Bit t of `mask`: there is a readable copy in tier t now; 0: in none. `row` is still the block's."""
+        """There are readable copies in the tiers of `mask`, a TierSet as an int, now. `row` is still the block's."""
 
 
 class _Each:
@@ -126,7 +127,6 @@ class Listeners:
             self.forgets(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
-        """`row` may perhaps be evicted from the tiers whose bit in `tiers` is set."""
-        for tier, listener in enumerate(self.by_tier):
-            if tiers >> tier & 1:
-                listener.released(row)
+        """Notify the listeners of `tiers`, the set as an int, that `row` may perhaps be evicted from them."""
+        for tier in MEMBERS[tiers]:
+            self.by_tier[tier].released(row)

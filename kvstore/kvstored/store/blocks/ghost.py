@@ -17,8 +17,8 @@ from kvstored.lifecycle import BY_ORDER, Cause
 
 _CAUSE_BITS = 8
 _ACCESS_BITS = 16
-_CAUSE_MASK = (1 << _CAUSE_BITS) - 1
-_ACCESS_MAX = (1 << _ACCESS_BITS) - 1
+_CAUSE_MASK = 2**_CAUSE_BITS - 1
+_ACCESS_MAX = 2**_ACCESS_BITS - 1
 _TIME_SHIFT = _CAUSE_BITS + _ACCESS_BITS
 _TICK_BITS = 20  # times are kept to a millisecond: all of an entry fits into 64 bits
 _STEP = 2048  # places copied between two pauses: 0.3 ms
@@ -126,7 +126,7 @@ class Ghost:
         """Remember what `copied` gave, as of times that are `later_ns` later on this clock."""
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
-        times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 1 << _TICK_BITS)
+        times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 2**_TICK_BITS)
         causes, accesses = packed & _CAUSE_MASK, packed >> _CAUSE_BITS & _ACCESS_MAX
         columns = (column.tolist() for column in (found["key"], causes, times_ns, accesses))
         for key, cause, at_ns, uses in zip(*columns, strict=True):

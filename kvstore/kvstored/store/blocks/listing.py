@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import holding
 
 _SCAN_ROWS = 20_000  # a page looks at no more rows than this: about 2 ms
 _SCAN_SLOW_ROWS = 2_000  # the same where each row is asked one by one
@@ -54,8 +55,8 @@ ALL_BLOCKS = Selection()
 def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
     """The selected rows among [first, end), in row order. Looks at each, so keep the range short."""
     columns = residency.rows
-    wanted = 0xFF if selection.tier is None else 1 << selection.tier
-    is_chosen = np.frombuffer(columns.mask, np.uint8, end - first, first) & wanted != 0
+    mask = np.frombuffer(columns.mask, np.uint8, end - first, first)
+    is_chosen = mask != 0 if selection.tier is None else holding(mask, selection.tier)
     if selection.tenant is not None or selection.prints is not None:
         kinds = [
             number

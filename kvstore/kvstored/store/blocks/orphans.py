@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import holding
 
 Tokens = npt.NDArray[np.uint64]
 
@@ -61,7 +62,7 @@ def find(chains: Chains, tiers: int) -> Orphans:
     rows = rows[np.argsort(depth, kind="stable")[::-1]]
     generation = np.frombuffer(chains.generation, np.uint32)[rows].astype(np.uint64)
     tokens = generation << np.uint64(ROW_BITS) | rows.astype(np.uint64)
-    return Orphans(tokens, [tokens[mask[rows] >> tier & 1 != 0] for tier in range(tiers)])
+    return Orphans(tokens, [tokens[holding(mask[rows], tier)] for tier in range(tiers)])
 
 
 def none_of(tiers: int) -> Orphans:

@@ -14,6 +14,7 @@ from kvstore_proto.fingerprint import Fingerprint
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
 from kvstored.telemetry.caller import Process
+from kvstored.tier_set import NO_TIERS, TierSet
 
 
 class Owner(Protocol):
@@ -52,7 +53,7 @@ class Client:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
     closed: bool = False
-    device_tiers: int = 0  # a mask of those on its device: a lease may be on their memory
+    device_tiers: TierSet = NO_TIERS  # on its device: a lease may be on their memory
 
     @property
     def account(self) -> str:

@@ -25,6 +25,7 @@ from kvstored.store.policies import RequestContext
 from kvstored.store.prefetch.feed import MISSING_MAX, Feed
 from kvstored.store.remote.value import DEADLINE_MS
 from kvstored.telemetry import Counters, Flows
+from kvstored.tier_set import MEMBERS, NO_TIERS, TierSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Wanted:
     def blocks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
-    def device_tiers_of(self, client: Client) -> int:
-        """The tiers on the client's device that the lease may name, as a mask."""
-        return 0 if self.host_only else client.device_tiers
+    def device_tiers_of(self, client: Client) -> TierSet:
+        """Return the tiers on the client's device that the lease may name."""
+        return NO_TIERS if self.host_only else client.device_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,19 +225,18 @@ class Get:
     def leases_of(self, client: Client) -> int:
         return self._leases.count(client.session_id)
 
-    def _readable(self, client: Client, wanted: Wanted) -> int:
-        """The tiers that a client reads in place, as a mask."""
+    def _readable(self, client: Client, wanted: Wanted) -> TierSet:
+        """Return the tiers that a client reads in place."""
         return self._residency.readable(wanted.device_tiers_of(client))
 
     def _places(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> list[int]:
         """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
         for all, as most clients read no other."""
         mapped, mask = self._residency.mapped, self._residency.rows.mask
-        others = self._readable(client, wanted) & ~(1 << mapped)
+        others = self._readable(client, wanted).without(mapped)
         if not others:
             return []
-        on_device = [mask[row] & others for row in rows]
-        return [(here & -here).bit_length() - 1 if here else mapped for here in on_device]
+        return [next(iter(MEMBERS[mask[row] & others]), mapped) for row in rows]
 
     def _until_ns(self, wanted: Wanted) -> int:
         most_ms = self.limits.wait_ms

@@ -18,6 +18,7 @@ from kvstored.store.transfer.dram_check import DramCheck
 from kvstored.store.transfer.items import Priority
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.straight import StraightPromotion
+from kvstored.tier_set import TierSet
 
 
 class Loader:
@@ -40,9 +41,9 @@ class Loader:
         self._residency = residency
         self._clock = clock
 
-    def load(self, rows: Sequence[int], readable: int) -> Loading:
-        """The leading run of a chain, for a client that reads the tiers of this mask. Nothing moves before `begin`."""
-        straight = [each for each in self._straight if readable >> each.destination & 1]
+    def load(self, rows: Sequence[int], readable: TierSet) -> Loading:
+        """The leading run of a chain, for a client that reads these tiers. Nothing moves before `begin`."""
+        straight = [each for each in self._straight if each.destination in readable]
         return Loading(self._residency, self.promoter, straight, self._clock, rows, readable)
 
     async def verify(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
@@ -60,7 +61,7 @@ class Loader:
 
 class Loading:
     """`rows` are those of the leading run of a chain; positions are places in it. They are pinned from now on. Mapped
-    stands here for: readable in a tier of the mask `readable`.
+    stands here for: readable in one of the tiers `readable`.
 
     `sources`: by position of a block that was not mapped when `begin` looked, the tier that it comes from.
     """
@@ -72,7 +73,7 @@ class Loading:
         straight: Sequence[StraightPromotion],
         clock: Clock,
         rows: Sequence[int],
-        readable: int,
+        readable: TierSet,
     ) -> None:
         self._straight = straight
         self._taken: dict[int, StraightPromotion] = {}  # by position of a block that goes past the mapped tier

@@ -1,14 +1,15 @@
-"""The keys of blocks that were taken over in bulk and have not changed since: bulk rows.
+"""The keys of one tenant: its dictionaries, the table of its bulk rows, and the ghost of the keys that are gone.
 
-A dictionary entry with its key and its number takes some 150 bytes. A bulk row's key is in one byte string beside all
-others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. Before
-a bulk row changes, its key moves to the tenant's dictionary, and all else is as if it had always been there.
+Structural separation: no key of one tenant is ever looked up in another's. The dictionary of readable blocks is apart
+from the dictionary of the others, so that a lookup is one access a key and stops at the first that is not there.
 
-Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
-out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table looks at
-that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
-themselves a digest; a tenant who forges keys makes only its own lookups slower.
-"""
+A dictionary entry with its key and its number takes some 150 bytes. Blocks that were taken over in bulk and have not
+changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 24
+bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and all
+else is as if it had always been there. `KeyTable` is the bare table, of positions in a column of keys. Entries are
+never taken out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table
+looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are themselves a digest; a
+tenant who forges keys makes only its own lookups slower."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import Rows
 
 _FILL_BITS = 1  # twice as many places as keys, or up to four times
 _WORD_BITS = 32
-_WORD_MASK = (1 << _WORD_BITS) - 1
+_WORD_MASK: int = 2**_WORD_BITS - 1
 _HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
 _NOTHING = -1
 _PLACES = 1 << 14
@@ -90,12 +92,12 @@ class KeyTable:
         ordered <<= bits
         ordered |= numbers
         ordered.sort()
-        order = (ordered & (1 << bits) - 1).astype(np.int32)
+        order = (ordered % 2**bits).astype(np.int32)
         ordered >>= bits
         ordered -= numbers
         np.maximum.accumulate(ordered, out=ordered)
         ordered += numbers
-        length = max(1 << _WORD_BITS - self.shift, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
+        length = max(2 ** (_WORD_BITS - self.shift), int(ordered[-1]) + 1 if len(ordered) else 0) + 1
         table = array("i")
         for begin in range(0, length, _PLACES):
             table.frombytes(_NO_PLACES[: 4 * (length - begin)])
@@ -169,3 +171,35 @@ class BulkKeys:
             return [bool(mask[row]) and moved[row] is None for row in rows.tolist()]
 
         return self._all.find_each(np.frombuffer(self._rows.bulk_keys, "<u8").reshape(-1, 2), keys, is_bulk)
+
+
+class TenantIndex:
+    """The part of one tenant. `readable`: key → row of blocks that can be served. `unreadable`: rows being filled, and
+    placeholders. `bulk`: rows of readable blocks, `bulk_blocks` of them still bulk rows."""
+
+    __slots__ = ("bulk", "bulk_blocks", "fingerprints", "ghost", "name", "readable", "unreadable")
+
+    def __init__(self, name: str, ghost_limit: int) -> None:
+        self.name = name
+        self.readable: dict[bytes, int] = {}
+        self.unreadable: dict[bytes, int] = {}
+        self.bulk: BulkKeys | None = None
+        self.bulk_blocks = 0
+        self.ghost = Ghost(ghost_limit)
+        self.fingerprints: set[int] = set()  # that ever stored a block here
+
+    @property
+    def blocks(self) -> int:
+        """Readable blocks."""
+        return len(self.readable) + self.bulk_blocks
+
+    def find(self, key: bytes) -> int:
+        """The row of a readable block, or -1."""
+        row = self.readable.get(key)
+        if row is None:
+            return -1 if self.bulk is None else self.bulk.get(key)
+        return row
+
+    def row(self, key: bytes) -> int:
+        row = self.find(key)
+        return self.unreadable.get(key, -1) if row < 0 else row
