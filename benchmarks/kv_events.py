@@ -52,7 +52,8 @@ from kvstored.events.history import PublishedBefore
 from kvstored.events.publisher import Publisher
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
-from kvstored.store.operations.offer import DurabilityMode, Offer
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Offer
 from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
 

@@ -24,7 +24,7 @@ from support.timing import median, percentile, time_each
 
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
-from kvstored.store.operations.get import Wanted
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.remote.value import DEADLINE_MS
 
 SETTINGS = ("host.capacity=64MiB", "host.staging=8MiB", "nvme.capacity=128MiB", "nvme.slab=16MiB")
@@ -84,7 +84,7 @@ async def _misses(driven: Driven, chains: Iterator[int], times: int) -> list[flo
     """Seconds of each request for a chain that no tier has, as the daemon serves them."""
     taken = []
     for _ in range(times):
-        wanted = Wanted(b"".join(keys_of(next(chains), BLOCKS)))
+        wanted = GetRequest(b"".join(keys_of(next(chains), BLOCKS)))
         begun = time.perf_counter()
         held = driven.operations.get.acquire_mapped(driven.client, wanted)
         if held is None:

@@ -24,7 +24,7 @@ from support.timing import median, percentile
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.policy_names import REUSED
-from kvstored.store.operations.get import Wanted
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.transfer.remote_gate import RemoteWrites
 
 BLOCKS, BLOCK_BYTES = 8, 256 << 10
@@ -78,7 +78,7 @@ async def _puts(driven: Driven, chains: Iterator[int], times: int) -> list[float
         await driven.put(keys)
         taken.append(time.perf_counter() - begun)
         if len(taken) % 2:
-            held = await driven.operations.get.acquire(driven.client, Wanted(b"".join(keys)))
+            held = await driven.operations.get.acquire(driven.client, GetRequest(b"".join(keys)))
             if held.run is not None:
                 driven.operations.get.release(driven.client, [held.run.lease_id])
         await asyncio.sleep(PAUSE_S)

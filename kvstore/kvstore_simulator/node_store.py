@@ -37,8 +37,8 @@ from kvstored.policy_names import ALWAYS
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.operations import Operations
-from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.remote_gate import RemoteWrites
@@ -48,7 +48,7 @@ from kvstored.tier_set import TierSet
 
 MakePredictor = Callable[[Trace, float], Predictor]
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
-Answers = AsyncGenerator[Expected | LeasedRun | Acquired, None]
+Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _EXPIRED_A_TICK = 320
 _SETTLE_S = 3600.0
@@ -254,13 +254,13 @@ class NodeStore:
         """Lease what the store has of the chain beyond the engine's own blocks, the last first. `arrived` is called
         with the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
         which."""
-        wanted = Wanted(
+        wanted = GetRequest(
             b"".join(visit.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
             context=RequestContext(visit.number, visit.tokens, visit.kind, bool(visit.answer_tokens)),
         )  # fmt: skip
         answers = self._operations.get.acquire_in_order(self._clients[visit.tenant], wanted, visit.in_pool)
         expected = await anext(answers)
-        assert isinstance(expected, Expected)
+        assert isinstance(expected, Outlook)
         residency, below = self.store.residency, list(enumerate(expected.tiers))[visit.in_pool :]
         visit.on_device = self._on_device(visit, len(expected.tiers))
         sources = Counter(visit.on_device.get(position, visit.fetched.get(position, tier)) for position, tier in below)

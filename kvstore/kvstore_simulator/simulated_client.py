@@ -11,7 +11,7 @@ from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.store.blocks import Residency
 from kvstored.store.operations import Client
-from kvstored.store.operations.offer import Offer
+from kvstored.store.operations.records import Offer
 from kvstored.tier_set import NO_TIERS, TierSet
 
 _FINGERPRINT = Fingerprint("simulated", "none", groups=(LayerGroup(0),))

@@ -16,8 +16,8 @@ from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.clients.codes import codes_by_mask
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.get import Acquired, Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Acquired, GetRequest
 from kvstored.tier_set import NO_TIERS, ONLY, TierSet
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
@@ -31,7 +31,7 @@ KEYS = b"".join(SmallStore.key(number) for number in CHAIN)
 
 async def get(store: DrivenStore, client: Client, *, host_only: bool = False) -> Acquired:
     """Get the chain and release it. A lease that names a tier which lacks a block raises."""
-    held = await store.operations.get.acquire(client, Wanted(KEYS, host_only=host_only))
+    held = await store.operations.get.acquire(client, GetRequest(KEYS, host_only=host_only))
     assert held.run is not None and held.blocks == len(CHAIN)
     store.operations.get.release(client, [held.run.lease_id])
     return held

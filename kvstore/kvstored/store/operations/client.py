@@ -64,5 +64,10 @@ class Client:
         """Why a block that this client asked for is not readable."""
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
+    def needs_parents(self, group_id: int) -> bool:
+        """Return whether no block of a layer group can be used without the one before it: under full attention."""
+        group = self.fingerprint.group(group_id)
+        return group is not None and group.kind == "full"
+
     def put_ended(self) -> None:
         """A put of this client reads nothing any more."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvstored.clock import NS_PER_MS, Clock
-from kvstored.store.blocks import Residency
-from kvstored.store.leases import LeaseTable
+from kvstored.clock import NS_PER_MS
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import ChainHint, deliver_hint
-from kvstored.store.prefetch.feed import Feed
-from kvstored.store.transfer.promote import Promoter
 
 DUE_MAX_MS = 24 * 3600 * 1000
 
@@ -30,26 +27,13 @@ class Prefetched:
 
 
 class Hints:
-    """See the module. A prefetch takes `prefetch_budget_bytes` at most."""
+    """The hints of all clients."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        leases: LeaseTable,
-        promoter: Promoter,
-        clock: Clock,
-        feed: Feed,
-        *,
-        lease_ttl_ms: int,
-        prefetch_budget_bytes: int,
-    ) -> None:
-        self._feed = feed
-        self._residency = residency
-        self._leases = leases
-        self._promoter = promoter
-        self._clock = clock
-        self.lease_ttl_ms = lease_ttl_ms
-        self._prefetch_budget_bytes = prefetch_budget_bytes
+    def __init__(self, store: Store) -> None:
+        self._residency, self._leases = store.residency, store.leases
+        self._promoter, self._clock, self._feed = store.promoter, store.clock, store.feed
+        self.lease_ttl_ms = store.config.limits.lease_ttl_ms
+        self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
 
     def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> Prefetched:
         """Start to move the leading run up, head first, within the budget and the room that prefetch may hold. A later

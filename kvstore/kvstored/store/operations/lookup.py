@@ -1,4 +1,4 @@
-"""Lookup: which blocks of a chain are here, where, and how long it would take to have them mapped.
+"""Lookup: it says which blocks of a chain are here, where, and how long it would take to have them mapped.
 
 Moves nothing and waits for nothing. Invariant: what it calls usable was readable at that instant; the lease is the
 truth.
@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.transfer.promote import Promoter
-from kvstored.telemetry import Counters, Flows
 
 
 def leading(present: Sequence[bool]) -> int:
-    """How many blocks come before the first that is missing."""
+    """Return how many blocks come before the first that is missing."""
     return present.index(False) if False in present else len(present)
 
 
@@ -34,13 +32,11 @@ class Presence:
 
 
 class LookUp:
-    """See the module."""
+    """The lookups of all clients."""
 
-    def __init__(self, residency: Residency, promoter: Promoter, counters: Counters, flows: Flows) -> None:
-        self._residency = residency
-        self._promoter = promoter
-        self._counters = counters
-        self._flows = flows
+    def __init__(self, store: Store) -> None:
+        self._residency, self._promoter = store.residency, store.promoter
+        self._counters, self._flows = store.counters, store.flows
 
     def count(self, client: Client) -> None:
         """Count one request, of any number of chains."""
