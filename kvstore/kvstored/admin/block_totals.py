@@ -19,7 +19,8 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.views import Parts
 from kvstored.clock import NS_PER_S
-from kvstored.store.blocks import Residency, Selection, column_of, pin_counts, select_all
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import Selection, column_of, pin_counts, select_all
 from kvstored.tier_set import holding
 
 DEFAULT_GROUPS, MAX_GROUPS = 50, 1000

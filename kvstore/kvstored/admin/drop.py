@@ -18,7 +18,8 @@ from kvstored.admin.views import tier_named
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency, rows_of_fingerprint
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import rows_of_fingerprint
 from kvstored.store.transfer.writeback import WriteBack
 
 SLICE_ROWS = 64

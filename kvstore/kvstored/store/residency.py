@@ -12,7 +12,7 @@ from kvstored.tier_set import TierSet
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
+    """Return an empty index over `tiers`, fastest first: tiers in memory, a durable one, tiers that may forget. Raises
     ValueError where clients map none of them."""
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)

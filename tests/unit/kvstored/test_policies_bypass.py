@@ -24,7 +24,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.rpc.verbs import Verbs
 from kvstored.store.operations.get import MISSING_MAX, Get
-from kvstored.store.operations.hints import DUE_MAX_MS, Hints
+from kvstored.store.operations.lookup import DUE_MAX_MS, Hints
 from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import ChainHint, Policy, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard

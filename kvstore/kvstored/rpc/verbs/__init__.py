@@ -25,7 +25,7 @@ from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.hints import DUE_MAX_MS
+from kvstored.store.operations.lookup import DUE_MAX_MS
 from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook, PutAnswer
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.telemetry import RecentMisses
@@ -98,7 +98,7 @@ class Verbs:
     def store_inline(
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Yield the answers to a put whose blocks came in its message, as those of a store."""
+        """Yield the answers to a put whose blocks came in its message."""
         return _stored(self._put.store_offer(session, offer, durability))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:

@@ -52,7 +52,7 @@ _OF_FATE = {
 
 
 class InlineCalls:
-    """See the module. `message_bytes` bounds an answer."""
+    """The unary calls of all callers. `message_bytes` bounds an answer."""
 
     def __init__(self, verbs: Verbs, delete: Delete, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs
@@ -191,7 +191,8 @@ class InlineCalls:
         return response
 
     def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
-        """How many leading blocks are here and go into one answer. Raises KVStoreError when not even the first does."""
+        """Return how many leading blocks are here and go into one answer. Raises KVStoreError when not even the first
+        does."""
         room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
         limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
         run = self._residency.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]

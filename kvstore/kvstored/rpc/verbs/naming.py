@@ -1,10 +1,9 @@
-"""Which blocks a unary call names: by token ids, by the name of an object, or by keys of stored blocks.
+"""The blocks that a unary call names: by token ids, by the name of an object, or by keys of stored blocks.
 
-The keys of token ids start from the root of the caller's tenant, so they are those that clients with shared memory
-compute for themselves. An object is its token ids (`kvstore_proto.objects`): a caller can choose a name but never a
-key, no two tenants ever have the same one, and no object takes the place of a block of tokens. Hashes in slices: a long
-prefix must not hold up the control thread. Raises KVStoreError.
-"""
+The keys of token ids start from the root of the caller's tenant, so clients with shared memory compute them likewise.
+An object is its token ids (`kvstore_proto.objects`): a caller can choose a name but never a key, no two tenants ever
+share one, and no object takes the place of a block of tokens. Hashes in slices: a long prefix must not hold up the
+control thread. Raises KVStoreError."""
 
 from __future__ import annotations
 

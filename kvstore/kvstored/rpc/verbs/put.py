@@ -116,7 +116,7 @@ class PutVerb:
         return staging, offsets
 
     def _check_inflight(self, session: Session) -> None:
-        """Raise KVStoreError for one put too many: the stream's limit forgets those of a stream that broke."""
+        """Raise KVStoreError for one put too many: the stream's limit forgets the puts of a stream that broke."""
         if len(session.copying) >= self._limits.inflight_per_client:
             raise KVStoreError(
                 ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5

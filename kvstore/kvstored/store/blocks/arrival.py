@@ -32,7 +32,7 @@ class Arrival:
         self._kind_numbers: dict[Kind, int] = {}
 
     def tenant(self, name: str) -> int:
-        """The number of a tenant, new when first seen."""
+        """Return the number of a tenant, new when first seen."""
         number = self._tenant_numbers.get(name)
         if number is None:
             number = self._tenant_numbers[name] = len(self._view.tenants)
@@ -53,13 +53,12 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> int:
-        """A row for a block without copies yet: `attach` one next, or `forget_empty` it.
+        """Return a row for a block without copies yet: `attach` one next, or `forget_empty` it.
 
-        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a
-        placeholder. The new row starts with the access count that the ghost remembers; storing is an access
-        of its own only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor;
-        RuntimeError when the block is readable or being filled already.
-        """
+        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a placeholder. The
+        new row starts with the access count that the ghost remembers; storing is an access of its own only through
+        `touch_run`. Raises CyclicChainError for a block that would be its own ancestor; RuntimeError when the block is
+        readable or being filled already."""
         index = self._view.tenants[tenant]
         self._view.changes += 1
         if key == parent_key:
@@ -102,9 +101,8 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> list[int]:
-        """`insert` and `attach` of each of `keys`, which continue the chain of row `parent` (-1: begin one), whole and
-        readable in `tier` at once. Raises RuntimeError for a key that has a row already.
-        """
+        """Do `insert` and `attach` for each of `keys`, which continue the chain of row `parent` (-1: begin one), whole
+        and readable in `tier` at once. Raises RuntimeError for a key that has a row already."""
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
         readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
         kind = self._kind(tenant, fingerprint_id, group)
@@ -164,7 +162,7 @@ class Arrival:
             self.publish(row, tier, now_ns)
 
     def publish(self, row: int, tier: int, now_ns: int) -> None:
-        """The copy that was being filled is whole: readable from now on."""
+        """Make the copy that was being filled readable: it is whole."""
         copies = self._view.copies[tier]
         self._view.changes += 1
         copies.state[row] = advance(copies.state[row], Step.PUBLISH)
@@ -183,8 +181,8 @@ class Arrival:
             self._listeners.release(row, others)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
-        """The bytes of a readable copy were copied to `slot`, of the same size: the copy is there from now on. Returns
-        the slot that it left. Raises RuntimeError for a copy that is not readable or a slot of another size."""
+        """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Returns the slot that it left.
+        Raises RuntimeError for a copy that is not readable or a slot of another size."""
         copies = self._view.copies[tier]
         left = self._view.slot(row, tier)
         if copies.state[row] != _STORED or left.nbytes != slot.nbytes:
@@ -194,23 +192,18 @@ class Arrival:
         return left
 
     def kind_number(self, kind: Kind) -> int:
-        """What stands for `kind` in its column."""
+        """Return the number that stands for `kind` in its column."""
         return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
-        """`rows` are new in `tier`, all at once."""
-        listener, presence, view = self._listeners.by_tier[tier], self._listeners.presence, self._view
-        noted = self._listeners.noted
-        if isinstance(listener, NullListener) and presence is None and noted is None:
+        """Notify the listeners of `rows`, new in `tier` all at once."""
+        listener, is_followed = self._listeners.by_tier[tier], self._listeners.is_followed
+        if isinstance(listener, NullListener) and not is_followed:
             return
         for row in rows:
             listener.inserted(row, now_ns)
-            if noted is not None:
-                noted(row)
-            if presence is not None:
-                presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row], row)
-
-    # Inside
+            if is_followed:
+                self._listeners.presence_changed(row)
 
     def _kind(self, tenant: int, fingerprint_id: int, group: int) -> int:
         kind = (tenant, fingerprint_id, group)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstored.store.blocks.ghost import Ghost
-from kvstored.store.blocks.rows import Rows
+from kvstored.store.blocks.rows import RowColumns
 
 _FILL_BITS = 1  # twice as many places as keys, or up to four times
 _WORD_BITS = 32
@@ -37,8 +37,8 @@ Column = npt.NDArray[Any]
 
 
 class KeyTable:
-    """Finds positions in a column of keys by key, many at a time: those of `members`, all when it is None. It does not
-    keep the column, which is shown to it each time."""
+    """A table that finds positions in a column of keys by key, many at a time: the positions in `members`, or all. It
+    does not keep the column, which is shown to it each time."""
 
     __slots__ = ("multiplier", "places", "shift", "table")
 
@@ -58,8 +58,8 @@ class KeyTable:
     def find_each(
         self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
     ) -> Column:
-        """The position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says which
-        of some positions with the key that was wanted count."""
+        """Return the position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says
+        which of some positions with the key that was wanted count."""
         found = np.full(len(wanted), _NOTHING, np.int32)
         left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
         while len(left):
@@ -76,7 +76,7 @@ class KeyTable:
         return found
 
     def _homes(self, heads: Column) -> Column:
-        """Where the search of each key begins, by its first word."""
+        """Return where the search of each key begins, by its first word."""
         words = heads.astype(np.uint32)  # the low half
         words *= np.uint32(self.multiplier)
         words >>= np.uint32(self.shift)
@@ -110,18 +110,18 @@ class BulkKeys:
 
     __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
-    def __init__(self, rows: Rows, table: KeyTable) -> None:
+    def __init__(self, rows: RowColumns, table: KeyTable) -> None:
         self._rows, self._all = rows, table
         self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
 
     def members(self) -> Column:
-        """The rows that have a place here."""
+        """Return the rows that have a place here."""
         places = self._all.places
         found: Column = places[places != _NOTHING]
         return found
 
     def get(self, key: bytes) -> int:
-        """The bulk row of `key`, or -1."""
+        """Return the bulk row of `key`, or -1."""
         rows, table = self._rows, self._table
         keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
@@ -132,7 +132,7 @@ class BulkKeys:
         return -1
 
     def has_place(self, key: bytes, row: int) -> bool:
-        """Whether `row` would be found under `key` if it were a bulk row."""
+        """Return whether `row` would be found under `key` if it were a bulk row."""
         keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
@@ -144,7 +144,7 @@ class BulkKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
+        """Return the rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
         rows, table = self._rows, self._table
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
@@ -164,7 +164,7 @@ class BulkKeys:
         return found
 
     def find_each(self, keys: Column) -> Column:
-        """The bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
+        """Return the bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
         mask, moved = self._rows.mask, self._rows.keys
 
         def is_bulk(rows: Column) -> list[bool]:
@@ -194,7 +194,7 @@ class TenantIndex:
         return len(self.readable) + self.bulk_blocks
 
     def find(self, key: bytes) -> int:
-        """The row of a readable block, or -1."""
+        """Return the row of a readable block, or -1."""
         row = self.readable.get(key)
         if row is None:
             return -1 if self.bulk is None else self.bulk.get(key)

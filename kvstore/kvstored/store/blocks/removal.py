@@ -31,7 +31,7 @@ class TakenCopy(NamedTuple):
 
 
 class Removal:
-    """By choice a block is removed whole or one copy at a time; by force it is removed whole."""
+    """The ways to remove: by choice a block is removed whole or one copy at a time; by force it is removed whole."""
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
         self._view = view

@@ -19,14 +19,14 @@ from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex
-from kvstored.store.blocks.rows import Rows, TierCopies
+from kvstored.store.blocks.rows import RowColumns, TierCopies
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
 
 
 class Kind(NamedTuple):
-    """What blocks of one row kind share."""
+    """The facts that blocks of one row kind share."""
 
     tenant: int
     fingerprint_id: int
@@ -47,15 +47,14 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class ResidencyView:
-    """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
-    answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
-    last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
-    one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
-    given; a tier before it has copies of what is used often. `exported`: those among them that a client on the same
-    device may read in place; `closed`: those of them that no new lease may name now. `changes` differs
-    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often
-    blocks were deleted by order.
-    """
+    """Questions about rows of live blocks: a free row's answers mean nothing. A tier is named by its position.
+    `durable`: the position of the tier that outlives the daemon, -1 where there is none; the last one unless said
+    otherwise. `in_memory`: how many tiers, from the first on, are memory; all before the durable one unless said
+    otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier
+    before it has copies of what is used often. `exported`: the tiers among them that a client on the same device may
+    read in place; `closed`: the ones that no new lease may name now. `changes` differs whenever a row or a copy was
+    added, removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by
+    order."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class ResidencyView:
         self.durable = (len(tiers) - 1 or -1) if durable is None else durable
         self.in_memory = in_memory or (self.durable if self.durable > 0 else len(tiers))
         self.mapped, self.exported, self.closed = mapped, exported, NO_TIERS
-        self.rows = Rows()
+        self.rows = RowColumns()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
         self.kinds: list[Kind] = []
@@ -133,8 +132,8 @@ class ResidencyView:
         return found
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
-        """Why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but did
-        under another one of `family`."""
+        """Return why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but
+        did under another one of `family`."""
         index = self.tenants[tenant]
         absence = index.ghost.recall(key)
         if absence is not None:
@@ -146,7 +145,7 @@ class ResidencyView:
     # Where it is
 
     def slot(self, row: int, tier: int) -> Slot:
-        """Where the copy is. Raises RuntimeError when there is none."""
+        """Return where the copy is. Raises RuntimeError when there is none."""
         if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
@@ -161,7 +160,7 @@ class ResidencyView:
         return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
-        """Whether another tenant has a copy of a block of the same key in `tier`, in any state."""
+        """Return whether another tenant has a copy in `tier`, in any state, of a block with this key."""
         key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
         others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
         return any(other >= 0 and state[other] for other in others)
@@ -170,11 +169,11 @@ class ResidencyView:
         return CopyState(self.copies[tier].state[row])
 
     def is_in(self, row: int, tier: int) -> bool:
-        """Whether `tier` has a copy, readable or not."""
+        """Return whether `tier` has a copy, readable or not."""
         return bool(self.copies[tier].state[row])
 
     def has(self, row: int, tier: int) -> bool:
-        """Whether `tier` has a readable copy."""
+        """Return whether `tier` has a readable copy."""
         return tier in MEMBERS[self.rows.mask[row]]
 
     def tier_mask(self, row: int) -> TierSet:
@@ -218,9 +217,8 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_evictable(self, row: int, tier: int) -> bool:
-        """Whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in
-        the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
-        """
+        """Return whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in the
+        slowest tier, from which nothing can be demoted, another copy or no child anywhere."""
         copies = self.copies[tier]
         if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
             return False
@@ -244,11 +242,11 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
+        """Return whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
 
     def being_filled(self, row: int) -> bool:
-        """Whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
+        """Return whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What a client can ask the store for: put, get, lookup, hints and delete, on plain records.
+"""The requests that a client can make of the store: put, get, lookup, hints and delete, on plain records.
 
 No wire message, no socket and no session: the daemon's streams and unary calls, the simulator and tests drive these.
 """
@@ -10,8 +10,7 @@ from kvstored.store.operations.client import Client
 from kvstored.store.operations.delete import Delete
 from kvstored.store.operations.discovery import Discovery
 from kvstored.store.operations.get import Get
-from kvstored.store.operations.hints import Hints
-from kvstored.store.operations.lookup import LookUp
+from kvstored.store.operations.lookup import Hints, LookUp
 from kvstored.store.operations.put import Put
 from kvstored.telemetry import DeletionLog
 

@@ -29,7 +29,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoProcess:
-    """In the place of a process that is not known, or that is this one."""
+    """A process that is not known, or is this one."""
 
     pid: int = 0
     uid: int = -1
@@ -57,11 +57,11 @@ class Client:
 
     @property
     def account(self) -> str:
-        """For whom the engine asks, where it serves several."""
+        """Return for whom the engine asks, where it serves several."""
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
-        """Why a block that this client asked for is not readable."""
+        """Return why a block that this client asked for is not readable."""
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:
@@ -70,4 +70,4 @@ class Client:
         return group is not None and group.kind == "full"
 
     def put_ended(self) -> None:
-        """A put of this client reads nothing any more."""
+        """Note that a put of this client reads nothing any more."""

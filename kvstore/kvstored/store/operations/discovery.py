@@ -103,7 +103,7 @@ class Discovery:
         return tier.is_ready and not tier.refuses(client.tenant.digest)
 
     def _is_behind(self, position: int) -> bool:
-        """Whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
+        """Return whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
         owed = self._owed[position]
         return bool(owed) and asyncio.get_running_loop().time() - owed[0] >= self.times[position].deadline_s
 

@@ -93,8 +93,7 @@ class Get:
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
         are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
-        for a whole chain for one of the blocks that were mapped.
-        """
+        for a whole chain for one of its mapped blocks."""
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
@@ -158,8 +157,8 @@ class Get:
         held: int = 0,
         outlook: Outlook | None = None,
     ) -> _Begun:
-        """Verify the blocks of `loading` and begin to promote all but the first `held`; then those that the answer to
-        `question` adds. What is to be expected is added to `outlook`."""
+        """Verify the blocks of `loading` and begin to promote all but the first `held`; then the blocks that the answer
+        to `question` adds. What is to be expected is added to `outlook`."""
         known = len(loading.rows)
         intact = await loading.verify(range(known))
         until_ns = self._clock.monotonic_ns() + asked.wait_ms(self._wait_ms) * NS_PER_MS
@@ -181,7 +180,7 @@ class Get:
         return _Begun(intact, until_ns, patience_ms)
 
     async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
-        """Add the blocks that continue those of `loading`, once they are found; how many of them can be had."""
+        """Add the blocks that continue the chain of `loading`, once they are found; how many of them can be had."""
         await self._discovery.wait(question, asked.wait_ms(DEADLINE_MS))
         rows, known = self._run(client, asked), len(loading.tokens)
         if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
@@ -308,7 +307,7 @@ class Loading:
         return not self._coming and not self._arrived
 
     def extend(self, rows: Sequence[int]) -> range:
-        """Add blocks of the chain, after those that are known; their positions."""
+        """Add blocks of the chain, after the known ones; their positions."""
         first = len(self.tokens)
         self.rows += rows
         self.tokens += [self._residency.token(row) for row in rows]
@@ -355,8 +354,8 @@ class Loading:
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Return ascending positions of blocks that are mapped now and were not reported before: as soon as there are
-        any, or when all promotions have ended. Empty: time is up, or what ended was in vain."""
+        """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
+        or when all promotions have ended. Empty: time is up, or what ended was in vain."""
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()

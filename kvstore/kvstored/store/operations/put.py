@@ -47,8 +47,8 @@ _REFUSED = {
 
 @dataclass(slots=True)
 class _Part:
-    """Blocks that are copied together, by the host tier's threads: `writes` are those of `copying`, `copied` their
-    outcomes."""
+    """Blocks that are copied together, by the host tier's threads: `writes` has one entry for each of `copying`,
+    `copied` their outcomes."""
 
     begun: list[StagedBlock] = field(default_factory=list)
     copying: list[StagedBlock] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Put:
                 first = at
 
     def _part_end(self, intake: _Intake) -> int:
-        """Where the next part ends: after work for half a millisecond of the control thread."""
+        """Return where the next part ends: after work for half a millisecond of the control thread."""
         begun, blocks, fingerprint = intake.begun, intake.blocks, intake.client.fingerprint
         if begun == len(blocks):
             return begun
@@ -295,8 +295,8 @@ class Put:
         self._start_copies(part)
 
     def _refuse(self, intake: _Intake, why: NoSlot) -> None:
-        """The next block gets no slot, nor do those that continue it: they could not be reached without it, or are
-        worth no more. A later miss of any of them says the same."""
+        """Give no slot to the next block, nor to the blocks that continue it: they could not be reached without it, or
+        are worth no more. A later miss of any of them gives this reason."""
         status, cause, counter = _REFUSED[why]
         first = intake.blocks[intake.begun]
         takes_others = why is NoSlot.DECLINED or intake.client.needs_parents(first.group)
@@ -347,7 +347,7 @@ class Put:
         }
 
     async def _take_back(self, parts: Sequence[_Part]) -> None:
-        """What is not published, as if it had never begun, once nothing copies into it."""
+        """Take back what is not published, as if it had never begun, once nothing copies into it."""
         for part in parts:
             if part.copied is not None:
                 await part.copied

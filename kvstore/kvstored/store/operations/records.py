@@ -1,7 +1,6 @@
 """Plain records: what clients ask in a put and a get, and what they are answered.
 
-The numbers of the enumerations are those of the wire's enumerations of the same names.
-"""
+An enumeration has the numbers of the wire's enumeration of its name."""
 
 from __future__ import annotations
 
@@ -122,7 +121,8 @@ class Offer:
 
 
 class PutAnswer(NamedTuple):
-    """By block of an offer: its StoreStatus and its Durability. `final`: nothing of it is pending."""
+    """The answer to a put, by block of its offer: its StoreStatus and its Durability. `final`: nothing of it is
+    pending."""
 
     statuses: bytes
     durability: bytes
@@ -188,13 +188,14 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """By resident block: the fastest tier that has it, and in how many microseconds it is readable."""
+    """The prospects of each resident block: the fastest tier that has it, and in how many microseconds it is
+    readable."""
 
     tiers: list[int]
     ready_us: list[int]
 
     def add(self, tiers: Sequence[int], ready_us: Sequence[int]) -> None:
-        """Add blocks that follow, and are loaded beside those that are known."""
+        """Add blocks that follow, and are loaded beside the known ones."""
         last_us = max(self.ready_us, default=0)
         self.tiers.extend(tiers)
         self.ready_us.extend(max(last_us, each) for each in ready_us)
