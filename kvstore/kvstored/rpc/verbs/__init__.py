@@ -48,7 +48,7 @@ class Verbs:
         self._residency, self._leases, self._counters = store.residency, store.leases, store.counters
         self._get, self._look_up = operations.get, operations.look_up
         self._hints, self._delete = operations.hints, operations.delete
-        self._put = PutVerb(operations.put, store)
+        self._put, self._puts = operations.put, PutVerb(operations.put, store)
         self._misses = misses
         self._explain = explain
         self._requests = 0  # gets that said how long their prompt is
@@ -80,17 +80,17 @@ class Verbs:
         if reply.HasField("acquire"):
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):
-            self._put.undo(session, reply.reserve_slots)
+            self._puts.undo(session, reply.reserve_slots)
 
     def left(self, session: Session) -> None:
         """End what a session held that has ended."""
-        self._put.leave(session)
+        self._puts.leave(session)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """Yield the answers of a request that waits for bytes; a store may have two, and has begun when this returns;
         an acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
         if op == "store":
-            return _stored(self._put.store(session, request.store))
+            return _stored(self._puts.store(session, request.store))
         if op == "acquire":
             return self._acquired(session, request.acquire, request.deadline_ms)
         return self._slow(session, op, request)
@@ -99,13 +99,14 @@ class Verbs:
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         """Yield the answers to a put whose blocks came in its message."""
-        return _stored(self._put.store_offer(session, offer, durability))
+        mode = self._puts.mode_of(session, durability)
+        return _stored(self._put.store(session, offer, mode))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
-            yield pb.Response(lend=await self._put.lend(session))
+            yield pb.Response(lend=await self._puts.lend(session))
         elif op == "reserve_slots":
-            yield pb.Response(reserve_slots=await self._put.reserve(session, request.reserve_slots))
+            yield pb.Response(reserve_slots=await self._puts.reserve(session, request.reserve_slots))
         elif op == "delete":
             yield pb.Response(delete=await self._deleted(session, request.delete))
         elif op == "explain":

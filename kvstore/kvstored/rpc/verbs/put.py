@@ -80,22 +80,18 @@ class PutVerb:
         sizes = [request.payload_bytes] * len(keys)
         offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved)
         try:
-            return self.store_offer(session, offer, request.durability)
+            return self._put.store(session, offer, self.mode_of(session, request.durability))
         except Exception:
             if reserved is not None:
                 reserved.end()
             raise
 
-    def store_offer(
-        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
-    ) -> AsyncGenerator[PutAnswer, None]:
-        """Store what is offered with the durability that is asked for; where that is none, or one of a newer version,
-        with the tenant's."""
+    def mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
+        """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
         try:
-            mode = DurabilityMode(durability)
+            return DurabilityMode(asked)
         except ValueError:
-            mode = DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
-        return self._put.store(session, offer, mode)
+            return DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
 
     def _staged(self, session: Session, request: pb.Store) -> tuple[Staged | None, list[int]]:
         """Return the staging memory, None where its loan has ended, and where each block is in it; NOWHERE for those

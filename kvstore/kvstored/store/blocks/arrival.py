@@ -29,7 +29,7 @@ class Arrival:
         self._listeners = listeners
         self._ghost_keys = ghost_keys
         self._tenant_numbers: dict[str, int] = {}
-        self._kind_numbers: dict[Kind, int] = {}
+        self._kind_numbers: dict[tuple[int, int, int], int] = {}
 
     def tenant(self, name: str) -> int:
         """Return the number of a tenant, new when first seen."""
@@ -63,7 +63,7 @@ class Arrival:
         self._view.changes += 1
         if key == parent_key:
             raise CyclicChainError(f"block {key.hex()} names itself as its parent")
-        kind = self._kind(tenant, fingerprint_id, group)
+        kind = self.kind_number((tenant, fingerprint_id, group))
         parent = index.row(parent_key) if parent_key != NO_PARENT else -1
         row = index.row(key)
         before = -1
@@ -105,7 +105,7 @@ class Arrival:
         and readable in `tier` at once. Raises RuntimeError for a key that has a row already."""
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
         readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
-        kind = self._kind(tenant, fingerprint_id, group)
+        kind = self.kind_number((tenant, fingerprint_id, group))
         depth = rows.depth[parent] + 1 if parent >= 0 else 0
         free = rows.reserve(len(keys))
         if rows.capacity > len(copies.state):
@@ -191,9 +191,14 @@ class Arrival:
         copies.place(row, slot)
         return left
 
-    def kind_number(self, kind: Kind) -> int:
-        """Return the number that stands for `kind` in its column."""
-        return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
+    def kind_number(self, kind: tuple[int, int, int]) -> int:
+        """Return the number that stands for a Kind (tenant, fingerprint, group) in its column."""
+        number = self._kind_numbers.get(kind)
+        if number is None:
+            number = self._kind_numbers[kind] = len(self._view.kinds)
+            self._view.kinds.append(Kind(*kind))
+            self._view.kind_tenant.append(kind[0])
+        return number
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
         """Notify the listeners of `rows`, new in `tier` all at once."""
@@ -204,12 +209,3 @@ class Arrival:
             listener.inserted(row, now_ns)
             if is_followed:
                 self._listeners.presence_changed(row)
-
-    def _kind(self, tenant: int, fingerprint_id: int, group: int) -> int:
-        kind = (tenant, fingerprint_id, group)
-        number = self._kind_numbers.get(kind)  # type: ignore[call-overload]  # a plain tuple equals its Kind
-        if number is None:
-            number = self._kind_numbers[Kind(*kind)] = len(self._view.kinds)
-            self._view.kinds.append(Kind(*kind))
-            self._view.kind_tenant.append(tenant)
-        return int(number)

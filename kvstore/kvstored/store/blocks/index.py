@@ -43,17 +43,8 @@ class Uses:
     def touch_run(self, rows: Sequence[int], now_ns: int, device_tiers: int = NO_TIERS) -> None:
         """Count an access of `rows` together, in chain order (head first): a hit, or the storing of new blocks.
         `device_tiers`: those on the client's device."""
-        columns = self._view.rows
-        last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
-        everywhere: int = ALL_TIERS
-        somewhere: int = NO_TIERS
-        for row in rows:
-            last_access_ns[row] = now_ns
-            if accesses[row] != _ACCESSES_MAX:
-                accesses[row] += 1
-            tiers = mask[row]
-            everywhere &= tiers
-            somewhere |= tiers
+        mask = self._view.rows.mask
+        everywhere, somewhere = self._count(rows, now_ns)
         for tier in MEMBERS[somewhere]:
             is_whole = tier in MEMBERS[everywhere]
             here = rows if is_whole else [row for row in rows if tier in MEMBERS[mask[row]]]
@@ -68,14 +59,27 @@ class Uses:
         if not missing:
             self.touch_run(rows, now_ns, device_tiers)
             return
-        last_access_ns, accesses, mask = self._view.rows.last_access_ns, self._view.rows.accesses, self._view.rows.mask
-        for row in rows:
-            last_access_ns[row] = now_ns
-            accesses[row] = min(accesses[row] + 1, _ACCESSES_MAX)
+        mask = self._view.rows.mask
+        self._count(rows, now_ns)
         for tier, listener in enumerate(self._listeners.by_tier):
             listener.requested([row for row in rows if tier in MEMBERS[mask[row]]], missing, tenant, now_ns)
         if self._listeners.uses is not None:
             self._listeners.uses(rows, device_tiers)
+
+    def _count(self, rows: Sequence[int], now_ns: int) -> tuple[int, int]:
+        """Count an access of each of `rows`; the tiers that have all of them, and the tiers that have some."""
+        columns = self._view.rows
+        last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
+        everywhere: int = ALL_TIERS
+        somewhere: int = NO_TIERS
+        for row in rows:
+            last_access_ns[row] = now_ns
+            if accesses[row] != _ACCESSES_MAX:
+                accesses[row] += 1
+            tiers = mask[row]
+            everywhere &= tiers
+            somewhere |= tiers
+        return everywhere, somewhere
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
         """Remember that a block that was to be stored is not. One that was DECLINED counts as if it had been stored,

@@ -9,11 +9,10 @@ was written; a put that asks for no durability has nothing written, nor synced s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.operations.records import PutAnswer
 from kvstored.store.transfer.writeback import WriteBack
 
 Settling = dict[int, asyncio.Future[bool]]
@@ -62,23 +61,3 @@ def settle_present(
         elif mode == DurabilityMode.BATCH and not is_written and writeback.admits(row):
             settling[position] = writeback.write_through(row)
     return settling
-
-
-async def answers_of(
-    storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
-) -> AsyncGenerator[PutAnswer, None]:
-    """Yield the answers of `Put.store`. Of blocks that were stored before, `durability` holds the answers that are
-    known and `present` the futures of those still pending."""
-    settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
-    while True:
-        pending = [settled for settled in settling.values() if not settled.done()]
-        if waits and pending:
-            await asyncio.wait(pending)
-        for position, settled in settling.items():
-            known = Durability.DURABLE if settled.done() and settled.result() else Durability.VOLATILE
-            durability[position] = known if settled.done() else Durability.PENDING
-        final = Durability.PENDING not in durability
-        yield PutAnswer(bytes(statuses), bytes(durability), final)
-        if final:
-            return
-        waits = True

@@ -28,7 +28,7 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.durability import DurabilityMode, Settling, answers_of, settle_present
+from kvstored.store.operations.durability import Durability, DurabilityMode, Settling, settle_present
 from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
@@ -134,7 +134,7 @@ class Put:
         self._running.add(storing)
         client.copying.add(storing)
         storing.add_done_callback(partial(self._ended, client, offer, intake.blocks))
-        return answers_of(storing, intake.statuses, durability, settling, mode)
+        return _answers(storing, intake.statuses, durability, settling, mode)
 
     def _ended(
         self, client: Client, offer: Offer, blocks: Sequence[StagedBlock], storing: asyncio.Task[Settling]
@@ -361,3 +361,23 @@ def _leading_chain(offer: Offer) -> Sequence[bytes]:
     """Return the keys of the offer's first chain; as a rule it has no other."""
     keys, parents = offer.keys, offer.parents
     return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]
+
+
+async def _answers(
+    storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
+) -> AsyncGenerator[PutAnswer, None]:
+    """Yield the answers of `Put.store`. Of blocks that were stored before, `durability` holds the answers that are
+    known and `present` the futures of those still pending."""
+    settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
+    while True:
+        pending = [settled for settled in settling.values() if not settled.done()]
+        if waits and pending:
+            await asyncio.wait(pending)
+        for position, settled in settling.items():
+            known = Durability.DURABLE if settled.done() and settled.result() else Durability.VOLATILE
+            durability[position] = known if settled.done() else Durability.PENDING
+        final = Durability.PENDING not in durability
+        yield PutAnswer(bytes(statuses), bytes(durability), final)
+        if final:
+            return
+        waits = True
