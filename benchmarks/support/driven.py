@@ -23,7 +23,8 @@ from kvstored.config.schema import TenantSection
 from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
-from kvstored.store.operations.offer import DurabilityMode, Offer
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Offer
 from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
 

@@ -21,6 +21,7 @@ from kvstored.store.policies import Policy, PolicySettings, ResidencyClass
 
 _DEPTH_BITS = 24
 _ROW_BITS = 32
+_MOST_ROWS: int = 2**_ROW_BITS
 _SLACK_ENTRIES = 4096
 
 
@@ -89,7 +90,7 @@ class Clairvoyant(Policy):
         heap, urgency = self._heap, self._urgency
         while heap:
             entry = -heap[0]
-            row = entry & ((1 << _ROW_BITS) - 1)
+            row = entry % _MOST_ROWS
             if urgency[row] == entry >> _ROW_BITS:
                 return row
             heappop(heap)

@@ -37,17 +37,18 @@ from kvstored.policy_names import ALWAYS
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.operations import Operations
-from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog
+from kvstored.tier_set import TierSet
 
 MakePredictor = Callable[[Trace, float], Predictor]
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
-Answers = AsyncGenerator[Expected | LeasedRun | Acquired, None]
+Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _EXPIRED_A_TICK = 320
 _SETTLE_S = 3600.0
@@ -229,7 +230,7 @@ class NodeStore:
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a chain this node's own tiers have: what its events say."""
         residency = self.store.residency
-        own = (1 << len(self.tiers) - len(self.store.keyed)) - 1
+        own = TierSet.of(*range(len(self.tiers) - len(self.store.keyed)))
         rows = residency.find_keys(self._clients[tenant].tenant_id, keys)
         return next((at for at, row in enumerate(rows) if not residency.rows.mask[row] & own), len(rows))
 
@@ -253,13 +254,13 @@ class NodeStore:
         """Lease what the store has of the chain beyond the engine's own blocks, the last first. `arrived` is called
         with the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
         which."""
-        wanted = Wanted(
+        wanted = GetRequest(
             b"".join(visit.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
             context=RequestContext(visit.number, visit.tokens, visit.kind, bool(visit.answer_tokens)),
         )  # fmt: skip
         answers = self._operations.get.acquire_in_order(self._clients[visit.tenant], wanted, visit.in_pool)
         expected = await anext(answers)
-        assert isinstance(expected, Expected)
+        assert isinstance(expected, Outlook)
         residency, below = self.store.residency, list(enumerate(expected.tiers))[visit.in_pool :]
         visit.on_device = self._on_device(visit, len(expected.tiers))
         sources = Counter(visit.on_device.get(position, visit.fetched.get(position, tier)) for position, tier in below)
@@ -284,8 +285,8 @@ class NodeStore:
     def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
         """By position, of those of `rows` that are in the device's memory: the tier."""
         residency = self.store.residency
-        found = {at: residency.rows.mask[row] & residency.exported for at, row in rows.items()}
-        return {at: (here & -here).bit_length() - 1 for at, here in found.items() if here}
+        found = {at: residency.tier_mask(row).intersection(residency.exported) for at, row in rows.items()}
+        return {at: here.first for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
         """Copy so many blocks from host memory to the engine, and so many within the device's; when all are there."""

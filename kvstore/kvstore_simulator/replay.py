@@ -32,6 +32,7 @@ from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote.compute import ComputeTimes
+from kvstored.tier_set import TierSet
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
@@ -193,7 +194,7 @@ class Replay:
     def _count(self, stored: list[int], refused: int) -> None:
         """Blocks that a request stored and that were evicted at once count as not stored (bypass)."""
         mask = self.residency.rows.mask
-        kept = [mask[row] for row in stored].count(1 << TIER)
+        kept = [mask[row] for row in stored].count(TierSet.of(TIER))
         bypassed = len(stored) - kept - refused
         self._stored += kept
         self._bypassed += bypassed

@@ -11,7 +11,8 @@ from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.store.blocks import Residency
 from kvstored.store.operations import Client
-from kvstored.store.operations.offer import Offer
+from kvstored.store.operations.records import Offer
+from kvstored.tier_set import NO_TIERS, TierSet
 
 _FINGERPRINT = Fingerprint("simulated", "none", groups=(LayerGroup(0),))
 _NO_EXTRA = bytes(KEY_BYTES)
@@ -30,8 +31,8 @@ class NoBytes:
 _NO_BYTES = NoBytes()
 
 
-def client_of(residency: Residency, number: int, device_tiers: int = 0) -> Client:
-    """The engine of tenant `number` of a trace. `device_tiers`: a mask of those on the device that it computes on."""
+def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIERS) -> Client:
+    """The engine of tenant `number` of a trace. `device_tiers`: those on the device that it computes on."""
     name = f"tenant-{number}"
     return Client(
         session_id=number + 1, client_name=name, tenant=Tenant(name, bytes(16), b"", TenantSection(name)),

@@ -74,7 +74,6 @@ from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import SessionService
 from kvstored.rpc.unary_doors import UnaryDoors
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.recorded import recorded
 from kvstored.socket_files import SocketFiles
@@ -238,8 +237,8 @@ class Daemon:
         operations = Operations(store, deletions)
         self._stack.push_async_callback(self._settle, operations.put)
         self._make_views()
-        self._deleting = DeleteVerb(operations.delete, max_keys=limits.max_keys)
-        self._verbs = Verbs(store, operations, self._misses, self._deleting, self._explain.own)
+        self._delete = operations.delete
+        self._verbs = Verbs(store, operations, self._misses, self._explain.own)
         if config.daemon.record is not None:
             self._verbs = recorded(self._verbs, config.daemon.record, clock, self._stack)
         self._integrity = Integrity(store, self._is_idle, self._storage.unsaved)
@@ -391,7 +390,7 @@ class Daemon:
     def _unary_doors(self) -> UnaryDoors:
         lifetime, config = self.lifetime, self.config
         assert lifetime is not None
-        calls = InlineCalls(self._verbs, self._deleting, self._store, message_bytes=config.unary.message_bytes)
+        calls = InlineCalls(self._verbs, self._delete, self._store, message_bytes=config.unary.message_bytes)
         limit = unary.CallLimit(config.unary.calls)
         return UnaryDoors(
             config.unary,

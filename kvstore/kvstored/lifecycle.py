@@ -42,7 +42,7 @@ _STEP_BITS = 3
 _NEXT: tuple[CopyState | None, ...] = tuple(
     TRANSITIONS.get((state, Step(step))) if 0 < step <= len(Step) else None
     for state in CopyState
-    for step in range(1 << _STEP_BITS)
+    for step in range(2**_STEP_BITS)
 )
 
 

@@ -14,7 +14,7 @@ from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import SystemClock
 from kvstored.health.maintenance import TICK_S, Maintenance
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import check
+from kvstored.store.blocks.check import check
 from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
 from tests.faults.test_degraded_nvme import over_a_store

@@ -15,8 +15,8 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from kvstored.store.degraded import Mode
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.get import Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.remote.value import RemoteValue
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.examples import each_nth
@@ -75,7 +75,7 @@ def test_what_leaves_nvme_comes_back_from_below(tmp_path: Path) -> None:
         await store_chains(driven, range(CHAINS))
         far = only_remote(driven)
         assert len(far) > 10
-        expected, _, end = await driven.stream(Wanted(b"".join(keys_of(far[0], BLOCKS))))
+        expected, _, end = await driven.stream(GetRequest(b"".join(keys_of(far[0], BLOCKS))))
         assert set(expected.tiers) == {REMOTE} and end.blocks == BLOCKS
         driven.small.store.leases.release_session(driven.client.session_id)
         for chain in range(CHAINS):

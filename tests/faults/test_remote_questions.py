@@ -10,8 +10,8 @@ from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.store.degraded import Mode
 from kvstored.store.operations.discovery import MOST_OWED
-from kvstored.store.operations.get import Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.remote.value import RemoteValue
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, small_store
@@ -115,7 +115,7 @@ def test_the_local_part_is_promoted_while_a_question_is_open(tmp_path: Path) -> 
         driven.leave_host(keys)
         store.hang()
         longer = [*keys, *keys_of(2, BLOCKS)]
-        expected, runs, end = await driven.stream(Wanted(b"".join(longer)))
+        expected, runs, end = await driven.stream(GetRequest(b"".join(longer)))
         assert set(expected.tiers) == {NVME} and end.blocks == BLOCKS
         assert sum(len(each.rows) for each in runs) == BLOCKS
 

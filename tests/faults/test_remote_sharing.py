@@ -14,8 +14,8 @@ from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.policy_names import ALL, EVICTED, REUSED
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.get import Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.transfer.remote_gate import RemoteWrites
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import AT_ONCE
@@ -214,7 +214,7 @@ def test_a_store_that_hangs_holds_few_blocks_and_no_request(tmp_path: Path) -> N
                 assert (await driven.get(keys_of(chain, BLOCKS))).blocks == BLOCKS
             small.store.tick()
             assert len(small.residency.pins) <= AT_ONCE + small.writeback.pending()
-            expected, _, end = await driven.stream(Wanted(b"".join(keys_of(199, BLOCKS))))
+            expected, _, end = await driven.stream(GetRequest(b"".join(keys_of(199, BLOCKS))))
             assert end.blocks == BLOCKS and len(expected.tiers) == BLOCKS
 
     run(tmp_path, scenario, store, ALL)

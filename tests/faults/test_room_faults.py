@@ -12,7 +12,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.testing.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import check
+from kvstored.store.blocks.check import check
 from kvstored.store.transfer import evacuation
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME

@@ -15,7 +15,7 @@ from kvstore_tiers.segments import view_at
 from kvstored.health.integrity import Integrity
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_gpu_export import overwrite
 from tests.reference.device_first import SMALL, must_hold, settle

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvstore_tiers.gpu import GpuTier, WorkerSettings
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
 from tests.gpu.emulated import emulated_node
 from tests.reference.device_first import SMALL, must_hold, run_steps, settle, steps_of_stores
 from tests.reference.driven_store import DrivenStore, keys_of

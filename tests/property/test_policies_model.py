@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import check
+from kvstored.store.blocks.check import check
 from kvstored.store.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key, pack
 from tests.reference.examples import examples

@@ -12,7 +12,9 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.recovered import as_columns
 from kvstored.lifecycle import BY_CHOICE, Cause
-from kvstored.store.blocks import CyclicChainError, Kind, adopt, check
+from kvstored.store.blocks import CyclicChainError, Kind
+from kvstored.store.blocks.adoption import adopt
+from kvstored.store.blocks.check import check
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 from tests.reference.examples import examples
 

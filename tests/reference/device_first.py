@@ -18,7 +18,7 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import finish
 from kvstored.store.blocks.check import check
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
 from tests.reference.driven_store import DrivenStore, keys_of, payload_of
 from tests.reference.small_store import PAYLOAD_BYTES, small_store
 

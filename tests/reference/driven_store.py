@@ -12,8 +12,8 @@ from kvstore_tiers.segments import Segment, segment_of
 from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.store.operations import Client, Operations
-from kvstored.store.operations.get import Acquired, Expected, LeasedRun, Wanted
-from kvstored.store.operations.offer import DurabilityMode, Offer, Stored
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook, PutAnswer
 from kvstored.telemetry import DeletionLog
 from tests.reference.small_store import PAYLOAD_BYTES, SmallStore
 
@@ -56,7 +56,7 @@ class DrivenStore:
             fingerprint_digest=FINGERPRINT.digest(), fingerprint_id=1, roots={},
         )  # fmt: skip
 
-    async def put(self, keys: Sequence[bytes], mode: DurabilityMode, client: Client | None = None) -> list[Stored]:
+    async def put(self, keys: Sequence[bytes], mode: DurabilityMode, client: Client | None = None) -> list[PutAnswer]:
         """All answers to a put of a chain from its root."""
         offered = Offer(
             0, b"".join(keys), keys, [NO_PARENT, *keys[:-1]], [bytes(KEY_BYTES)] * len(keys),
@@ -67,7 +67,7 @@ class DrivenStore:
     async def get(self, keys: Sequence[bytes], client: Client | None = None) -> Acquired:
         """Get a chain, compare what came with what was put, and release it."""
         client = client or self.client
-        held = await self.operations.get.acquire(client, Wanted(b"".join(keys)))
+        held = await self.operations.get.acquire(client, GetRequest(b"".join(keys)))
         if held.run is not None:
             for key, slot in zip(keys, held.run.slots, strict=False):
                 stored = self.small.store.host.view(slot)[4096 : 4096 + PAYLOAD_BYTES]
@@ -75,14 +75,14 @@ class DrivenStore:
             self.operations.get.release(client, [held.run.lease_id])
         return held
 
-    async def stream(self, wanted: Wanted, held: int = 0) -> tuple[Expected, list[LeasedRun], Acquired]:
+    async def stream(self, wanted: GetRequest, held: int = 0) -> tuple[Outlook, list[LeasedRun], Acquired]:
         """All answers to a get in order."""
         answers = [answer async for answer in self.operations.get.acquire_in_order(self.client, wanted, held)]
         expected, *runs, end = answers
-        assert isinstance(expected, Expected) and isinstance(end, Acquired)
+        assert isinstance(expected, Outlook) and isinstance(end, Acquired)
         return expected, [run for run in runs if isinstance(run, LeasedRun)], end
 
-    async def begin_stream(self, wanted: Wanted) -> tuple[AsyncGenerator[object, None], LeasedRun]:
+    async def begin_stream(self, wanted: GetRequest) -> tuple[AsyncGenerator[object, None], LeasedRun]:
         """A get in order whose first run has come."""
         answers = self.operations.get.acquire_in_order(self.client, wanted)
         await anext(answers)

@@ -27,8 +27,8 @@ from kvstored.config import Config
 from kvstored.config.tiers import GpuSection, TierSection
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Client, Operations
-from kvstored.store.operations.get import Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import RequestContext
 from kvstored.store.residency import make_residency
 from kvstored.telemetry import DeletionLog
@@ -97,7 +97,7 @@ class _RecordedStore:
 
     async def _get(self, client: Client, keys: Sequence[bytes], prompt_tokens: int, number: int) -> int:
         context = RequestContext(number, prompt_tokens) if prompt_tokens else None
-        held = await self._operations.get.acquire(client, Wanted(b"".join(keys), context=context))
+        held = await self._operations.get.acquire(client, GetRequest(b"".join(keys), context=context))
         await asyncio.sleep(0)  # the access is counted after the answer
         if held.run is not None:
             self._operations.get.release(client, [held.run.lease_id])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.views import Parts
 from kvstored.store.blocks import Residency
+from kvstored.tier_set import holding
 
 SLICE_ROWS = 100_000  # about 1 ms
 Sums = npt.NDArray[np.float64]
@@ -76,7 +77,7 @@ async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
         of_row = np.frombuffer(columns.kind, np.uint32)[part]
         blocks += np.bincount(of_row[mask != 0], minlength=kinds)[:kinds]
         for tier, copies in enumerate(residency.copies):
-            has_copy = mask >> tier & 1 != 0
+            has_copy = holding(mask, tier)
             if has_copy.any():
                 nbytes = np.frombuffer(copies.nbytes, np.uint32)[part][has_copy]
                 tier_bytes[tier] += np.bincount(of_row[has_copy], weights=nbytes, minlength=kinds)[:kinds]

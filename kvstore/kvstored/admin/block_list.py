@@ -15,7 +15,8 @@ import numpy.typing as npt
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.views import Views, tier_named
-from kvstored.store.blocks import Residency, Selection, column_of, page, pin_counts, select_all
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import Selection, column_of, page, pin_counts, select_all
 from kvstored.store.policies import ResidencyClass
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000

@@ -19,7 +19,9 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.views import Parts
 from kvstored.clock import NS_PER_S
-from kvstored.store.blocks import Residency, Selection, column_of, pin_counts, select_all
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import Selection, column_of, pin_counts, select_all
+from kvstored.tier_set import holding
 
 DEFAULT_GROUPS, MAX_GROUPS = 50, 1000
 SLICE_ROWS = 100_000  # of parents followed between two turns of the loop
@@ -102,7 +104,7 @@ class BlockTotals:
         leases = summed(pin_counts(residency, rows))
         mask = np.frombuffer(residency.rows.mask, np.uint8)[rows]
         slots = [
-            summed(np.where(mask >> tier & 1, np.asarray(copies.nbytes)[rows].astype(np.int64), 0))
+            summed(np.where(holding(mask, tier), np.asarray(copies.nbytes)[rows].astype(np.int64), 0))
             for tier, copies in enumerate(residency.copies)
         ]
         for position, number in enumerate(found.tolist()):

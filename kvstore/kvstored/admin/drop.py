@@ -18,7 +18,8 @@ from kvstored.admin.views import tier_named
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency, rows_of_fingerprint
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import rows_of_fingerprint
 from kvstored.store.transfer.writeback import WriteBack
 
 SLICE_ROWS = 64
@@ -128,7 +129,7 @@ class Drop:
             row = residency.current(token)
             if row >= 0 and residency.has(row, tier):
                 nbytes = residency.slot(row, tier).nbytes
-                is_only_copy = not residency.tier_mask(row) & ~(1 << tier)
+                is_only_copy = not residency.tier_mask(row).without(tier)
                 if self._drop_copy(row, tier, is_only_copy=is_only_copy, forget=forget):
                     reply.dropped_blocks += 1
                     reply.dropped_bytes += nbytes

@@ -16,6 +16,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.transfer.writeback import WriteBack
+from kvstored.tier_set import holding
 
 PORTION_BLOCKS = 512
 SLICE_ROWS = 20_000  # looked at between two looks at the loop: about 0.2 ms
@@ -30,7 +31,7 @@ async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = N
     first = 0
     while first < columns.capacity:
         mask = np.frombuffer(columns.mask, np.uint8)[first : first + SLICE_ROWS]
-        rows = first + np.flatnonzero(mask >> tier & 1)
+        rows = first + np.flatnonzero(holding(mask, tier))
         if tenant is not None:
             rows = rows[residency.tenants_of(rows) == tenant]
         generation = np.frombuffer(columns.generation, np.uint32)[rows].astype(np.uint64)

@@ -17,7 +17,7 @@ from kvstored.admin.views import Views
 from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Selection, page
+from kvstored.store.blocks.listing import Selection, page
 from kvstored.telemetry import RecentMisses
 
 KEY_DIGITS = 2 * KEY_BYTES

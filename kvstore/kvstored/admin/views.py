@@ -149,7 +149,7 @@ class Views:
         for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
             report, flow = tier.statistics(), parts.flows.tiers[position]
             used_by = dict(report.used_by)
-            if position == parts.residency.mapped or parts.residency.exported >> position & 1:
+            if position == parts.residency.mapped or position in parts.residency.exported:
                 containers = {report.container for report in tier.containers()}
                 used_by["limbo"] = parts.leases.limbo_in(containers.__contains__)  # the tier counts them as blocks
                 used_by["blocks"] -= used_by["limbo"]

@@ -24,7 +24,7 @@ class ArenaGrants:
     """See the module."""
 
     def __init__(self, host: HostTier, config: Config, exporter_of: Callable[[int, int], GpuTier | None]) -> None:
-        """`exporter_of(number, tiers)`: the tier, in the mask `tiers`, of a chunk of device memory that clients may
+        """`exporter_of(number, tiers)`: the tier, one of `tiers`, of a chunk of device memory that clients may
         import."""
         self._host = host
         self._config = config

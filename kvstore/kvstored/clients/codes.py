@@ -5,11 +5,12 @@ from __future__ import annotations
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
+from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
 
-def tier_code(residency: ResidencyView, position: int, device_tiers: int = 0) -> int:
-    """The TierCode of the tier at `position`. `device_tiers`: a mask of those that the client reads on its device."""
-    if device_tiers >> position & 1:
+def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = NO_TIERS) -> int:
+    """The TierCode of the tier at `position`. `device_tiers`: those that the client reads on its device."""
+    if position in device_tiers:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
         return pb.TIER_CODE_HOST
@@ -18,9 +19,9 @@ def tier_code(residency: ResidencyView, position: int, device_tiers: int = 0) ->
     return pb.TIER_CODE_MEMORY if position < residency.in_memory else pb.TIER_CODE_REMOTE
 
 
-def codes_by_mask(residency: ResidencyView, device_tiers: int = 0) -> bytes:
+def codes_by_mask(residency: ResidencyView, device_tiers: TierSet = NO_TIERS) -> bytes:
     """By a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
-    fastest = (residency.fastest_of(mask, device_tiers) for mask in range(1, 1 << len(residency.tiers)))
+    fastest = (residency.fastest_of(tiers, device_tiers) for tiers in TIER_SETS[1 : 2 ** len(residency.tiers)])
     return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 
 

@@ -17,6 +17,7 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import Peer
 from kvstored.config import Config
 from kvstored.telemetry import Counters
+from kvstored.tier_set import NO_TIERS, TierSet
 
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
@@ -45,7 +46,7 @@ class Streams(Protocol):
 
 class Reception:
     """What the daemon does for a client of the handshake socket; refusals are KVStoreError. `on_end(session)` releases
-    what the session held elsewhere. `tiers_on(device_identity)`: a mask of the tiers that a client on that device reads
+    what the session held elsewhere. `tiers_on(device_identity)`: the tiers that a client on that device reads
     in place. `returning` is None without warm restart."""
 
     def __init__(
@@ -57,7 +58,7 @@ class Reception:
         streams: Streams,
         counters: Counters,
         on_end: Callable[[Session], None],
-        tiers_on: Callable[[int], int],
+        tiers_on: Callable[[int], TierSet],
         returning: ReturningClients | None = None,
     ) -> None:
         self._config = config
@@ -140,7 +141,7 @@ class Reception:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
         tenant = self._factory.tenant_of(peer)
         session = self._factory.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
-        session.device_tiers = self._tiers_on(hello.device_identity) if hello.device_identity else 0
+        session.device_tiers = self._tiers_on(hello.device_identity) if hello.device_identity else NO_TIERS
         if session.staging is not None:
             self._arenas.prepare(tenant)
         return session

@@ -22,6 +22,7 @@ from kvstore_tiers.base import Tier
 from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
 from kvstored.events.token_columns import TokenColumns
 from kvstored.store.blocks import Residency
+from kvstored.tier_set import holding_any
 
 log = logging.getLogger(__name__)
 DELAY_S = 0.1  # from the first change to sending it
@@ -159,7 +160,7 @@ class EventFeed:
         mask = mask * self._published[kind]
         known, is_stored = self._known[rows], mask != 0
         is_same = (known != UNKNOWN) & (self._generation[rows] == generation)
-        in_memory = mask & self._tokens.readable != 0
+        in_memory = holding_any(mask, self._tokens.readable)
         is_new = is_stored & (~is_same | ((known == KNOWN) & in_memory))
         gone = rows[(known != UNKNOWN) & ~(is_same & is_stored)]
         other = is_same & is_stored & ~is_new

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvstored.events.encoding import Cleared, Encode, Place, Removed, Stored, hash_of
 from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock
+from kvstored.tier_set import TIER_SETS
 
 NO_PARENT = bytes(16)
 MAX_RUN = 1024  # blocks in one event
@@ -23,9 +24,9 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 
 
 class Block(NamedTuple):
-    """`places`: bit p is set when there is a copy in place p."""
+    """`places`: where there is a copy."""
 
-    places: int
+    places: frozenset[Place]
     parent: bytes
     tokens: bytes
     kind: int
@@ -68,10 +69,7 @@ class EventStream:
     ) -> None:
         self._first_number = first_number
         self._places = list(dict.fromkeys(places))
-        self._places_of_mask = [
-            sum({1 << self._places.index(place) for tier, place in enumerate(places) if mask >> tier & 1})
-            for mask in range(1 << len(places))
-        ]
+        self._places_of_mask = [frozenset(places[tier] for tier in tiers) for tiers in TIER_SETS[: 2 ** len(places)]]
         self._encode = encode
         self._buffer = buffer
         self._most_bytes = kept_bytes
@@ -205,9 +203,9 @@ class EventStream:
         block = Block(self._places_of_mask[new.mask], new.parent, new.tokens, new.kind, new.row)
         topic.blocks[new.key] = block
         self._rows[new.row] = topic, new.key
-        known = before.places if before is not None else 0
+        known = before.places if before is not None else frozenset()
         if before is not None and new.tokens and not before.tokens:
-            known &= ~block.places  # announced without its tokens so far
+            known -= block.places  # announced without its tokens so far
         self._announce(topic, new.key, block, known)
 
     def _changed(self, row: int, mask: int) -> None:
@@ -225,12 +223,11 @@ class EventStream:
             del topic.blocks[key]
         self._announce(topic, key, block, before.places)
 
-    def _announce(self, topic: _Topic, key: bytes, block: Block, known: int) -> None:
-        for number, place in enumerate(self._places):
-            bit = 1 << number
-            if block.places & bit and not known & bit:
+    def _announce(self, topic: _Topic, key: bytes, block: Block, known: frozenset[Place]) -> None:
+        for place in self._places:
+            if place in block.places and place not in known:
                 self._add_stored(topic, key, block, place)
-            elif known & bit and not block.places & bit:
+            elif place in known and place not in block.places:
                 self._add_removed(topic, key, block, place)
 
     def _add_stored(self, topic: _Topic, key: bytes, block: Block, place: Place) -> None:
@@ -277,9 +274,9 @@ class EventStream:
         return whole.events
 
     def _add_piece(self, whole: _Topic, piece: Sequence[tuple[bytes, Block]]) -> None:
-        for number, place in enumerate(self._places):
+        for place in self._places:
             for key, block in piece:
-                if block.places >> number & 1:
+                if place in block.places:
                     self._add_stored(whole, key, block, place)
 
 

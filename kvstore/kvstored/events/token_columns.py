@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvstore_proto.arena import MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_tiers.base import Tier
 from kvstored.store.blocks import Residency
+from kvstored.tier_set import NO_TIERS, TierSet, holding
 
 _COUNT_AT, _IDS_AT = TOKEN_COUNT_OFFSET // 4, TOKENS_OFFSET // 4
 Numbers = npt.NDArray[np.integer]
@@ -26,18 +27,18 @@ class TokenColumns:
     def __init__(self, residency: Residency, tiers: Sequence[Tier]) -> None:
         self._residency = residency
         self._tiers = tiers
-        self.readable = sum(1 << position for position, tier in enumerate(tiers) if tier.info.is_in_memory)
+        self.readable = TierSet.of(*(position for position, tier in enumerate(tiers) if tier.info.is_in_memory))
 
     def read(self, rows: Numbers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
         """How many each of `rows` has, and all of them, packed in order. None of a block that is not in memory."""
         counts = np.zeros(len(rows), np.uint16)
-        left = masks & self.readable
+        left = masks.copy()
         parts: list[tuple[Numbers, Numbers, npt.NDArray[np.int32]]] = []  # which rows, their places, the memory
-        for position, tier in enumerate(self._tiers):
-            here = np.flatnonzero(left >> position & 1)
-            if self.readable >> position & 1 and len(here):
-                parts.extend(self._places(tier, position, rows, here))
-                left[here] = 0
+        for position in self.readable:
+            here = np.flatnonzero(holding(left, position))
+            if len(here):
+                parts.extend(self._places(self._tiers[position], position, rows, here))
+                left[here] = NO_TIERS
         for which, places, words in parts:
             found = words[places + _COUNT_AT]
             counts[which] = np.where((found >= 0) & (found <= MAX_TOKENS), found, 0)
@@ -66,7 +67,7 @@ class TokenColumns:
             first = self._residency.slot(int(wanted[mine][0]), position)
             base = tier.slot_segment(first).address - first.offset  # slots of a container are in one piece of memory
             low, high = int(begins.min()), int(begins.max()) + TOKENS_OFFSET + 4 * MAX_TOKENS
-            nbytes = 1 << (high - low - 1).bit_length()  # few lengths: ctypes makes a type of each; none read so far
+            nbytes = 2 ** (high - low - 1).bit_length()  # few lengths: ctypes makes a type of each; none read so far
             memory = memoryview((ctypes.c_char * nbytes).from_address(base + low))
             found.append((picked, (begins - low) // 4, np.frombuffer(memory, np.int32)))
         return found

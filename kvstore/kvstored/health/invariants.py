@@ -21,7 +21,6 @@ import numpy as np
 from kvstored.clock import NS_PER_S
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.check import Walk, check
-from kvstored.store.blocks.places import Places
 
 log = logging.getLogger(__name__)
 SLICE_NS = 500_000
@@ -62,14 +61,13 @@ class InvariantChecker:
         walk = Walk(store.residency)
         slice_ended_ns = now_ns() + SLICE_NS
         held: list[str] = []
-        places = [Places(copies) for copies in store.residency.copies]
-        for _ in chain(walk.steps(), *(each.copy() for each in places), self._check_held(held)):
+        for _ in chain(walk.steps(), self._check_held(held)):
             if now_ns() >= slice_ended_ns:
                 await asyncio.sleep(PAUSE_S)
                 if self._state() != before:
                     return False
                 slice_ended_ns = now_ns() + SLICE_NS
-        shared = [fault for each in places for fault in await asyncio.to_thread(each.shared)]
+        shared = await asyncio.to_thread(walk.shared)
         if self._state() != before:
             return False
         faults = walk.faults or held or shared

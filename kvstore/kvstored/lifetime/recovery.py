@@ -14,7 +14,8 @@ from kvstore_tiers.base import Outcome, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
-from kvstored.store.blocks import CyclicChainError, Kind, Residency, adopt
+from kvstored.store.blocks import CyclicChainError, Kind, Residency
+from kvstored.store.blocks.adoption import adopt
 
 log = logging.getLogger(__name__)
 

@@ -65,6 +65,7 @@ from kvstored.store.transfer.victims import Victims
 from kvstored.store.transfer.write_refusals import Refusals
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
+from kvstored.tier_set import TierSet
 
 if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
@@ -157,11 +158,11 @@ class Store:
         exporters = (tier for position, tier in self.exporters.items() if tiers >> position & 1)
         return next((tier for tier in exporters if tier.owner(container) is not None), None)
 
-    def tiers_on(self, device_identity: int) -> int:
-        """The tiers of this device whose memory clients there may import, as a mask; of no other: whether a device can
-        read another one's memory is not asked."""
+    def tiers_on(self, device_identity: int) -> TierSet:
+        """Return the tiers of this device whose memory clients there may import. Whether a device can read another
+        one's memory is not asked."""
         exporters = self.exporters.items()
-        return sum(1 << position for position, tier in exporters if tier.device_identity == device_identity)
+        return TierSet.of(*(position for position, tier in exporters if tier.device_identity == device_identity))
 
     @property
     def exporters(self) -> dict[int, GpuTier]:

@@ -35,7 +35,7 @@ class Lease:
 
 
 class LeaseBook(Protocol):
-    """Where leases are noted for a later process."""
+    """A place where leases are noted for a later process."""
 
     def record_lease(self, lease_id: int, session_id: int, slots: Sequence[Slot]) -> None: ...
 
@@ -44,10 +44,10 @@ class LeaseBook(Protocol):
 
 class LeaseTable:
     """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
-    in a slot in limbo is no block any more) are those of the tiers that clients read, no two of which have a container
-    of the same number. A tenant has at most `limbo_limit_bytes` in limbo by
-    eviction; what an operator drops may exceed it. Of a session that holds more than `expired_limit` expired leases the
-    oldest become one, which ends with the session: so what is kept for it is bounded by the slots there are."""
+    in a slot in limbo is no block any more) belong to the tiers that clients read, no two of which share a container's
+    number. A tenant has at most `limbo_limit_bytes` in limbo by eviction; what an operator drops may exceed it. Of a
+    session that holds more than `expired_limit` expired leases the oldest become one, which ends with the session: so
+    what is kept for it is bounded by the slots there are."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LeaseTable:
         return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
 
     def limbo_in(self, is_here: Callable[[int], bool]) -> int:
-        """Bytes in limbo in those containers."""
+        """Return the bytes in limbo in the containers that `is_here` names."""
         return sum(slot.nbytes for slot, _ in self._limbo.values() if is_here(slot.container))
 
     def grant(
@@ -103,7 +103,7 @@ class LeaseTable:
         *,
         continues: bool = False,
     ) -> Lease:
-        """A new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
+        """Return a new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
@@ -113,8 +113,8 @@ class LeaseTable:
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
     ) -> Lease:
-        """A lease of the process before, again in force under its number. `tokens`, pinned by the caller, may be fewer
-        than `slots`: blocks in limbo have none."""
+        """Return a lease of the process before, again in force under its number. `tokens`, pinned by the caller, may be
+        fewer than `slots`: blocks in limbo have none."""
         return self._hold(Lease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
@@ -126,7 +126,7 @@ class LeaseTable:
         return sorted(self._of_session.get(session_id, ()))
 
     def belong_to(self, session_id: int, tenant: int) -> bool:
-        """Whether all leases of a session are over blocks of `tenant`."""
+        """Return whether all leases of a session are over blocks of `tenant`."""
         return all(self._leases[lease_id].tenant == tenant for lease_id in self._of_session.get(session_id, ()))
 
     def _hold(self, lease: Lease) -> Lease:
@@ -141,7 +141,7 @@ class LeaseTable:
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
-        """False for a lease that is gone, expired or another session's."""
+        """Let a lease expire later. False for one that is gone, expired or another session's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id or lease.expired:
             return False
@@ -150,7 +150,7 @@ class LeaseTable:
         return True
 
     def release(self, session_id: int, lease_id: int) -> bool:
-        """False when this session holds no such lease: expired leases are still there to be released."""
+        """End a lease. False when this session holds no such lease: expired leases are still there to be released."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             return False
@@ -158,7 +158,7 @@ class LeaseTable:
         return True
 
     def release_session(self, session_id: int) -> int:
-        """The client is gone: all that it could read may be recycled."""
+        """End all leases of a client that is gone: what it could read may be recycled."""
         ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
         for lease in ended:
             self._end(lease)
@@ -182,11 +182,12 @@ class LeaseTable:
         return (slot.container, slot.offset) in self._readers
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
-        """Whether a block may be evicted from this slot: it has no reader, or the tenant's limbo has room for it."""
+        """Return whether a block may be evicted from this slot: it has no reader, or the tenant's limbo has room for
+        it."""
         return not self.has_readers(slot) or self.limbo_bytes(tenant) + slot.nbytes <= self._limbo_limit_bytes
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """A block left its slot: free the slot now, or hold it in limbo until its last reader is done."""
+        """Take the slot that a block left: free it now, or hold it in limbo until its last reader is done."""
         place = (slot.container, slot.offset)
         if place not in self._readers:
             self._free_slot(slot)
@@ -198,7 +199,7 @@ class LeaseTable:
         self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
 
     def _join(self, expired: list[Lease]) -> None:
-        """One lease in the place of several expired ones of a session."""
+        """Put one lease in the place of several expired ones of a session."""
         slots = {(slot.container, slot.offset): slot for lease in expired for slot in lease.slots}
         first = expired[0]
         self._lapse(self.grant(first.session_id, first.tenant, [], list(slots.values()), first.expires_ns))
@@ -206,7 +207,7 @@ class LeaseTable:
             self._end(lease)
 
     def _lapse(self, lease: Lease) -> None:
-        """It lives no more: its rows may be evicted, and it does not count."""
+        """End its life: its rows may be evicted, and it does not count."""
         del self._due[lease.lease_id]
         lease.expired = True
         self._unpin(lease.tokens)

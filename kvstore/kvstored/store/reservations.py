@@ -17,7 +17,8 @@ from kvstore_tiers.base import Slot
 
 @dataclass(slots=True)
 class Reservation:
-    """`slots` by their place, those that were not stored from. `is_ahead`: no put was waiting for it."""
+    """Slots of one client. `slots` are the ones not stored from yet, by place. `is_ahead`: no put was waiting for
+    it."""
 
     number: int
     session_id: int
@@ -28,7 +29,7 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the daemon. When a client dies, `InPlacePut` calls `end_session`. `free_slot` is
+    """All reservations of the daemon. When a client dies, `PutVerb` calls `end_session`. `free_slot` is
     the host tier's; `count(tenant, nbytes)` adds to what a tenant holds for blocks to come."""
 
     def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:
@@ -42,18 +43,18 @@ class Reservations:
         return len(self._reservations)
 
     def held_bytes(self, session_id: int) -> int:
-        """Of slots that the client holds, expired or not."""
+        """Return the bytes of the slots that the client holds, expired or not."""
         return sum(slot.nbytes for each in self._of(session_id) for slot in each.slots.values())
 
     def begin(self, session_id: int, tenant: int, expires_ns: int, *, is_ahead: bool = False) -> Reservation:
-        """Without a slot yet."""
+        """Begin a reservation, without a slot yet."""
         self._last_number += 1
         reservation = Reservation(self._last_number, session_id, tenant, expires_ns, is_ahead)
         self._reservations[reservation.number] = reservation
         return reservation
 
     def add(self, reservation: Reservation, slot: Slot) -> bool:
-        """One more slot. False when the reservation has ended meanwhile: the slot is free again."""
+        """Add one more slot. False when the reservation has ended meanwhile: the slot is free again."""
         self._count(reservation.tenant, slot.nbytes)
         if reservation.number not in self._reservations:
             self.free(reservation.tenant, slot)
@@ -63,14 +64,14 @@ class Reservations:
         return True
 
     def find(self, session_id: int, number: int, now_ns: int) -> Reservation | None:
-        """One that this client may store from; None where it has no such, or has it no longer."""
+        """Return a reservation that this client may store from; None where it has none of this number any more."""
         reservation = self._reservations.get(number)
         if reservation is None or reservation.session_id != session_id or reservation.expires_ns <= now_ns:
             return None
         return reservation
 
     def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
-        """The slots at these places, the caller's now: `used` or `free` follows for each."""
+        """Return the slots at these places, the caller's now: `used` or `free` follows for each."""
         taken = {place: reservation.slots.pop(place) for place in places}
         self.ahead_bytes -= sum(slot.nbytes for slot in taken.values()) * reservation.is_ahead
         if not reservation.slots:
@@ -78,27 +79,29 @@ class Reservations:
         return taken
 
     def used(self, tenant: int, slot: Slot) -> None:
-        """The taken slot belongs to a stored block now."""
+        """Note that the taken slot belongs to a stored block now."""
         self._count(tenant, -slot.nbytes)
 
     def free(self, tenant: int, slot: Slot) -> None:
-        """The taken slot was not used: free it."""
+        """Free a taken slot that was not used."""
         self._count(tenant, -slot.nbytes)
         self._free_slot(slot)
 
     def give_back(self, session_id: int, number: int) -> None:
-        """The client writes to its slots no more. Nothing for a reservation that is not its own, or over."""
+        """End a reservation whose client writes to its slots no more. Does nothing for one that is not its own, or
+        over."""
         reservation = self._reservations.get(number)
         if reservation is not None and reservation.session_id == session_id:
             self._end(reservation)
 
     def end_session(self, session_id: int) -> None:
-        """The client is gone, and writes no more."""
+        """End the reservations of a client that is gone, and writes no more."""
         for reservation in self._of(session_id):
             self._end(reservation)
 
     def close(self) -> None:
-        """The daemon stops: slots end with their memory, and none is freed any more, however late its client goes."""
+        """Forget all, as the daemon stops: slots end with their memory, and none is freed any more, however late its
+        client goes."""
         self._reservations.clear()
 
     def _of(self, session_id: int) -> list[Reservation]:

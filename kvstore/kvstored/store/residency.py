@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from kvstore_tiers.base import Tier
 from kvstored.config import Config
 from kvstored.store.blocks import Residency
+from kvstored.tier_set import TierSet
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """An empty index over `tiers`, fastest first: those in memory, a durable one, those that may forget. Raises
+    """Return an empty index over `tiers`, fastest first: tiers in memory, a durable one, tiers that may forget. Raises
     ValueError where clients map none of them."""
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
@@ -22,5 +23,5 @@ def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
         durable=durable,
         in_memory=sum(info.is_memory for info in infos),
         mapped=mapped,
-        exported=sum(1 << position for position, info in enumerate(infos[:mapped]) if info.is_exported),
+        exported=TierSet.of(*(position for position, info in enumerate(infos[:mapped]) if info.is_exported)),
     )

@@ -82,4 +82,4 @@ def _bounds(bucket: int) -> tuple[int, int]:
     octave = bucket >> 2
     if octave < 3:
         return 0, _LEAST_NS
-    return (4 + (bucket & 3)) << octave - 3, 1 << octave - 3
+    return (4 + (bucket & 3)) * 2 ** (octave - 3), 2 ** (octave - 3)

@@ -19,7 +19,7 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.staging import Staging
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
-from kvstored.rpc.verbs.staged_put import StagedPut
+from kvstored.rpc.verbs.put import PutVerb
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import Operations, put
 from kvstored.telemetry import DeletionLog
@@ -39,10 +39,12 @@ class Store:
 
     def __init__(self, small: SmallStore) -> None:
         self.small = small
+        limits = replace(small.config.limits, max_keys=64, max_block_bytes=1 << 20, inflight_per_client=INFLIGHT_LIMIT)
+        durability = replace(small.config.durability, mode="none")
+        small.store.config = replace(small.config, limits=limits, durability=durability)
         self.puts = Operations(small.store, DeletionLog(small.clock)).put
         self.finish = self.puts.finish
-        limits = replace(small.config.limits, max_keys=64, max_block_bytes=1 << 20, inflight_per_client=INFLIGHT_LIMIT)
-        self.lending = StagedPut(self.puts, limits, default_mode="none")
+        self.lending = PutVerb(self.puts, small.store)
         self.session = self.client()
 
     def client(self) -> Session:

@@ -15,7 +15,7 @@ from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone
 from kvstored.store.degraded import Mode
 from kvstored.store.endurance import Verdict
-from kvstored.store.operations.present import Present
+from kvstored.store.operations.durability import settle_present
 from kvstored.store.transfer import group_commit
 from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.small_store import FAR_S, small_store
@@ -215,7 +215,7 @@ async def test_of_a_medium_that_is_gone_nothing_is_promised(client: Client, _: p
 def test_without_nvme_everything_is_volatile() -> None:
     residency: Any = None
     durability, found = bytearray(2), [(0, 7), (1, 8)]
-    assert Present(residency, None).settle(found, ALWAYS, durability) == {}
+    assert settle_present(residency, None, found, ALWAYS, durability) == {}
     assert durability == bytes([VOLATILE] * 2)
 
 
@@ -260,7 +260,7 @@ def test_who_is_asked_to_write_what(mode: int, asked: list[tuple[int, bool]]) ->
         nothing: Any = NothingOnNvme()
         durability = bytearray(5)
         found = [(0, 10), (2, 11), (3, 12), (4, 13)]
-        settling = Present(nothing, word).settle(found, mode, durability)
+        settling = settle_present(nothing, word, found, mode, durability)
         assert list(durability) == [DURABLE, VOLATILE, VOLATILE, VOLATILE, VOLATILE]
         assert word.asked == asked
         assert set(settling) == {2} | {row - 9 for row, _ in asked}

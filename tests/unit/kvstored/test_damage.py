@@ -14,7 +14,7 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
 from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import check
+from kvstored.store.blocks.check import check
 from kvstored.store.blocks.orphans import find, snapshot
 from kvstored.store.policies import Share, create
 from kvstored.store.transfer.damage import QUIET_S, Damage

@@ -17,6 +17,7 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer import device_check
 from kvstored.store.transfer.device_check import AT_ONCE, DeviceCheck
+from kvstored.tier_set import ONLY
 
 VRAM, HOST = 0, 1
 BLOCKS = AT_ONCE + 3
@@ -44,7 +45,7 @@ class Device:
 
 class Books:
     def __init__(self) -> None:
-        self.residency = Residency(("vram", "host", "nvme"), mapped=HOST, exported=1 << VRAM)
+        self.residency = Residency(("vram", "host", "nvme"), mapped=HOST, exported=ONLY[VRAM])
         self.device, self.damaged = Device(), list[int]()
         self.in_use = set[int]()  # rows that another copy of the block holds: what is damaged stays
         completions: Any = SimpleNamespace(to_loop=lambda done: done)
@@ -69,7 +70,7 @@ class Books:
 
     @property
     def is_open(self) -> bool:
-        return bool(self.residency.readable(1 << VRAM) >> VRAM & 1)
+        return VRAM in self.residency.readable(ONLY[VRAM])
 
     def adopt(self) -> asyncio.Task[None]:
         for row in self.rows:

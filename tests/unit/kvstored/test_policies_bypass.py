@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -21,9 +22,10 @@ from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.rpc.verbs.hints import HintVerb
-from kvstored.store.operations.get import MISSING_MAX, Get, GetLimits, Wanted
-from kvstored.store.operations.hints import DUE_MAX_MS, Hints
+from kvstored.rpc.verbs import Verbs
+from kvstored.store.operations.get import MISSING_MAX, Get
+from kvstored.store.operations.lookup import DUE_MAX_MS, Hints
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import ChainHint, Policy, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.lru import Lru
@@ -31,6 +33,7 @@ from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS
 from kvstored.store.remote.compute import ComputeTimes
+from kvstored.tier_set import NO_TIERS
 from tests.reference.blocks import Shelf, key
 from tests.unit.kvstored.test_policies_chain_hazard import in_force
 
@@ -38,7 +41,7 @@ S = 1_000_000_000
 SESSION: Any = SimpleNamespace(
     session_id=1,
     tenant_id=0,
-    device_tiers=0,
+    device_tiers=NO_TIERS,
     fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),)),
 )
 
@@ -124,10 +127,16 @@ def feed_of(shelf: Shelf, policy: Policy) -> Feed:
     return Feed(shelf.residency, [policy], GuardedPredictor(None), unused, unused, ComputeTimes())
 
 
-def get_over(shelf: Shelf, policy: ChainHazard) -> Get:
-    unused: Any = None
-    loader, feed = SimpleNamespace(promoter=unused, discovery=unused), feed_of(shelf, policy)
-    return Get(shelf.residency, unused, loader, ManualClock(S), unused, unused, feed, GetLimits(1, 1))
+def store_of(shelf: Shelf, policy: Policy, now_ns: int) -> Any:
+    """What operations use of a store, as far as these tests go."""
+    limits = SimpleNamespace(lease_ttl_ms=1000, max_keys=8, leases_per_client=8)
+    store = MagicMock(residency=shelf.residency, clock=ManualClock(now_ns), feed=feed_of(shelf, policy))
+    store.config.limits = limits
+    return store
+
+
+def get_over(shelf: Shelf, policy: Policy) -> Get:
+    return Get(store_of(shelf, policy, S), MagicMock())
 
 
 def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
@@ -137,10 +146,10 @@ def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
     below = shelf.chain(1, 2, tier=1)
     get = get_over(shelf, policy)
     tokens, prompt = [shelf.residency.token(row) for row in below], RequestContext(5, 777)
-    get._count_access(SESSION, tokens, Wanted(key(1) + key(2), context=prompt), 2, S)
+    get._count_access(SESSION, tokens, GetRequest(key(1) + key(2), context=prompt), 2, S)
     shelf.chain(11, 12, tenant=1)
     assert policy.follower.book.chains.tokens[policy.follower.book.owner[shelf.residency.find(1, key(12))]] == -1
-    get._count_access(SESSION, tokens, Wanted(key(1) + key(2) + key(3), context=prompt), 2, S)
+    get._count_access(SESSION, tokens, GetRequest(key(1) + key(2) + key(3), context=prompt), 2, S)
     assert policy.follower.book.chains.tokens[policy.follower.book.ghosts[0].owner_of(key(3))] == 777
 
 
@@ -162,10 +171,17 @@ def test_an_answer_hint_that_is_repeated_counts_once() -> None:
 
 def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
     """What they do for each keeps everybody waiting."""
-    shelf = Shelf()
-    wanted = Wanted(b"".join(key(number) for number in range(MISSING_MAX + 50)))
-    missing = get_over(shelf, in_force(shelf))._missing(SESSION, wanted, 20)
-    assert missing == [key(number) for number in range(20, 20 + MISSING_MAX)]
+    shelf, missed = Shelf(), []
+
+    class Listening(Lru):
+        def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+            missed.extend(missing)
+
+    policy = Listening(shelf.residency, 0)
+    shelf.residency.listen(0, policy)
+    asked = GetRequest(b"".join(key(number) for number in range(MISSING_MAX + 50)))
+    get_over(shelf, policy)._count_access(SESSION, [], asked, 20, S)
+    assert missed == [key(number) for number in range(20, 20 + MISSING_MAX)]
 
 
 def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> None:
@@ -194,13 +210,13 @@ def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> 
     assert missed[2:] == [([], other)], "of another request"
 
 
-def hints_over(shelf: Shelf, policy: ChainHazard, now_ns: int) -> HintVerb:
-    unused: Any = None
-    feed = feed_of(shelf, policy)
-    hints = Hints(
-        shelf.residency, unused, unused, ManualClock(now_ns), feed, lease_ttl_ms=1000, prefetch_budget_bytes=0
-    )
-    return HintVerb(hints, max_keys=8)
+def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint) -> pb.HintReply:
+    """The answer to a hint."""
+    store, operations = store_of(shelf, policy, now_ns), MagicMock()
+    operations.hints = Hints(store)
+    answer = Verbs(store, operations, MagicMock(), MagicMock()).quick(SESSION, "hint", pb.Request(hint=hint))
+    assert answer is not None
+    return answer.hint
 
 
 def test_a_queued_request_keeps_its_chain() -> None:
@@ -211,7 +227,7 @@ def test_a_queued_request_keeps_its_chain() -> None:
     shelf.chain(11, 12, 13)
     assert policy.next_victim(300 * S) == first[-1]
     keys = b"".join(map(key, (1, 2, 3, 4, 5)))  # what it adds is not there yet
-    reply = hints_over(shelf, policy, 300 * S).hint(SESSION, pb.Hint(set=pb.KeySet(keys=keys), due_in_ms=2000))
+    reply = hinted(shelf, policy, 300 * S, pb.Hint(set=pb.KeySet(keys=keys), due_in_ms=2000))
     assert reply.known_blocks == 3
     assert policy.next_victim(300 * S) not in first
 
@@ -302,11 +318,11 @@ def test_a_hint_about_another_tenant_s_block_does_nothing_and_reveals_nothing() 
     before = book.features[chain]
     keys = b"".join(map(key, (1, 2, 3)))
     hint = pb.Hint(set=pb.KeySet(keys=keys), will_continue=0.99, due_in_ms=1, answer_tokens=50)
-    reply = hints_over(shelf, policy, 2 * S).hint(SESSION, hint)
+    reply = hinted(shelf, policy, 2 * S, hint)
     assert reply == pb.HintReply()
     for row in reversed(theirs):
         shelf.residency.remove(row, Cause.EVICTED, 3 * S)  # now a ghost of theirs knows it, and none of ours
-    assert hints_over(shelf, policy, 4 * S).hint(SESSION, hint) == reply
+    assert hinted(shelf, policy, 4 * S, hint) == reply
     assert (book.features[chain], book.chains.due_s[chain]) == (before, 0.0)
 
 
@@ -324,7 +340,7 @@ def test_a_hint_about_another_tenant_s_block_does_nothing_and_reveals_nothing() 
 def test_a_hint_that_makes_no_sense_is_refused(fields: dict[str, Any], words: str) -> None:
     shelf = Shelf()
     with pytest.raises(KVStoreError, match=words) as caught:
-        hints_over(shelf, in_force(shelf), S).hint(SESSION, pb.Hint(**{"set": pb.KeySet(keys=key(1)), **fields}))
+        hinted(shelf, in_force(shelf), S, pb.Hint(**{"set": pb.KeySet(keys=key(1)), **fields}))
     assert caught.value.kind in (ErrorKind.INVALID, ErrorKind.TOO_LARGE)
 
 
@@ -334,5 +350,5 @@ def test_a_next_step_of_a_later_release_is_none() -> None:
     shelf.chain(1, 2, 3)
     hint = pb.Hint(set=pb.KeySet(keys=key(3)))
     hint.MergeFromString(bytes((4 << 3, 99)))  # next_step = 99
-    hints_over(shelf, policy, S).hint(SESSION, hint)
+    hinted(shelf, policy, S, hint)
     assert policy.follower.book.features[policy.follower.book.owner[2]].next_step == 0

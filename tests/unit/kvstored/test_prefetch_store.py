@@ -18,8 +18,8 @@ from kvstored.config import ConfigError, load_config
 from kvstored.config.tiers import Start
 from kvstored.predictor_names import PREDICTORS
 from kvstored.store.assembly import Store
-from kvstored.store.operations.get import Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import ChainHint
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.residency import make_residency
@@ -94,7 +94,7 @@ def test_a_request_is_reported_once_whatever_gets_and_puts_it_is_made_of(tmp_pat
 
     async def scenario(driven: DrivenStore, clock: ManualClock) -> None:
         await get(driven, KEYS[:3])
-        driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(KEYS[:3]), mapped_only=True))
+        driven.operations.get.acquire_mapped(driven.client, GetRequest(b"".join(KEYS[:3]), mapped_only=True))
         driven.operations.look_up.look_up(driven.client, b"".join(KEYS))
         await asyncio.sleep(0)
         await driven.put(KEYS[:2], DurabilityMode.BATCH)
@@ -274,7 +274,7 @@ def test_a_request_gets_what_is_under_way_for_it_though_its_hint_is_spent(tmp_pa
         prefetcher = driven.small.store.prefetcher
         await pass_time(driven, clock, 40, lambda: prefetcher.statistics().under_way_blocks == len(KEYS))
         assert prefetcher.statistics().under_way_blocks == len(KEYS)
-        driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(KEYS), mapped_only=True))
+        driven.operations.get.acquire_mapped(driven.client, GetRequest(b"".join(KEYS), mapped_only=True))
         getting = asyncio.ensure_future(driven.get(KEYS))
         await pass_time(driven, clock, 20)
         assert (await getting).blocks == len(KEYS)

@@ -15,7 +15,9 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Kind, Residency, adopt, check
+from kvstored.store.blocks import Kind, Residency
+from kvstored.store.blocks.adoption import adopt
+from kvstored.store.blocks.check import check
 from kvstored.store.blocks.removal import TakenCopy
 from kvstored.store.policies import PolicySettings, create
 

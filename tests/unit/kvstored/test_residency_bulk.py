@@ -13,8 +13,10 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import as_columns, as_words
-from kvstored.store.blocks import Kind, Residency, adopt, check
-from kvstored.store.blocks.bulk_keys import KeyTable
+from kvstored.store.blocks import Kind, Residency
+from kvstored.store.blocks.adoption import adopt
+from kvstored.store.blocks.check import check
+from kvstored.store.blocks.keys import KeyTable
 
 NVME = 1
 ALIKE = st.builds(  # few first words, fewer low halves of them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import check
+from kvstored.store.blocks.check import check
 from kvstored.store.policies import create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 

@@ -14,10 +14,9 @@ from kvstore_tiers.testing.faulty import Fault
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.check import check
-from kvstored.store.operations import offer
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.get import LeasedRun, Wanted
-from kvstored.store.operations.offer import Durability, DurabilityMode, StoreStatus
+from kvstored.store.operations.durability import Durability, DurabilityMode
+from kvstored.store.operations.records import GetRequest, LeasedRun, StoreStatus
 from kvstored.store.policies.base import Share
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.driven_store import DrivenStore, keys_of
@@ -63,7 +62,7 @@ async def test_what_is_put_is_found_got_and_deleted(driven: DrivenStore) -> None
     assert set(last.durability) <= {Durability.DURABLE, Durability.VOLATILE}
     found = driven.operations.look_up.look_up(driven.client, PACKED + b"?" * KEY_BYTES)
     assert (found.usable, found.cause) == (BLOCKS, Cause.NEVER_STORED)
-    held = driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED))
+    held = driven.operations.get.acquire_mapped(driven.client, GetRequest(PACKED))
     assert held is not None and held.run is not None and (held.blocks, held.cause) == (BLOCKS, None)
     assert (await driven.get(KEYS)).blocks == BLOCKS, "as they were put"
     in_use = await driven.operations.delete.delete(driven.client, KEYS)
@@ -76,11 +75,11 @@ async def test_what_is_put_is_found_got_and_deleted(driven: DrivenStore) -> None
 @over_a_store()
 async def test_another_tenant_finds_nothing_and_releases_nothing(driven: DrivenStore) -> None:
     await driven.put(KEYS, DurabilityMode.NONE)
-    held = driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED))
+    held = driven.operations.get.acquire_mapped(driven.client, GetRequest(PACKED))
     assert held is not None and held.run is not None
     stranger = driven.new_client(2, "another")
     assert driven.operations.look_up.look_up(stranger, PACKED).usable == 0
-    nothing = await driven.operations.get.acquire(stranger, Wanted(PACKED))
+    nothing = await driven.operations.get.acquire(stranger, GetRequest(PACKED))
     assert (nothing.blocks, nothing.run, nothing.cause) == (0, None, Cause.NEVER_STORED)
     assert driven.operations.get.release(stranger, [held.run.lease_id]) == 0
 
@@ -101,7 +100,7 @@ def test_a_put_that_is_refused_says_why_and_so_does_a_later_miss(tmp_path: Path,
         if why == "declined":
             store.policies[HOST].declines = lambda *_: True  # type: ignore[method-assign]
         else:
-            lease = driven.operations.get.acquire_mapped(driven.client, Wanted(b"".join(filled[:stored])))
+            lease = driven.operations.get.acquire_mapped(driven.client, GetRequest(b"".join(filled[:stored])))
             assert lease is not None and lease.blocks == stored
         if why == "over_quota":
             store.policies[HOST].set_share(tenant, Share(max_bytes=PAYLOAD_BYTES))
@@ -123,7 +122,7 @@ def test_blocks_below_come_in_the_order_that_is_asked_for(tmp_path: Path, from_b
     @over_a_store("movement.in_flight=1")
     async def scenario(driven: DrivenStore) -> None:
         await driven.put_on_nvme_alone(KEYS)
-        expected, runs, end = await driven.stream(Wanted(PACKED, from_back=from_back))
+        expected, runs, end = await driven.stream(GetRequest(PACKED, from_back=from_back))
         assert list(expected.tiers) == [NVME] * BLOCKS and sorted(expected.ready_us) == list(expected.ready_us)
         order = [run.first for run in runs]
         assert order == sorted(order, reverse=from_back) and len(order) > 1
@@ -136,7 +135,7 @@ def test_blocks_below_come_in_the_order_that_is_asked_for(tmp_path: Path, from_b
 @over_a_store()
 async def test_blocks_that_the_engine_holds_are_counted_and_not_loaded(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
-    _, runs, end = await driven.stream(Wanted(PACKED), held=2)
+    _, runs, end = await driven.stream(GetRequest(PACKED), held=2)
     assert positions_of(runs) == [2, 3, 4]
     assert end.blocks == BLOCKS
     row = driven.small.residency.find(driven.client.tenant_id, KEYS[0])
@@ -146,7 +145,7 @@ async def test_blocks_that_the_engine_holds_are_counted_and_not_loaded(driven: D
 @over_a_store("movement.in_flight=1")
 async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
-    answers, run = await driven.begin_stream(Wanted(PACKED))
+    answers, run = await driven.begin_stream(GetRequest(PACKED))
     lane = driven.small.store.mover.lanes["nvme→host"]
     assert len(lane) == BLOCKS - 1
     await answers.aclose()
@@ -160,11 +159,11 @@ async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: Dri
 @over_a_store("movement.in_flight=1", "movement.acquire_wait_ms=60000")
 async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
-    answers, first = await driven.begin_stream(Wanted(PACKED))
+    answers, first = await driven.begin_stream(GetRequest(PACKED))
     driven.small.clock.advance(s=3)
     second = await anext(answers)
     assert isinstance(second, LeasedRun)
-    ttl_ms = driven.operations.get.limits.lease_ttl_ms
+    ttl_ms = driven.operations.get.lease_ttl_ms
     assert (first.expires_in_ms, second.expires_in_ms) == (ttl_ms, ttl_ms + 3000)
     await answers.aclose()
     await driven.small.settle()
@@ -191,18 +190,18 @@ async def test_a_policy_is_notified_of_a_get_in_order_when_its_blocks_are_mapped
     driven.leave_host(KEYS[2:])
     rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
     uses = notes_of_uses(driven)
-    await driven.stream(Wanted(PACKED, from_back=True))
+    await driven.stream(GetRequest(PACKED, from_back=True))
     assert uses == [(rows, [])]
 
     driven.leave_host(KEYS[1:])
-    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    leaving, first = await driven.begin_stream(GetRequest(PACKED))
     assert len(uses) == 1
     await leaving.aclose()  # the engine has computed the rest
     mapped = [row for row in rows if driven.small.residency.has(row, HOST)]
     assert uses[1:] == [(mapped, [])] and len(mapped) < BLOCKS
     driven.operations.get.release(driven.client, [first.lease_id])
 
-    await driven.stream(Wanted(b"".join(OTHERS)))
+    await driven.stream(GetRequest(b"".join(OTHERS)))
     assert uses[2:] == [([], OTHERS)], "a request that found nothing"
 
 
@@ -214,12 +213,12 @@ async def test_a_look_at_what_is_mapped_and_the_get_that_follows_are_one_request
     driven.leave_host(KEYS[2:])
     rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
     uses = notes_of_uses(driven)
-    seen = driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED, mapped_only=True))
+    seen = driven.operations.get.acquire_mapped(driven.client, GetRequest(PACKED, mapped_only=True))
     assert seen is not None and seen.blocks == 2
     await asyncio.sleep(0)
-    await driven.stream(Wanted(PACKED))
+    await driven.stream(GetRequest(PACKED))
     assert uses == [(rows, [])]
-    driven.operations.get.acquire_mapped(driven.client, Wanted(PACKED, mapped_only=True))
+    driven.operations.get.acquire_mapped(driven.client, GetRequest(PACKED, mapped_only=True))
     await asyncio.sleep(0)
     assert uses[1:] == [(rows, [])], "nothing follows where all is mapped"
 
@@ -229,7 +228,7 @@ async def test_what_goes_while_it_is_loaded_ends_the_chain_that_policies_are_not
     await driven.put_on_nvme_alone(KEYS)
     rows = driven.small.residency.find_keys(driven.client.tenant_id, KEYS)
     uses = notes_of_uses(driven)
-    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    leaving, first = await driven.begin_stream(GetRequest(PACKED))
     driven.operations.get.release(driven.client, [first.lease_id])
     await driven.operations.delete.delete(driven.client, KEYS[3:])
     await leaving.aclose()
@@ -247,7 +246,7 @@ async def test_a_get_that_is_loaded_whole_is_a_request_and_not_the_end_of_the_pu
     for number in range(1, 3):
         driven.leave_host(KEYS)
         driven.small.clock.advance(s=10.0)
-        await driven.stream(Wanted(PACKED))
+        await driven.stream(GetRequest(PACKED))
         assert policy.follower.book.returns == number
 
 
@@ -256,7 +255,9 @@ async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) ->
     """As the layer ranges of a prefix are: each get begins before the first of them has a block."""
     await driven.put_on_nvme_alone(KEYS)
     await driven.put_on_nvme_alone(OTHERS)
-    gets = [driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(keys))) for keys in (KEYS, OTHERS)]
+    gets = [
+        driven.operations.get.acquire_in_order(driven.client, GetRequest(b"".join(keys))) for keys in (KEYS, OTHERS)
+    ]
     first_us, second_us = [(await anext(get)).ready_us for get in gets]  # type: ignore[union-attr]
     assert max(first_us) < min(second_us), "and expected so"
     run = await anext(gets[1])
@@ -272,12 +273,12 @@ async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) ->
 async def test_a_get_with_a_nearer_deadline_is_loaded_first_and_hastens_what_it_shares(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
     await driven.put_on_nvme_alone(OTHERS)
-    patient = driven.operations.get.acquire_in_order(driven.client, Wanted(b"".join(OTHERS)))
+    patient = driven.operations.get.acquire_in_order(driven.client, GetRequest(b"".join(OTHERS)))
     await anext(patient)
-    hurried = await driven.operations.get.acquire(driven.client, Wanted(PACKED, max_wait_ms=500))
+    hurried = await driven.operations.get.acquire(driven.client, GetRequest(PACKED, max_wait_ms=500))
     assert hurried.blocks == BLOCKS
     assert driven.tiers_of(OTHERS[-1]) == 1 << NVME
-    shared = await driven.operations.get.acquire(driven.client, Wanted(b"".join(OTHERS[:4]), max_wait_ms=500))
+    shared = await driven.operations.get.acquire(driven.client, GetRequest(b"".join(OTHERS[:4]), max_wait_ms=500))
     assert shared.blocks == 4 and driven.tiers_of(OTHERS[-1]) == 1 << NVME
     await patient.aclose()
     await driven.small.settle()
@@ -286,7 +287,7 @@ async def test_a_get_with_a_nearer_deadline_is_loaded_first_and_hastens_what_it_
 @over_a_store("movement.in_flight=1")
 async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
-    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    leaving, first = await driven.begin_stream(GetRequest(PACKED))
     staying = asyncio.ensure_future(driven.get(KEYS[:3], driven.new_client(2)))
     await asyncio.sleep(0)
     await leaving.aclose()
@@ -299,7 +300,7 @@ async def test_what_another_get_waits_for_is_read_though_the_first_has_left(driv
 async def test_a_hint_is_heeded_though_a_get_that_joined_it_has_left(driven: DrivenStore) -> None:
     await driven.put_on_nvme_alone(KEYS)
     assert driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=2**30).scheduled_blocks == BLOCKS
-    leaving, first = await driven.begin_stream(Wanted(PACKED))
+    leaving, first = await driven.begin_stream(GetRequest(PACKED))
     await leaving.aclose()
     driven.operations.get.release(driven.client, [first.lease_id])
     await driven.small.settle()
@@ -311,15 +312,15 @@ async def test_a_prefetch_is_a_get_that_no_request_waits_for(driven: DrivenStore
     await driven.put_on_nvme_alone(KEYS)
     queued = driven.operations.hints.prefetch(driven.client, PACKED, budget_bytes=3 * PAYLOAD_BYTES)
     assert (queued.resident_blocks, queued.scheduled_blocks) == (0, 3)
-    held = await driven.operations.get.acquire(driven.client, Wanted(PACKED))
+    held = await driven.operations.get.acquire(driven.client, GetRequest(PACKED))
     assert held.blocks == BLOCKS and held.run is not None and held.run.promoted.total() == BLOCKS
 
 
 def test_the_numbers_are_those_of_the_wire() -> None:
     for ours, theirs, prefix in (
-        (offer.StoreStatus, pb.StoreStatus, "STORE_STATUS_"),
-        (offer.Durability, pb.Durability, "DURABILITY_"),
-        (offer.DurabilityMode, pb.DurabilityMode, "DURABILITY_MODE_"),
+        (StoreStatus, pb.StoreStatus, "STORE_STATUS_"),
+        (Durability, pb.Durability, "DURABILITY_"),
+        (DurabilityMode, pb.DurabilityMode, "DURABILITY_MODE_"),
     ):
         wire = {name.removeprefix(prefix): number for name, number in theirs.items()}
         wire.pop("DEFAULT", None)  # the translation's to resolve

@@ -16,20 +16,22 @@ from kvstore_tiers.testing.memory import MemoryTier
 from kvstored.clients.codes import codes_by_mask
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.get import Acquired, Wanted
-from kvstored.store.operations.offer import DurabilityMode
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import Acquired, GetRequest
+from kvstored.tier_set import NO_TIERS, ONLY, TierSet
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 from tests.unit.kvstored.test_device_before_host import idle
 from tests.unit.kvstored.test_straight_promotion import CHAIN, on_nvme_alone, places
 
-FIRST, SECOND, HOST, NVME = (1 << position for position in range(4))
+FIRST, SECOND, HOST, NVME = ONLY[:4]
+BOTH = FIRST.union(SECOND)
 KEYS = b"".join(SmallStore.key(number) for number in CHAIN)
 
 
 async def get(store: DrivenStore, client: Client, *, host_only: bool = False) -> Acquired:
     """Get the chain and release it. A lease that names a tier which lacks a block raises."""
-    held = await store.operations.get.acquire(client, Wanted(KEYS, host_only=host_only))
+    held = await store.operations.get.acquire(client, GetRequest(KEYS, host_only=host_only))
     assert held.run is not None and held.blocks == len(CHAIN)
     store.operations.get.release(client, [held.run.lease_id])
     return held
@@ -58,7 +60,7 @@ async def two_devices(directory: Path) -> AsyncIterator[DrivenStore]:
 
 @pytest.mark.parametrize(("own", "other"), [(FIRST, SECOND), (SECOND, FIRST)])
 def test_blocks_go_straight_to_the_clients_own_device_and_another_one_has_them_from_dram(
-    tmp_path: Path, own: int, other: int
+    tmp_path: Path, own: TierSet, other: TierSet
 ) -> None:
     async def main() -> None:
         async with two_devices(tmp_path) as store:
@@ -77,8 +79,10 @@ def test_blocks_go_straight_to_the_clients_own_device_and_another_one_has_them_f
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("own", "copied_to"), [(FIRST, FIRST), (SECOND, SECOND), (0, FIRST | SECOND)])
-def test_what_is_used_is_copied_to_the_device_of_the_client_or_to_all(tmp_path: Path, own: int, copied_to: int) -> None:
+@pytest.mark.parametrize(("own", "copied_to"), [(FIRST, FIRST), (SECOND, SECOND), (NO_TIERS, BOTH)])
+def test_what_is_used_is_copied_to_the_device_of_the_client_or_to_all(
+    tmp_path: Path, own: TierSet, copied_to: TierSet
+) -> None:
     async def main() -> None:
         async with two_devices(tmp_path) as store:
             client, keys = store.new_client(2), keys_of(1, 5)
@@ -92,8 +96,8 @@ def test_what_is_used_is_copied_to_the_device_of_the_client_or_to_all(tmp_path: 
 
 
 def test_a_client_is_shown_as_device_memory_what_it_has_on_its_own_device() -> None:
-    residency = Residency(("first", "second", "host", "nvme"), mapped=2, exported=FIRST | SECOND)
-    shown = {device_tiers: codes_by_mask(residency, device_tiers) for device_tiers in (0, FIRST, SECOND)}
+    residency = Residency(("first", "second", "host", "nvme"), mapped=2, exported=BOTH)
+    shown = {device_tiers: codes_by_mask(residency, device_tiers) for device_tiers in (NO_TIERS, FIRST, SECOND)}
     masks = (FIRST, SECOND, FIRST | SECOND, FIRST | SECOND | HOST, SECOND | NVME, NVME)
     gpu, host, memory, nvme = pb.TIER_CODE_GPU, pb.TIER_CODE_HOST, pb.TIER_CODE_MEMORY, pb.TIER_CODE_NVME
     assert [shown[0][mask] for mask in masks] == [memory, memory, memory, host, memory, nvme]

@@ -54,8 +54,8 @@ class Calls:
     def __init__(self, store: Store) -> None:
         self.store = store
         small, nothing = store.small, cast(Any, None)
-        operations: Any = SimpleNamespace(put=store.puts, look_up=nothing, get=nothing, hints=nothing)
-        verbs = Verbs(small.store, operations, nothing, nothing, nothing)
+        operations: Any = SimpleNamespace(put=store.puts, look_up=nothing, get=nothing, hints=nothing, delete=nothing)
+        verbs = Verbs(small.store, operations, nothing, nothing)
         self._calls = InlineCalls(verbs, nothing, small.store, message_bytes=1 << 20)
 
     async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:

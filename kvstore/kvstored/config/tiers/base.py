@@ -132,4 +132,4 @@ def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:
         return nbytes
     least_bytes = min(MIN_AUTO_CONTAINER_BYTES, capacity_bytes // 8)  # large blocks fill small containers badly
     chosen_bytes = max(least_bytes, min(MAX_AUTO_CONTAINER_BYTES[key], capacity_bytes // AUTO_CONTAINERS))
-    return max(MIN_CONTAINER_BYTES, chosen_bytes & -MIN_CONTAINER_BYTES)
+    return max(MIN_CONTAINER_BYTES, chosen_bytes // MIN_CONTAINER_BYTES * MIN_CONTAINER_BYTES)

@@ -17,6 +17,7 @@ from kvstored.config.schema import ScrubSection
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.device_check import DeviceCheck
 from kvstored.telemetry import Counters
+from kvstored.tier_set import holding
 
 SLICE_ROWS = 4096  # looked through in one piece
 
@@ -41,7 +42,7 @@ class DeviceScrubber:
         for position, tier in self._check.tiers.items():
             for first in range(0, len(self._residency.rows.mask), SLICE_ROWS):
                 mask = np.frombuffer(bytes(self._residency.rows.mask[first : first + SLICE_ROWS]), np.uint8)
-                for row in (first + np.flatnonzero(mask >> position & 1)).tolist():
+                for row in (first + np.flatnonzero(holding(mask, position))).tolist():
                     if tier.verifies and self._residency.has(row, position):
                         await self._judge(position, row)
                 await asyncio.sleep(0)

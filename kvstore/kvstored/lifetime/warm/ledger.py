@@ -247,7 +247,7 @@ class Ledger:
         session_id = wanted = 0
         for at in rows:
             count, session_id, second = _LEASE.unpack_from(self._memory, at)
-            wanted = second & ((1 << _ROW_BITS) - 1)
+            wanted = second % 2**_ROW_BITS
             packed = struct.unpack_from(f"{min(count, SLOTS_A_ROW)}Q", self._memory, at + _LEASE.size)
             places += [(place >> 32, (place & 0xFFFFFFFF) << _OFFSET_UNIT) for place in packed]
         return session_id, places if len(rows) == wanted else []

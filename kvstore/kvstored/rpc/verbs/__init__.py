@@ -1,28 +1,36 @@
 """A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
 touch, hint), delete and explain.
 
-Each verb is a class that checks a request, has the store carry it out, and puts the answer into a message. `quick`
-answers without waiting for bytes to move; None: the request must run as a task, through `slow`.
+Each verb checks a request, has the store carry it out, and puts the answer into a message. `quick` answers without
+waiting for bytes to move; None: the request must run as a task, through `slow`. Only a hint that makes no sense is an
+error, none that comes too late.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import cache, partial
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
+from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
 from kvstored.clients.sessions import Session
-from kvstored.rpc.verbs.delete import DeleteVerb
-from kvstored.rpc.verbs.get import AcquireVerb
-from kvstored.rpc.verbs.hints import HintVerb
-from kvstored.rpc.verbs.in_place_put import InPlacePut
-from kvstored.rpc.verbs.lookup import LookupVerb
-from kvstored.rpc.verbs.staged_put import StagedPut
+from kvstored.rpc.verbs.put import PutVerb
+from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
-from kvstored.store.operations.offer import Offer, Stored
+from kvstored.store.operations.delete import Fate
+from kvstored.store.operations.lookup import DUE_MAX_MS
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook, PutAnswer
+from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.telemetry import RecentMisses
+
+log = logging.getLogger(__name__)
 
 
 class Verbs:
@@ -33,82 +41,246 @@ class Verbs:
         store: Store,
         operations: Operations,
         misses: RecentMisses,
-        delete: DeleteVerb,
         explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
-        config, residency, put = store.config, store.residency, operations.put
-        limits = config.limits
-        self._look_up = LookupVerb(operations.look_up, residency, misses, max_keys=limits.max_keys)
-        self._staged_put = StagedPut(put, limits, default_mode=config.durability.mode)
-        self._in_place_put = InPlacePut(put, store.reservations, residency, store.host, store.room, store.clock, config)
-        self._get = AcquireVerb(
-            operations.get, residency, misses, store.counters, max_keys=limits.max_keys,
-            leases_per_client=limits.leases_per_client,
-        )  # fmt: skip
-        self._hints = HintVerb(operations.hints, max_keys=limits.max_keys)
-        self._delete = delete
+        limits = store.config.limits
+        self._max_keys, self._leases_per_client = limits.max_keys, limits.leases_per_client
+        self._residency, self._leases, self._counters = store.residency, store.leases, store.counters
+        self._get, self._look_up = operations.get, operations.look_up
+        self._hints, self._delete = operations.hints, operations.delete
+        self._put, self._puts = operations.put, PutVerb(operations.put, store)
+        self._misses = misses
         self._explain = explain
+        self._requests = 0  # gets that said how long their prompt is
+        self._code = cache(partial(tier_code, store.residency))
+        self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
 
     def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
-        """Raises KVStoreError for a request that is wrong as a whole."""
+        """Answer at once, or return None. Raises KVStoreError for a request that is wrong as a whole."""
         if op == "lookup":
-            return pb.Response(lookup=self._look_up.look_up(session, request.lookup))
+            return pb.Response(lookup=self._looked_up(session, request.lookup))
         if op == "acquire" and request.acquire.order == pb.ACQUIRE_ORDER_WHOLE:
-            held = self._get.acquire_mapped(session, request.acquire)
+            held = self._acquired_mapped(session, request.acquire)
             return None if held is None else pb.Response(acquire=held)
         if op == "release":
-            return pb.Response(release=self._get.release(session, request.release))
+            released = self._get.release(session, request.release.lease_ids)
+            return pb.Response(release=pb.ReleaseReply(released=released))
         if op == "touch":
-            return pb.Response(touch=self._hints.touch(session, request.touch))
+            return pb.Response(touch=self._touched(session, request.touch))
         if op == "hint":
-            return pb.Response(hint=self._hints.hint(session, request.hint))
+            return pb.Response(hint=self._hinted(session, request.hint))
         if op == "prefetch":
-            return pb.Response(prefetch=self._hints.prefetch(session, request.prefetch))
+            return pb.Response(prefetch=self._prefetched(session, request.prefetch))
         if op == "ping":
             return pb.Response(ping=pb.PingReply(payload=request.ping.payload))
         return None
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
-        """A reply could not be sent: take back what it granted."""
+        """Take back what a reply granted that could not be sent."""
         if reply.HasField("acquire"):
-            self._get.undo(session, reply.acquire)
+            self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):
-            self._in_place_put.undo(session, reply.reserve_slots)
+            self._puts.undo(session, reply.reserve_slots)
 
     def left(self, session: Session) -> None:
-        """The session has ended."""
-        self._in_place_put.leave(session)
+        """End what a session held that has ended."""
+        self._puts.leave(session)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """The answers of a request that waits for bytes; a store may have two, and has begun when this returns; an
-        acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
+        """Yield the answers of a request that waits for bytes; a store may have two, and has begun when this returns;
+        an acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
         if op == "store":
-            put = self._in_place_put if request.store.reservation else self._staged_put
-            return _stored(put.store(session, request.store))
+            return _stored(self._puts.store(session, request.store))
         if op == "acquire":
-            return self._get.acquire(session, request.acquire, request.deadline_ms)
+            return self._acquired(session, request.acquire, request.deadline_ms)
         return self._slow(session, op, request)
 
     def store_inline(
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """The answers to a put whose blocks came in its message, as those of a store."""
-        return _stored(self._staged_put.store_inline(session, offer, durability))
+        """Yield the answers to a put whose blocks came in its message."""
+        mode = self._puts.mode_of(session, durability)
+        return _stored(self._put.store(session, offer, mode))
 
     async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         if op == "lend":
-            yield pb.Response(lend=await self._staged_put.lend(session))
+            yield pb.Response(lend=await self._puts.lend(session))
         elif op == "reserve_slots":
-            yield pb.Response(reserve_slots=await self._in_place_put.reserve(session, request.reserve_slots))
+            yield pb.Response(reserve_slots=await self._puts.reserve(session, request.reserve_slots))
         elif op == "delete":
-            yield pb.Response(delete=await self._delete.delete(session, request.delete))
+            yield pb.Response(delete=await self._deleted(session, request.delete))
         elif op == "explain":
             yield pb.Response(explain=await self._explain(session, request.explain))
         else:
             raise RuntimeError(f"{op} is always answered at once")
 
+    def _keys_of(self, session: Session, key_set: pb.KeySet) -> list[bytes]:
+        """Return the keys of a set. Raises KVStoreError for a set that is wrong."""
+        keys = keys_of(key_set.keys, self._max_keys)
+        known_group(session, key_set.group)
+        return keys
 
-async def _stored(answers: AsyncGenerator[Stored, None]) -> AsyncGenerator[pb.Response, None]:
+    # Get
+
+    def _acquired_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
+        held = self._get.acquire_mapped(session, self._asked(session, request, 0))
+        return None if held is None else self._reply(session, request, held)
+
+    async def _acquired(
+        self, session: Session, request: pb.Acquire, deadline_ms: int
+    ) -> AsyncGenerator[pb.Response, None]:
+        """Yield one answer, a lease on all that could be had in time. In an order: answers as blocks become readable,
+        each a lease on one run of them, the last one without any, with the reason why the chain ends. The first one
+        says what to expect, without a lease if all blocks must be loaded."""
+        asked = self._asked(session, request, deadline_ms)
+        if request.order == pb.ACQUIRE_ORDER_WHOLE:
+            yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, asked)))
+            return
+        answers = self._get.acquire_in_order(session, asked)
+        expected = pb.AcquireReply()
+        async with aclosing(answers):
+            async for answer in answers:
+                if isinstance(answer, Outlook):
+                    device_tiers = asked.device_tiers_of(session)
+                    tiers = bytes(self._code(position, device_tiers) for position in answer.tiers)
+                    expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
+                    if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
+                        continue  # another answer comes at once
+                    reply = pb.AcquireReply(more=True)
+                elif isinstance(answer, LeasedRun):
+                    reply = pb.AcquireReply(first=answer.first, more=True)
+                    self._enter(answer, reply)
+                else:
+                    reply = self._reply(session, request, answer)
+                    reply.blocks = 0  # of this answer
+                reply.MergeFrom(expected)
+                expected = pb.AcquireReply()
+                yield pb.Response(acquire=reply)
+
+    def _asked(self, session: Session, request: pb.Acquire, deadline_ms: int) -> GetRequest:
+        """Return what is asked for. Raises KVStoreError for a request that is wrong as a whole, or one lease too
+        many."""
+        self._keys_of(session, request.set)
+        if self._leases.count(session.session_id) >= self._leases_per_client:
+            raise self._one_too_many(session)
+        context = None
+        if request.prompt_tokens:
+            self._requests += 1
+            context = RequestContext(self._requests, request.prompt_tokens)
+        return GetRequest(
+            request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
+            request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
+        )  # fmt: skip
+
+    def _one_too_many(self, session: Session) -> KVStoreError:
+        most, ttl_s = self._leases_per_client, self._get.lease_ttl_ms / 1000
+        self._counters.add("lease_limit_refusals")
+        if not session.is_over_leases:
+            session.is_over_leases = True
+            log.warning(
+                "%s (pid %d) holds %d leases, limits.leases_per_client: its gets are throttled until it releases some "
+                "or they expire, after %g s (said once)",
+                session.client_name or "a client", session.peer.pid, most, ttl_s,
+            )  # fmt: skip
+        message = f"this client holds {most} leases, limits.leases_per_client: release some, or let them expire"
+        return KVStoreError(ErrorKind.THROTTLED, message, 10)
+
+    def _reply(self, session: Session, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
+        reply = pb.AcquireReply(blocks=held.blocks, resident_blocks=held.resident_blocks, load_us=held.load_us)
+        if held.cause is not None:
+            keys = request.set.keys
+            missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
+            reply.miss_reason = miss_reason(held.cause)
+            self._misses.note("get", session, missing, held.cause, held.blocks, len(keys) // KEY_BYTES)
+        if held.run is not None:
+            self._enter(held.run, reply)
+        return reply
+
+    def _enter(self, run: LeasedRun, reply: pb.AcquireReply) -> None:
+        """Enter a lease into a reply."""
+        reply.blocks = len(run.rows)
+        reply.lease_id = run.lease_id
+        reply.expires_in_ms = run.expires_in_ms
+        reply.arena_ids.extend([slot.container for slot in run.slots])
+        reply.offsets.extend([slot.offset for slot in run.slots])
+        reply.generations.extend([slot.generation for slot in run.slots])
+        payload_bytes = self._residency.rows.payload_bytes
+        reply.payload_bytes.extend([payload_bytes[row] for row in run.rows])
+        reply.promoted_blocks = run.promoted.total()
+        reply.promoted_bytes = run.promoted_bytes
+
+    # Lookup, hints, delete
+
+    def _looked_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
+        count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
+        if count > self._max_keys:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
+            )
+        reply = pb.LookupReply()
+        for key_set in request.sets:
+            self._look_up_set(session, key_set, reply.sets.add())
+        self._look_up.count(session)
+        return reply
+
+    def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> None:
+        keys = self._keys_of(session, key_set)
+        usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
+        found = self._look_up.look_up(session, key_set.keys, usable_of)
+        mask, code = self._residency.rows.mask, self._codes_by_mask(session.device_tiers)
+        presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in found.rows])
+        presence.load_us.extend(found.load_us)
+        presence.usable_blocks = found.usable
+        if found.cause is not None:
+            presence.miss_reason = miss_reason(found.cause)
+            self._misses.note("lookup", session, keys[found.usable], found.cause, found.usable, len(keys))
+
+    def _prefetched(self, session: Session, request: pb.Prefetch) -> pb.PrefetchReply:
+        self._keys_of(session, request.set)
+        queued = self._hints.prefetch(session, request.set.keys, request.budget_bytes, request.in_ms)
+        return pb.PrefetchReply(
+            resident_blocks=queued.resident_blocks,
+            scheduled_blocks=queued.scheduled_blocks,
+            stored_blocks=queued.stored_blocks,
+            scheduled_bytes=queued.scheduled_bytes,
+        )
+
+    def _hinted(self, session: Session, request: pb.Hint) -> pb.HintReply:
+        keys = self._keys_of(session, request.set)
+        if not keys:
+            raise KVStoreError(ErrorKind.INVALID, "a hint names a chain by its last key, got none")
+        if request.HasField("will_continue") and not 0.0 <= request.will_continue <= 1.0:  # nor NaN
+            raise KVStoreError(ErrorKind.INVALID, f"will_continue must be from 0 to 1, got {request.will_continue:g}")
+        if request.due_in_ms > DUE_MAX_MS:
+            raise KVStoreError(ErrorKind.INVALID, f"due_in_ms must be at most {DUE_MAX_MS}, got {request.due_in_ms}")
+        hint = ChainHint(
+            request.will_continue if request.HasField("will_continue") else None, None,
+            known_step(request.next_step), request.answer_tokens,
+        )  # fmt: skip
+        due_in_ms = request.due_in_ms if request.HasField("due_in_ms") else None
+        return pb.HintReply(known_blocks=self._hints.hint(session, keys, hint, due_in_ms))
+
+    def _touched(self, session: Session, request: pb.Touch) -> pb.TouchReply:
+        reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
+        if request.HasField("set"):
+            self._keys_of(session, request.set)
+            reply.touched = self._hints.touch(session, request.set.keys)
+        reply.renewed = self._hints.renew(session, request.lease_ids)
+        return reply
+
+    async def _deleted(self, session: Session, request: pb.Delete) -> pb.DeleteReply:
+        deleted = await self._delete.delete(session, self._keys_of(session, request.set))
+        count = deleted.fates.count
+        return pb.DeleteReply(
+            deleted=count(Fate.DELETED),
+            deleted_bytes=deleted.nbytes,
+            leased=count(Fate.IN_USE),
+            continued=count(Fate.CONTINUED),
+            missing=count(Fate.MISSING),
+        )
+
+
+async def _stored(answers: AsyncGenerator[PutAnswer, None]) -> AsyncGenerator[pb.Response, None]:
     async with aclosing(answers):
         async for each in answers:
             reply = pb.StoreReply(statuses=each.statuses, durability=each.durability, final=each.final)

@@ -25,12 +25,11 @@ from kvstored.clients.codes import miss_reason
 from kvstored.clients.sessions import Session
 from kvstored.clients.staged_blocks import InlineBlocks
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.naming import NamedBlocks
 from kvstored.rpc.verbs.validate import payload_size
 from kvstored.store.assembly import Store
-from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.offer import Offer
+from kvstored.store.operations.delete import Delete, Fate
+from kvstored.store.operations.records import Offer
 
 RETRY_AFTER_MS = 10
 _KEY_OVERHEAD_BYTES = 48  # of an answer, a key: its status, its reason, itself, its payload's tag and length
@@ -53,9 +52,9 @@ _OF_FATE = {
 
 
 class InlineCalls:
-    """See the module. `message_bytes` bounds an answer."""
+    """The unary calls of all callers. `message_bytes` bounds an answer."""
 
-    def __init__(self, verbs: Verbs, delete: DeleteVerb, store: Store, *, message_bytes: int) -> None:
+    def __init__(self, verbs: Verbs, delete: Delete, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs
         self._delete = delete
         self._residency = store.residency
@@ -175,7 +174,7 @@ class InlineCalls:
     ) -> unary.UnaryDeleteReply:
         missing = [row < 0 for row in self._residency.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
-        deleted = await self._delete.delete_each(session, blocks.packed)
+        deleted = await self._delete.delete(session, blocks.keys)
         return unary.UnaryDeleteReply(
             statuses=[_OF_FATE.get(fate, unary.KEY_STATUS_MISS) for fate in deleted.fates],
             miss_reasons=reasons,
@@ -192,7 +191,8 @@ class InlineCalls:
         return response
 
     def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
-        """How many leading blocks are here and go into one answer. Raises KVStoreError when not even the first does."""
+        """Return how many leading blocks are here and go into one answer. Raises KVStoreError when not even the first
+        does."""
         room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
         limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
         run = self._residency.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]

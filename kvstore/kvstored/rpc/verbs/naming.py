@@ -1,10 +1,9 @@
-"""Which blocks a unary call names: by token ids, by the name of an object, or by keys of stored blocks.
+"""The blocks that a unary call names: by token ids, by the name of an object, or by keys of stored blocks.
 
-The keys of token ids start from the root of the caller's tenant, so they are those that clients with shared memory
-compute for themselves. An object is its token ids (`kvstore_proto.objects`): a caller can choose a name but never a
-key, no two tenants ever have the same one, and no object takes the place of a block of tokens. Hashes in slices: a long
-prefix must not hold up the control thread. Raises KVStoreError.
-"""
+The keys of token ids start from the root of the caller's tenant, so clients with shared memory compute them likewise.
+An object is its token ids (`kvstore_proto.objects`): a caller can choose a name but never a key, no two tenants ever
+share one, and no object takes the place of a block of tokens. Hashes in slices: a long prefix must not hold up the
+control thread. Raises KVStoreError."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstored.clients.sessions import Session
 from kvstored.rpc.verbs.validate import keys_of, known_group
+from kvstored.store.operations.records import NO_EXTRA_FIELD
 
 HASHES_A_SLICE = 128
 NAMES_A_SLICE = 64  # 0.6 ms where the name has 4096 bytes
-_ZEROS = bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,14 @@ async def _by_tokens(session: Session, named: pb.Chain, token_ids: TokenIds) -> 
         raise KVStoreError(
             ErrorKind.INVALID, f"extras are {KEY_BYTES} bytes for each of {count} blocks, got {len(named.extras)} bytes"
         )
-    extras = split_keys(named.extras) or [_ZEROS] * count
+    extras = split_keys(named.extras) or [NO_EXTRA_FIELD] * count
     keys: list[bytes] = []
     tokens: list[bytes] = []
     key = session.roots[named.group]
     hashes_a_block, hashed = size // fingerprint.engine_block_tokens, 0
     for block in range(count):
         tokens.append(pack_tokens(token_ids[block * size : (block + 1) * size]))
-        extra = NO_EXTRA if extras[block] == _ZEROS else extras[block]
+        extra = NO_EXTRA if extras[block] == NO_EXTRA_FIELD else extras[block]
         key = chain(
             key, tokens[block], engine_block_tokens=fingerprint.engine_block_tokens, extra=extra,
             hash_name=fingerprint.key_hash,

@@ -17,7 +17,7 @@ from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
 from kvstored.rpc.verbs import Verbs
-from kvstored.store.operations.offer import Offer
+from kvstored.store.operations.records import Offer
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
 
 log = logging.getLogger(__name__)

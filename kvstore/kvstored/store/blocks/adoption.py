@@ -1,6 +1,6 @@
 """Taking over a great many blocks at once: what `insert` and `attach` would do to each, done to columns.
 
-For the start of a daemon. The new rows are bulk rows (see `bulk_keys`), one after another in the order of the blocks.
+For the start of a daemon. The new rows are bulk rows (see `keys`), one after another in the order of the blocks.
 Owns nothing; never decides: what it cannot be sure of it leaves out.
 
 Invariant: a block that is adopted is deeper than its parent if that is adopted too, so no chain closes on itself.
@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.store.blocks.bulk_keys import BulkKeys, KeyTable
 from kvstored.store.blocks.index import Residency
+from kvstored.store.blocks.keys import BulkKeys, KeyTable
 from kvstored.store.blocks.view import Kind
+from kvstored.tier_set import ONLY
 
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))
 _NONE = -1
@@ -136,7 +137,7 @@ def _enter(
     fill(rows.depth, np.uint32, blocks.depth)
     fill(rows.payload_bytes, np.uint32, blocks.payload_bytes)
     fill(rows.last_access_ns, np.uint64, now_ns)
-    fill(rows.mask, np.uint8, 1 << tier)
+    fill(rows.mask, np.uint8, ONLY[tier])
     fill(copies.state, np.uint8, _STORED)
     fill(copies.container, np.uint32, blocks.container)
     fill(copies.offset, np.uint64, blocks.offset)

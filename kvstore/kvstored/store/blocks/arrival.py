@@ -1,4 +1,4 @@
-"""How blocks and copies are entered into the index.
+"""Entering blocks and copies into the index.
 
 Owns the numbers of tenants and of row kinds. See `index` for the invariants.
 """
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import CopyState, Step, advance
-from kvstored.store.blocks.bulk_rows import to_dictionary
 from kvstored.store.blocks.events import Listeners, NullListener
-from kvstored.store.blocks.tenant import TenantIndex
+from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
 from kvstored.store.blocks.view import Kind, ResidencyView
+from kvstored.tier_set import ONLY, TIER_SETS
 
 _FILLING = int(CopyState.FILLING)  # a plain int: half the time of a comparison with a member
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that comes whole
@@ -29,10 +29,10 @@ class Arrival:
         self._listeners = listeners
         self._ghost_keys = ghost_keys
         self._tenant_numbers: dict[str, int] = {}
-        self._kind_numbers: dict[Kind, int] = {}
+        self._kind_numbers: dict[tuple[int, int, int], int] = {}
 
     def tenant(self, name: str) -> int:
-        """The number of a tenant, new when first seen."""
+        """Return the number of a tenant, new when first seen."""
         number = self._tenant_numbers.get(name)
         if number is None:
             number = self._tenant_numbers[name] = len(self._view.tenants)
@@ -53,18 +53,17 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> int:
-        """A row for a block without copies yet: `attach` one next, or `forget_empty` it.
+        """Return a row for a block without copies yet: `attach` one next, or `forget_empty` it.
 
-        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a
-        placeholder. The new row starts with the access count that the ghost remembers; storing is an access
-        of its own only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor;
-        RuntimeError when the block is readable or being filled already.
-        """
+        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a placeholder. The
+        new row starts with the access count that the ghost remembers; storing is an access of its own only through
+        `touch_run`. Raises CyclicChainError for a block that would be its own ancestor; RuntimeError when the block is
+        readable or being filled already."""
         index = self._view.tenants[tenant]
         self._view.changes += 1
         if key == parent_key:
             raise CyclicChainError(f"block {key.hex()} names itself as its parent")
-        kind = self._kind(tenant, fingerprint_id, group)
+        kind = self.kind_number((tenant, fingerprint_id, group))
         parent = index.row(parent_key) if parent_key != NO_PARENT else -1
         row = index.row(key)
         before = -1
@@ -102,12 +101,11 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> list[int]:
-        """`insert` and `attach` of each of `keys`, which continue the chain of row `parent` (-1: begin one), whole and
-        readable in `tier` at once. Raises RuntimeError for a key that has a row already.
-        """
+        """Do `insert` and `attach` for each of `keys`, which continue the chain of row `parent` (-1: begin one), whole
+        and readable in `tier` at once. Raises RuntimeError for a key that has a row already."""
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
         readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
-        kind = self._kind(tenant, fingerprint_id, group)
+        kind = self.kind_number((tenant, fingerprint_id, group))
         depth = rows.depth[parent] + 1 if parent >= 0 else 0
         free = rows.reserve(len(keys))
         if rows.capacity > len(copies.state):
@@ -115,7 +113,7 @@ class Arrival:
                 each.grow(rows.capacity)
         row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, bit, recall = copies.state, copies.kids, 1 << tier, ghost.accesses
+        state, kids, bit, recall = copies.state, copies.kids, ONLY[tier], ghost.accesses
         self._view.changes += 1
         found: list[int] = []
         for key in keys:
@@ -152,19 +150,19 @@ class Arrival:
         copies = self._view.copies[tier]
         self._view.changes += 1
         if self._view.rows.keys[row] is None:
-            to_dictionary(self._view, row)
+            self._tree.to_dictionary(row)
         advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
         copies.put(row, slot, self._view.kind_tenant[self._view.rows.kind[row]])
         parent = self._view.rows.parent[row]
         if parent >= 0:
             copies.kids[parent] += 1
         copies.state[row] = _FILLING
-        self._view.rows.filling[row] |= 1 << tier
+        self._view.rows.filling[row] |= ONLY[tier]
         if not filling:
             self.publish(row, tier, now_ns)
 
     def publish(self, row: int, tier: int, now_ns: int) -> None:
-        """The copy that was being filled is whole: readable from now on."""
+        """Make the copy that was being filled readable: it is whole."""
         copies = self._view.copies[tier]
         self._view.changes += 1
         copies.state[row] = advance(copies.state[row], Step.PUBLISH)
@@ -174,8 +172,8 @@ class Arrival:
             index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
             key = rows.keys[row]
             index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
-        rows.mask[row] = others | 1 << tier
-        rows.filling[row] &= ~(1 << tier)
+        rows.mask[row] = others | ONLY[tier]
+        rows.filling[row] = TIER_SETS[rows.filling[row]].without(tier)
         self._listeners.by_tier[tier].inserted(row, now_ns)
         if self._listeners.is_followed:
             self._listeners.presence_changed(row)
@@ -183,8 +181,8 @@ class Arrival:
             self._listeners.release(row, others)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
-        """The bytes of a readable copy were copied to `slot`, of the same size: the copy is there from now on. Returns
-        the slot that it left. Raises RuntimeError for a copy that is not readable or a slot of another size."""
+        """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Returns the slot that it left.
+        Raises RuntimeError for a copy that is not readable or a slot of another size."""
         copies = self._view.copies[tier]
         left = self._view.slot(row, tier)
         if copies.state[row] != _STORED or left.nbytes != slot.nbytes:
@@ -193,30 +191,21 @@ class Arrival:
         copies.place(row, slot)
         return left
 
-    def kind_number(self, kind: Kind) -> int:
-        """What stands for `kind` in its column."""
-        return self._kind(kind.tenant, kind.fingerprint_id, kind.group)
+    def kind_number(self, kind: tuple[int, int, int]) -> int:
+        """Return the number that stands for a Kind (tenant, fingerprint, group) in its column."""
+        number = self._kind_numbers.get(kind)
+        if number is None:
+            number = self._kind_numbers[kind] = len(self._view.kinds)
+            self._view.kinds.append(Kind(*kind))
+            self._view.kind_tenant.append(kind[0])
+        return number
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
-        """`rows` are new in `tier`, all at once."""
-        listener, presence, view = self._listeners.by_tier[tier], self._listeners.presence, self._view
-        noted = self._listeners.noted
-        if isinstance(listener, NullListener) and presence is None and noted is None:
+        """Notify the listeners of `rows`, new in `tier` all at once."""
+        listener, is_followed = self._listeners.by_tier[tier], self._listeners.is_followed
+        if isinstance(listener, NullListener) and not is_followed:
             return
         for row in rows:
             listener.inserted(row, now_ns)
-            if noted is not None:
-                noted(row)
-            if presence is not None:
-                presence.changed(view.tenant_of(row), view.key(row), view.rows.mask[row], row)
-
-    # Inside
-
-    def _kind(self, tenant: int, fingerprint_id: int, group: int) -> int:
-        kind = (tenant, fingerprint_id, group)
-        number = self._kind_numbers.get(kind)  # type: ignore[call-overload]  # a plain tuple equals its Kind
-        if number is None:
-            number = self._kind_numbers[Kind(*kind)] = len(self._view.kinds)
-            self._view.kinds.append(Kind(*kind))
-            self._view.kind_tenant.append(tenant)
-        return int(number)
+            if is_followed:
+                self._listeners.presence_changed(row)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import MEMBERS
 
 
 class TierListener(Protocol):
@@ -33,7 +34,7 @@ class TierListener(Protocol):
         """`removed` for each of `rows`, a piece of one chain, its end first."""
 
     def released(self, row: int) -> None:
-        """What kept `row` from leaving this tier (a lease, a child, being the last copy) may be gone."""
+        """`row` may perhaps leave this tier now: a lease, a child, or being the last copy kept it."""
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
@@ -45,7 +46,7 @@ class NullListener:
     """The listener of a tier without a policy."""
 
     def inserted(self, *event: Any, **named: Any) -> None:
-        """Does nothing, as all events of it."""
+        """Do nothing, as for every event."""
 
     inserted_run = accessed = requested = removed = removed_run = released = forget = inserted
 
@@ -54,31 +55,18 @@ class PresenceListener(Protocol):
     """Notified of every change of where a block can be read, in any tier."""
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Bit t of `mask`: there is a readable copy in tier t now; 0: in none. `row` is still the block's."""
-
-
-class _Each:
-    """Several presence listeners as one."""
-
-    def __init__(self, *listeners: PresenceListener) -> None:
-        self._listeners = listeners
-
-    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        for listener in self._listeners:
-            listener.changed(tenant, key, mask, row)
+        """There are readable copies in the tiers of `mask`, a TierSet as an int, now. `row` is still the block's."""
 
 
 class Listeners:
-    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observer, if there is one,
-    or all of them; `noted`: takes the row alone of each change, if it is set; `is_followed`: one of them is there.
-    `forgets`: who else keeps names of blocks, if there is one; `uses`: who else follows their uses."""
-
-    __slots__ = ("_view", "by_tier", "forgets", "is_followed", "noted", "presence", "uses")
+    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observers; `noted`: takes the
+    row alone of each change, if it is set; `is_followed`: one of them is there. `forgets`: who else keeps names of
+    blocks, if there is one; `uses`: who else follows their uses."""
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
-        self.presence: PresenceListener | None = None
+        self.presence: list[PresenceListener] = []
         self.noted: Callable[[int], object] | None = None
         self.is_followed = False
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
@@ -90,7 +78,7 @@ class Listeners:
 
     def observe(self, listener: PresenceListener) -> None:
         """Notify `listener`, too, where blocks can be read, from now on."""
-        self.presence = listener if self.presence is None else _Each(self.presence, listener)
+        self.presence.append(listener)
         self.is_followed = True
 
     def note_with(self, note: Callable[[int], object] | None) -> None:
@@ -98,7 +86,7 @@ class Listeners:
         called before (None: nothing). It is called for each block of every put, so it should append the row and do its
         work later, from what residency has by then: the row may be another block's, under another generation."""
         self.noted = note
-        self.is_followed = note is not None or self.presence is not None
+        self.is_followed = note is not None or bool(self.presence)
 
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
         """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
@@ -110,13 +98,13 @@ class Listeners:
         self.uses = listener
 
     def presence_changed(self, row: int) -> None:
-        """Where `row` can be read has changed."""
+        """Notify the observers that `row` can be read elsewhere than before."""
         if self.noted is not None:
             self.noted(row)
-        if self.presence is not None:
-            rows = self._view.rows
-            key: bytes = rows.keys[row]  # type: ignore[assignment]  # a live row has a key
-            self.presence.changed(self._view.kind_tenant[rows.kind[row]], key, rows.mask[row], row)
+        if self.presence:
+            tenant, key = self._view.tenant_of(row), self._view.key(row)
+            for listener in self.presence:
+                listener.changed(tenant, key, self._view.rows.mask[row], row)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self._view.deletions += 1
@@ -126,7 +114,6 @@ class Listeners:
             self.forgets(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
-        """`row` may perhaps be evicted from the tiers whose bit in `tiers` is set."""
-        for tier, listener in enumerate(self.by_tier):
-            if tiers >> tier & 1:
-                listener.released(row)
+        """Notify the listeners of `tiers`, the set as an int, that `row` may perhaps be evicted from them."""
+        for tier in MEMBERS[tiers]:
+            self.by_tier[tier].released(row)

@@ -17,8 +17,8 @@ from kvstored.lifecycle import BY_ORDER, Cause
 
 _CAUSE_BITS = 8
 _ACCESS_BITS = 16
-_CAUSE_MASK = (1 << _CAUSE_BITS) - 1
-_ACCESS_MAX = (1 << _ACCESS_BITS) - 1
+_CAUSE_MASK = 2**_CAUSE_BITS - 1
+_ACCESS_MAX = 2**_ACCESS_BITS - 1
 _TIME_SHIFT = _CAUSE_BITS + _ACCESS_BITS
 _TICK_BITS = 20  # times are kept to a millisecond: all of an entry fits into 64 bits
 _STEP = 2048  # places copied between two pauses: 0.3 ms
@@ -28,7 +28,8 @@ ABSENCE = np.dtype([("key", "V16"), ("packed", "<u8")])
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a key is not there. `at_ns` is monotonic, to the millisecond; 0 when nothing is known of the key."""
+    """The reason why a key is not there. `at_ns` is monotonic, to the millisecond; 0 when nothing is known of the
+    key."""
 
     cause: Cause
     at_ns: int = 0
@@ -89,30 +90,29 @@ class Ghost:
         return Absence(cause, packed >> _TIME_SHIFT << _TICK_BITS, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
     def beginning_with(self, hex_digits: str) -> list[bytes]:
-        """Keys that begin so in hex. A scan of all that is remembered: a millisecond per 10,000 keys."""
+        """Return the keys that begin so in hex. A scan of all that is remembered: a millisecond per 10,000 keys."""
         whole = bytes.fromhex(hex_digits[: len(hex_digits) // 2 * 2])
         return [key for key in self._places if key.startswith(whole) and key.hex().startswith(hex_digits)]
 
     def accesses(self, key: bytes) -> int:
-        """How often the key had been used when it went; 0 when unknown."""
+        """Return how often the key had been used when it went; 0 when unknown."""
         at = self._places.get(key)
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def drop(self, key: bytes) -> None:
-        """The key went by order: this process can say so, and `copied` leaves it out."""
+        """Note that the key went by order: this process can say so, and `copied` leaves it out."""
         at = self._places.get(key)
         if at is not None:
             self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
 
     def drop_all(self) -> None:
-        """`drop` of every key."""
+        """Do `drop` for every key."""
         packed = np.frombuffer(self._packed, np.uint64)
         packed[:] = packed & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """What is remembered (dtype ABSENCE), a step at a time, but for blocks that went by order: those are to leave
-        no trace. The caller may let others go on between two steps; what changes meanwhile may be in it or not.
-        """
+        """Yield what is remembered (dtype ABSENCE), a step at a time, but for blocks that went by order, which leave no
+        trace. The caller may let others go on between two steps; what changes meanwhile may be in it or not."""
         for first in range(0, len(self._keys), _STEP):
             keys = self._keys[first : first + _STEP]
             packed = np.array(self._packed[first : first + _STEP], np.uint64)
@@ -126,7 +126,7 @@ class Ghost:
         """Remember what `copied` gave, as of times that are `later_ns` later on this clock."""
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
-        times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 1 << _TICK_BITS)
+        times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 2**_TICK_BITS)
         causes, accesses = packed & _CAUSE_MASK, packed >> _CAUSE_BITS & _ACCESS_MAX
         columns = (column.tolist() for column in (found["key"], causes, times_ns, accesses))
         for key, cause, at_ns, uses in zip(*columns, strict=True):

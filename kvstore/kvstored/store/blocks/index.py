@@ -1,8 +1,8 @@
 """The residency index: which blocks exist, in which tiers, their parents, and what may be evicted.
 
 Owns every fact about where a block is; the tiers own the bytes. `view` holds the facts and answers questions;
-`arrival`, `removal`, `access`, `pins` and `tree` change them, and notify each tier's listener (the policy). Never does
-I/O, reads a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
+`arrival`, `removal`, `tree` and `Uses` change them, and notify each tier's listener (the policy). Never does I/O, reads
+a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
 
 Invariants (verified by `check`)
 - A tenant's key has at most one row. A row is *readable* (a RESIDENT copy), *filling* (only
@@ -18,23 +18,106 @@ Invariants (verified by `check`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvstored.store.blocks.access import AccessLog
+from kvstored.lifecycle import Cause
 from kvstored.store.blocks.arrival import Arrival
 from kvstored.store.blocks.events import Listeners
-from kvstored.store.blocks.pins import Pins
 from kvstored.store.blocks.removal import Removal
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import ALL_TIERS, MEMBERS, NO_TIERS, TierSet
 
 DEFAULT_GHOST_KEYS = 65_536
+_ACCESSES_MAX = 0xFFFF
+
+
+class Uses:
+    """Counts uses of blocks, in the columns `accesses` and `last_access_ns`, and the pins that keep all copies of a
+    block: a lease pins what it covers, and so does a transfer."""
+
+    def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
+        self._view = view
+        self._listeners = listeners
+
+    def touch_run(self, rows: Sequence[int], now_ns: int, device_tiers: int = NO_TIERS) -> None:
+        """Count an access of `rows` together, in chain order (head first): a hit, or the storing of new blocks.
+        `device_tiers`: those on the client's device."""
+        mask = self._view.rows.mask
+        everywhere, somewhere = self._count(rows, now_ns)
+        for tier in MEMBERS[somewhere]:
+            is_whole = tier in MEMBERS[everywhere]
+            here = rows if is_whole else [row for row in rows if tier in MEMBERS[mask[row]]]
+            self._listeners.by_tier[tier].accessed(here, now_ns)
+        if self._listeners.uses is not None:
+            self._listeners.uses(rows, device_tiers)
+
+    def request_run(
+        self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int, device_tiers: int = NO_TIERS
+    ) -> None:
+        """Count an access as `touch_run` by a request that asked for the blocks `missing` after `rows` as well."""
+        if not missing:
+            self.touch_run(rows, now_ns, device_tiers)
+            return
+        mask = self._view.rows.mask
+        self._count(rows, now_ns)
+        for tier, listener in enumerate(self._listeners.by_tier):
+            listener.requested([row for row in rows if tier in MEMBERS[mask[row]]], missing, tenant, now_ns)
+        if self._listeners.uses is not None:
+            self._listeners.uses(rows, device_tiers)
+
+    def _count(self, rows: Sequence[int], now_ns: int) -> tuple[int, int]:
+        """Count an access of each of `rows`; the tiers that have all of them, and the tiers that have some."""
+        columns = self._view.rows
+        last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
+        everywhere: int = ALL_TIERS
+        somewhere: int = NO_TIERS
+        for row in rows:
+            last_access_ns[row] = now_ns
+            if accesses[row] != _ACCESSES_MAX:
+                accesses[row] += 1
+            tiers = mask[row]
+            everywhere &= tiers
+            somewhere |= tiers
+        return everywhere, somewhere
+
+    def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
+        """Remember that a block that was to be stored is not. One that was DECLINED counts as if it had been stored,
+        used and evicted at once."""
+        ghost = self._view.tenants[tenant].ghost
+        ghost.remember(key, cause, now_ns, ghost.accesses(key) + (cause is Cause.DECLINED))
+
+    def pin(self, row: int) -> None:
+        """Count one more reason why no copy of the block may be evicted."""
+        self._view.pins[row] = self._view.pins.get(row, 0) + 1
+
+    def pin_run(self, rows: Sequence[int]) -> None:
+        """Do `pin` for each of `rows`."""
+        pins = self._view.pins
+        for row in rows:
+            pins[row] = pins.get(row, 0) + 1
+
+    def unpin(self, row: int) -> None:
+        """Count one reason less. Raises RuntimeError when the block is not pinned."""
+        left = self._view.pins.get(row, 0) - 1
+        if left < 0:
+            raise RuntimeError(f"row {row} unpinned more often than pinned")
+        if left:
+            self._view.pins[row] = left
+            return
+        del self._view.pins[row]
+        self._listeners.release(row, self._view.rows.mask[row])
+
+    def unpin_run(self, tokens: Iterable[int]) -> None:
+        """Do `unpin` for each block that is still there: one that was found damaged lost its pins with it."""
+        for row in map(self._view.current, tokens):
+            if row >= 0:
+                self.unpin(row)
 
 
 class Residency(ResidencyView):
-    """The index over `tiers`, fastest first: the questions of its view, and what its parts do. See the module for the
-    invariants. `ghost_keys`: how many keys that have left are remembered, for each tenant.
-    """
+    """The index over `tiers`, fastest first: the questions of its view, and what its parts do. `ghost_keys`: how many
+    keys that have left are remembered, for each tenant."""
 
     def __init__(
         self,
@@ -44,7 +127,7 @@ class Residency(ResidencyView):
         durable: int | None = None,
         in_memory: int | None = None,
         mapped: int = 0,
-        exported: int = 0,
+        exported: TierSet = NO_TIERS,
     ) -> None:
         super().__init__(tiers, durable, in_memory, mapped, exported)
         listeners = Listeners(self)
@@ -71,12 +154,11 @@ class Residency(ResidencyView):
         self.remove_run = removal.remove_run
         self.detach = removal.detach
         self.forget = removal.forget
-        access = AccessLog(self, listeners)
-        self.touch_run = access.touch_run
-        self.request_run = access.request_run
-        self.record_refusal = access.record_refusal
-        pins = Pins(self, listeners)
-        self.pin = pins.pin
-        self.pin_run = pins.pin_run
-        self.unpin = pins.unpin
-        self.unpin_run = pins.unpin_run
+        uses = Uses(self, listeners)
+        self.touch_run = uses.touch_run
+        self.request_run = uses.request_run
+        self.record_refusal = uses.record_refusal
+        self.pin = uses.pin
+        self.pin_run = uses.pin_run
+        self.unpin = uses.unpin
+        self.unpin_run = uses.unpin_run

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import holding
 
 _SCAN_ROWS = 20_000  # a page looks at no more rows than this: about 2 ms
 _SCAN_SLOW_ROWS = 2_000  # the same where each row is asked one by one
@@ -27,11 +28,11 @@ class Page(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which readable blocks are meant; all of them by default.
+    """A choice of readable blocks; all of them by default.
 
     tenant:     only this tenant's, by number.
-    tier:       only those with a readable copy in the tier at this position.
-    prints:     only those of these fingerprints, by number.
+    tier:       only blocks with a readable copy in the tier at this position.
+    prints:     only blocks of these fingerprints, by number.
     key_prefix: only keys whose hex digits begin so.
     matches:    only rows that this answers True for; asked last.
     """
@@ -44,7 +45,7 @@ class Selection(NamedTuple):
 
     @property
     def slice_rows(self) -> int:
-        """How many rows one look at the index may take."""
+        """Return how many rows one look at the index may take."""
         return _SCAN_ROWS if self.matches is None and not self.key_prefix else min(_SCAN_ROWS, _SCAN_SLOW_ROWS)
 
 
@@ -52,10 +53,10 @@ ALL_BLOCKS = Selection()
 
 
 def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
-    """The selected rows among [first, end), in row order. Looks at each, so keep the range short."""
+    """Return the selected rows among [first, end), in row order. Looks at each, so keep the range short."""
     columns = residency.rows
-    wanted = 0xFF if selection.tier is None else 1 << selection.tier
-    is_chosen = np.frombuffer(columns.mask, np.uint8, end - first, first) & wanted != 0
+    mask = np.frombuffer(columns.mask, np.uint8, end - first, first)
+    is_chosen = mask != 0 if selection.tier is None else holding(mask, selection.tier)
     if selection.tenant is not None or selection.prints is not None:
         kinds = [
             number
@@ -83,19 +84,18 @@ async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIte
 
 
 def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
-    """What the column `name` of `residency.rows` says of each row."""
+    """Return what the column `name` of `residency.rows` says of each row."""
     return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
 
 
 def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
-    """`pin_count` of each row."""
+    """Return `pin_count` of each row."""
     return np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows))
 
 
 def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
-    """Selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may
-    be missed; none is listed twice while it is stored.
-    """
+    """Return selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may be
+    missed; none is listed twice while it is stored."""
     if limit < 1:
         raise ValueError("a page holds at least one block")
     end = min(residency.rows.capacity, after + selection.slice_rows)
@@ -110,19 +110,11 @@ def _filtered(rows: Int64Array, keep: Callable[[int], bool]) -> Int64Array:
 
 
 def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:
-    """Every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on
+    """Return every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on
     the way.
     """
-    kinds = [
-        number
-        for number, kind in enumerate(residency.kinds)
-        if kind.fingerprint_id == fingerprint_id and (tenant is None or kind.tenant == tenant)
-    ]
-    columns = residency.rows
-    if not kinds or not columns.capacity:
-        return []
-    ours = np.isin(np.frombuffer(columns.kind, dtype=np.uint32), kinds)
-    rows = np.flatnonzero(ours & (np.frombuffer(columns.mask, dtype=np.uint8) != 0))
-    depth = np.frombuffer(columns.depth, dtype=np.uint32)[rows]
+    chosen = Selection(tenant, prints=frozenset({fingerprint_id}))
+    rows = select(residency, chosen, 0, residency.rows.capacity)
+    depth = column_of(residency, "depth", rows)
     found: list[int] = rows[np.argsort(depth, kind="stable")[::-1]].tolist()
     return found

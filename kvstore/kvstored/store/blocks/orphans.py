@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import holding
 
 Tokens = npt.NDArray[np.uint64]
 
@@ -29,23 +30,24 @@ class Chains(NamedTuple):
 
 
 class Orphans(NamedTuple):
-    """As they were when the snapshot was taken, the deepest first: the order in which they may be evicted."""
+    """The orphans when the snapshot was taken, the deepest first: the order in which they may be evicted."""
 
     tokens: Tokens
     by_tier: list[Tokens]  # those of them with a readable copy there
 
 
 def snapshot(residency: ResidencyView) -> Chains | None:
-    """None when every parent is there, which one look at the tenants shows. Some 13 bytes a row are copied."""
-    if not any(residency.rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
-        return None
+    """Return a copy of the chains, some 13 bytes a row; None when every parent is there, which one look at the tenants
+    shows."""
     rows = residency.rows
+    if not any(rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
+        return None
     return Chains(rows.parent.tobytes(), bytes(rows.mask), rows.depth.tobytes(), rows.generation.tobytes())
 
 
 def find(chains: Chains, tiers: int) -> Orphans:
-    """By pointer jumping: as many passes over the rows as the longest chain's length has binary digits (Wyllie 1979).
-    The generations are those of the snapshot: what has a row by now may be another block."""
+    """Find the orphans by pointer jumping: as many passes over the rows as the longest chain's length has binary digits
+    (Wyllie 1979). The generations are of the time of the snapshot: what has a row by now may be another block."""
     parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
     mask = np.frombuffer(chains.mask, np.uint8)
     readable = mask != 0
@@ -61,7 +63,7 @@ def find(chains: Chains, tiers: int) -> Orphans:
     rows = rows[np.argsort(depth, kind="stable")[::-1]]
     generation = np.frombuffer(chains.generation, np.uint32)[rows].astype(np.uint64)
     tokens = generation << np.uint64(ROW_BITS) | rows.astype(np.uint64)
-    return Orphans(tokens, [tokens[mask[rows] >> tier & 1 != 0] for tier in range(tiers)])
+    return Orphans(tokens, [tokens[holding(mask[rows], tier)] for tier in range(tiers)])
 
 
 def none_of(tiers: int) -> Orphans:

@@ -1,4 +1,4 @@
-"""How blocks and copies are removed from the index.
+"""Removing blocks and copies from the index.
 
 Owns the rules: leaf-first by choice, everything by force. See `index` for the invariants. Never frees a slot: the
 caller does.
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import BY_CHOICE, BY_ORDER, Cause, CopyState, Step, advance
-from kvstored.store.blocks.bulk_rows import to_bulk, to_dictionary
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import MEMBERS, ONLY, TIER_SETS
 
 _FILLING = int(CopyState.FILLING)  # plain ints: half the time of a comparison with a member
 _RESIDENT = int(CopyState.RESIDENT)
@@ -31,7 +31,7 @@ class TakenCopy(NamedTuple):
 
 
 class Removal:
-    """By choice a block is removed whole or one copy at a time; by force it is removed whole."""
+    """The ways to remove: by choice a block is removed whole or one copy at a time; by force it is removed whole."""
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
         self._view = view
@@ -50,17 +50,13 @@ class Removal:
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
         rows = self._view.rows
         if rows.keys[row] is None:
-            to_dictionary(self._view, row)
+            self._tree.to_dictionary(row)
         key = rows.keys[row]
         if key is None:
             raise RuntimeError(f"row {row} removed twice")
         self._view.pins.pop(row, None)
-        taken: list[TakenCopy] = []
-        held = rows.mask[row] | rows.filling[row]
-        while held:
-            tier = held.bit_length() - 1
-            held ^= 1 << tier
-            taken.append(self._take_copy(row, tier))
+        held = MEMBERS[rows.mask[row] | rows.filling[row]]
+        taken = [self._take_copy(row, tier) for tier in reversed(held)]
         tenant = self._view.kind_tenant[rows.kind[row]]
         self._view.tenants[tenant].ghost.remember(key, cause, now_ns, rows.accesses[row])
         if _IS_BY_ORDER[cause]:
@@ -89,11 +85,11 @@ class Removal:
 
         Nearly every eviction takes the short way: a block with one readable copy and no child.
         """
-        view, listener, bit = self._view, self._listeners.by_tier[tier], 1 << tier
+        view, listener, bit = self._view, self._listeners.by_tier[tier], ONLY[tier]
         rows, copies, pins, kind_tenant = view.rows, view.copies[tier], view.pins, view.kind_tenant
         keys, kinds, parents, links, accesses = rows.keys, rows.kind, rows.parent, rows.links, rows.accesses
-        mask, filling, state, kids = rows.mask, rows.filling, copies.state, copies.kids
-        removed, released = listener.removed, listener.released
+        mask, filling, state = rows.mask, rows.filling, copies.state
+        removed = listener.removed
         view.changes += 1
         freed: list[Slot] = []
         ended: list[int] = []
@@ -103,7 +99,7 @@ class Removal:
                 break
             is_plain = mask[row] == bit and state[row] == _RESIDENT and keys[row] is not None
             if not is_plain or links[row] or filling[row] or row in pins:
-                if mask[row] & ~bit:
+                if TIER_SETS[mask[row]].without(tier):
                     raise RuntimeError(f"row {row} has a copy in another tier: detach it instead")
                 freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
                 continue
@@ -121,21 +117,9 @@ class Removal:
             index.ghost.remember(key, cause, now_ns, accesses[row])
             keys[row] = None
             ended.append(row)
-            if parent < 0:
-                continue
-            parents[row] = -1
-            kids[parent] -= 1
-            links[parent] -= 1
-            above = mask[parent]
-            if above == bit:
-                if not kids[parent]:
-                    released(parent)
-            elif not above:
-                self._tree.forget_empty(parent)
-            elif not links[parent]:
-                self._listeners.release(parent, above)
-            elif not kids[parent] and above & bit:
-                released(parent)
+            if parent >= 0:
+                parents[row] = -1
+                self._child_ended(parent, tier)
         rows.give_back_run(ended)
         return freed
 
@@ -144,7 +128,7 @@ class Removal:
         The listener is notified of them together. Raises as `remove` does, for the first that may not be removed, once
         those before it have been.
         """
-        rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, 1 << tier
+        rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, ONLY[tier]
         keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
         mask, filling, state, kids = rows.mask, rows.filling, copies.state, copies.kids
         self._view.changes += 1
@@ -179,15 +163,7 @@ class Removal:
                 links[row] = kids[row] = 0
                 index.ghost.remember(key, cause, now_ns, accesses[row])
             if parent >= 0:
-                kids[parent] -= 1
-                links[parent] -= 1
-                above = mask[parent]
-                if not above:
-                    self._tree.forget_empty(parent)
-                elif not links[parent]:
-                    self._listeners.release(parent, above)
-                elif not kids[parent] and above & bit:
-                    self._listeners.by_tier[tier].released(parent)
+                self._child_ended(parent, tier)
             rows.give_back_run(gone)
         for row in rest:
             freed.extend(taken.slot for taken in self.remove(row, cause, now_ns))
@@ -201,31 +177,42 @@ class Removal:
         `remove`, with a cause.
         """
         state = self._view.copies[tier].state[row]
-        if state != _FILLING and not self._view.rows.mask[row] & ~(1 << tier):
+        if state != _FILLING and not self._view.tier_mask(row).without(tier):
             raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self._view.tiers[tier]}")
         if self._view.rows.keys[row] is None:
-            to_dictionary(self._view, row)
+            self._tree.to_dictionary(row)
         taken = self._take_copy(row, tier)
         if not self._view.rows.mask[row]:
             self._tree.forget_empty(row)
         else:
-            to_bulk(self._view, row)
+            self._tree.to_bulk(row)
         return taken.slot
 
-    # Inside
+    def _child_ended(self, parent: int, tier: int) -> None:
+        """Cut a child, whose only copy was in `tier`, from `parent`."""
+        rows, kids = self._view.rows, self._view.copies[tier].kids
+        kids[parent] -= 1
+        rows.links[parent] -= 1
+        above = rows.mask[parent]
+        if not above:
+            self._tree.forget_empty(parent)
+        elif not rows.links[parent]:
+            self._listeners.release(parent, above)
+        elif not kids[parent] and tier in MEMBERS[above]:
+            self._listeners.by_tier[tier].released(parent)
 
     def _take_copy(self, row: int, tier: int) -> TakenCopy:
         """Books only: the rules are the caller's."""
-        copies, rows, bit = self._view.copies[tier], self._view.rows, 1 << tier
+        copies, rows = self._view.copies[tier], self._view.rows
         self._view.changes += 1
         before = copies.state[row]
         copies.state[row] = advance(before, Step.ABORT if before == _FILLING else Step.RETIRE)
         tenant = self._view.kind_tenant[rows.kind[row]]
         slot = copies.take(row, tenant)
         if before == _FILLING:
-            rows.filling[row] &= ~bit
+            rows.filling[row] = TIER_SETS[rows.filling[row]].without(tier)
         else:
-            rows.mask[row] &= ~bit
+            rows.mask[row] = self._view.tier_mask(row).without(tier)
             if not rows.mask[row]:
                 index = self._view.tenants[tenant]
                 key = rows.keys[row]
@@ -235,12 +222,7 @@ class Removal:
                 self._listeners.presence_changed(row)
         parent = rows.parent[row]
         if parent >= 0:
-            self._child_leaves(parent, tier)
+            copies.kids[parent] -= 1
+            if not copies.kids[parent] and self._view.has(parent, tier):
+                self._listeners.by_tier[tier].released(parent)
         return TakenCopy(tier, slot)
-
-    def _child_leaves(self, parent: int, tier: int) -> None:
-        """A child of `parent` has been removed from `tier`."""
-        kids = self._view.copies[tier].kids
-        kids[parent] -= 1
-        if not kids[parent] and self._view.rows.mask[parent] >> tier & 1:
-            self._listeners.by_tier[tier].released(parent)

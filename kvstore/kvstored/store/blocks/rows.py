@@ -1,46 +1,33 @@
-"""The columns of the index that say what a block is: one row a block, arrays instead of objects.
+"""The columns of the index: what a block is, and where it is in each tier. One row a block, arrays instead of objects.
 
-Owns row numbers, their reuse and their generations, and each row's key, parent, child count and use. Never
-knows tiers. Invariants: a row is live while it has a key, in `keys` or, as long as nothing has changed it since it was
-taken over in bulk (it is a bulk row), in `bulk_keys`; a bulk row has a readable copy; `links[row]` is the number of
-live rows whose parent is `row`; a row number is used again only under a new generation.
-"""
+`RowColumns` owns row numbers, their reuse and their generations, and each row's key, parent, child count and use.
+`TierCopies` owns, for one tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Neither
+decides anything. Invariants: a row is live while it has a key, in `keys` or, as long as nothing has changed it since it
+was taken over in bulk (it is a bulk row), in `bulk_keys`; a bulk row has a readable copy; `links[row]` is the number of
+live rows whose parent is `row`; a row number is used again only under a new generation. A row has a slot in a tier
+exactly while its state there is FILLING or RESIDENT; `kids[row]` counts the children of `row` that have a copy there;
+`bytes_by_tenant` sums the slots' `nbytes`, `reserved_by_tenant` counts slots for blocks to come."""
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_tiers.base import Slot
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
+_PLACE_COLUMNS = ("container", "offset", "nbytes", "generation")
+_new_slot = tuple.__new__  # half the time of Slot's own
 ROW_BITS = 32
-_ROW_MASK = (1 << ROW_BITS) - 1
+_ROW_MASK: int = 2**ROW_BITS - 1
 
 
-class Rows:
-    """Scalar access to array.array beats numpy's by 3x, and control code is scalar; scans view them through
-    numpy.
-    """
-
-    __slots__ = (
-        "_free",
-        "accesses",
-        "bulk_keys",
-        "capacity",
-        "depth",
-        "filling",
-        "generation",
-        "keys",
-        "kind",
-        "last_access_ns",
-        "links",
-        "live",
-        "mask",
-        "parent",
-        "payload_bytes",
-    )
+class RowColumns:
+    """The columns that say what a block is. Scalar access to array.array beats numpy's by 3x, and control code is
+    scalar; scans view them through numpy."""
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -56,8 +43,8 @@ class Rows:
         self.last_access_ns = array("Q")
         self.accesses = array("H")  # saturates
         self.generation = array("I")
-        self.mask = bytearray()  # bit t: a readable copy in tier t
-        self.filling = bytearray()  # bit t: a copy being filled in tier t
+        self.mask = bytearray()  # the TierSet of readable copies
+        self.filling = bytearray()  # the TierSet of copies that are being filled
 
     def _grow(self) -> None:
         first, more = self.capacity, max(_GROWTH_MIN_ROWS, self.capacity >> 4)
@@ -77,10 +64,9 @@ class Rows:
         self.capacity += more
 
     def take_bulk(self, packed_keys: bytes) -> int:
-        """New bulk rows for these keys, one after another, without parents, children or copies: the first of them.
+        """Take new bulk rows for these keys, one after another, without parents, children or copies; returns the first.
 
-        The caller gives each a readable copy before anything else happens.
-        """
+        The caller gives each a readable copy before anything else happens."""
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
         self._add(count)
         before = self.bulk_keys.ljust(first * KEY_BYTES, b"\0")
@@ -89,16 +75,16 @@ class Rows:
         return first
 
     def key(self, row: int) -> bytes | None:
-        """The key of a row; None when it is free."""
+        """Return the key of a row; None when it is free."""
         key = self.keys[row]
         return self.bulk_key(row) if key is None and self.mask[row] else key
 
     def bulk_key(self, row: int) -> bytes:
-        """The key of a bulk row."""
+        """Return the key of a bulk row."""
         return self.bulk_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """A row for `key`, without parent, children or copies."""
+        """Return a row for `key`, without parent, children or copies."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -111,7 +97,8 @@ class Rows:
         return row
 
     def reserve(self, count: int) -> array[int]:
-        """At least so many free rows, the next one last. The caller that pops one gives it all that `take` would."""
+        """Return at least `count` free rows, the next one last. The caller that pops one gives it all that `take`
+        would."""
         while len(self._free) < count:
             self._grow()
         return self._free
@@ -127,7 +114,7 @@ class Rows:
         self._free.append(row)
 
     def give_back_run(self, rows: Sequence[int]) -> None:
-        """`give_back` of rows whose key and parent are taken away already, and without children."""
+        """Do `give_back` for rows whose key and parent are taken away already, and without children."""
         generation = self.generation
         for row in rows:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF
@@ -142,7 +129,7 @@ class Rows:
         return self.generation[row] << ROW_BITS | row
 
     def current(self, token: int) -> int:
-        """The row of a token, or -1 when the block it named is gone."""
+        """Return the row of a token, or -1 when the block it named is gone."""
         row = token & _ROW_MASK
         if row >= self.capacity or self.generation[row] != token >> ROW_BITS:
             return -1
@@ -152,8 +139,8 @@ class Rows:
 
 
 def add_zeros(column: array[int], more: int) -> None:
-    """A column grows by so many zeros. The first of them are made in place: a million zeros to copy from would be
-    memory that is touched for nothing."""
+    """Add `more` zeros to a column. The first of them are made in place: a million zeros to copy from would be memory
+    that is touched for nothing."""
     if column or not more:
         column.frombytes(bytes(column.itemsize * more))
     else:
@@ -162,9 +149,80 @@ def add_zeros(column: array[int], more: int) -> None:
 
 
 def grown(column: array[int], more: int) -> array[int]:
-    """A column and so many zeros after it: the same array, but in place of an empty one a new one of just that length.
-    What an array that grew keeps for the next time is one part in 16."""
+    """Return a column with `more` zeros after it: the same array, but in place of an empty one a new one of just this
+    length. What an array that grew keeps for the next time is one part in 16."""
     if not column:
         return array(column.typecode, [0]) * more
     column.frombytes(bytes(column.itemsize * more))
     return column
+
+
+class TierCopies:
+    """The columns of one tier. Rows beyond the columns' end have no copy: call `grow` before the first `put` of a
+    row."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._capacity = 0
+        self.blocks = 0
+        self.bytes_by_tenant: list[int] = []
+        self.reserved_by_tenant: defaultdict[int, int] = defaultdict(int)
+        self.state = bytearray()  # CopyState
+        self.kids = array("I")
+        self.container = array("I")
+        self.offset = array("Q")
+        self.nbytes = array("I")
+        self.generation = array("Q")
+
+    def grow(self, rows: int) -> None:
+        more = rows - self._capacity
+        self.state.extend(bytes(more))
+        add_zeros(self.kids, more)  # which policies keep hold of
+        for name in _PLACE_COLUMNS:
+            setattr(self, name, grown(getattr(self, name), more))
+        self._capacity = rows
+
+    def place(self, row: int, slot: Slot) -> None:
+        self.container[row] = slot.container
+        self.offset[row] = slot.offset
+        self.nbytes[row] = slot.nbytes
+        self.generation[row] = slot.generation
+
+    def put(self, row: int, slot: Slot, tenant: int) -> None:
+        self.place(row, slot)
+        self.bytes_by_tenant[tenant] += slot.nbytes
+        self.blocks += 1
+
+    def put_run(self, rows: Sequence[int], slots: Sequence[Slot], tenant: int) -> None:
+        """Do `put` for each row."""
+        containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
+        held_bytes = 0
+        for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
+            containers[row] = container
+            offsets[row] = offset
+            sizes[row] = nbytes
+            generations[row] = generation
+            held_bytes += nbytes
+        self.bytes_by_tenant[tenant] += held_bytes
+        self.blocks += len(rows)
+
+    def reserve(self, tenant: int, nbytes: int) -> None:
+        """Count `nbytes` more of slots for blocks to come, or fewer."""
+        self.reserved_by_tenant[tenant] += nbytes
+
+    def take(self, row: int, tenant: int) -> Slot:
+        nbytes = self.nbytes[row]
+        self.bytes_by_tenant[tenant] -= nbytes
+        self.blocks -= 1
+        return _new_slot(Slot, (self.container[row], self.offset[row], nbytes, self.generation[row]))
+
+    def take_run(self, rows: Sequence[int], tenant: int) -> list[Slot]:
+        """Do `take` for each row."""
+        containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
+        taken = [_new_slot(Slot, (containers[row], offsets[row], sizes[row], generations[row])) for row in rows]
+        self.bytes_by_tenant[tenant] -= sum([sizes[row] for row in rows])
+        self.blocks -= len(rows)
+        return taken
+
+    def slot(self, row: int) -> Slot:
+        return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])

@@ -1,12 +1,15 @@
 """The chain tree: rows, each under its parent, and the placeholders that keep a chain together.
 
-Owns when a row begins and ends. See `index` for the invariants.
+Owns when a row begins and ends, and whether its key is in a dictionary or packed as it was taken over (see `keys`). See
+`index` for the invariants, to which this adds: a bulk row is as it was taken over, with one readable copy, in the
+slowest tier; its key moves to the dictionary before it changes.
 """
 
 from __future__ import annotations
 
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.view import ResidencyView
+from kvstored.tier_set import ONLY
 
 
 class CyclicChainError(ValueError):
@@ -69,3 +72,25 @@ class ChainTree:
         if row < 0:
             row = index.unreadable[key] = self.take(key, kind, max(0, depth - 1), payload_bytes)
         return row
+
+    def to_dictionary(self, row: int) -> None:
+        """Move the key of `row`, a bulk row that is about to change, to the dictionary. A free row is left alone."""
+        rows = self._view.rows
+        key = rows.key(row)
+        if key is not None:
+            index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
+            rows.keys[row] = key
+            index.readable[key] = row
+            index.bulk_blocks -= 1
+
+    def to_bulk(self, row: int) -> None:
+        """Take the key of `row` out of the dictionary where the row is again as it was when it was taken over."""
+        rows, slowest = self._view.rows, len(self._view.copies) - 1
+        index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
+        key = rows.keys[row]
+        if index.bulk is None or rows.mask[row] != ONLY[slowest] or rows.filling[row]:
+            return
+        if key is not None and index.bulk.has_place(key, row):
+            del index.readable[key]
+            rows.keys[row] = None
+            index.bulk_blocks += 1

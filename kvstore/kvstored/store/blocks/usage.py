@@ -1,9 +1,8 @@
-"""How often and when blocks were used, as columns that a later process can apply to the same copies.
+"""The uses of blocks, how often and when, as columns that a later process can apply to the copies it takes over.
 
 A copy is named by its place and generation in its tier, which outlive the process where the copy does; so nothing has
 to be looked up by key, and a million blocks take some 10 ms. Times are of the wall clock, since the monotonic one
-begins anew with the machine. Never does I/O, decides nothing.
-"""
+begins anew with the machine. Never does I/O, decides nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Usage = npt.NDArray[np.void]
 
 
 def collect(residency: Residency, tier: int, wall_less_monotonic_ns: int) -> Iterator[Usage]:
-    """The usage of every copy in a tier, a step at a time; the caller may let others go on between two steps."""
+    """Yield the usage of every copy in a tier, a step at a time; the caller may let others go on between two steps."""
     rows, copies = residency.rows, residency.copies[tier]
     for first in range(0, len(copies.state), STEP_ROWS):
         part = slice(first, first + STEP_ROWS)

@@ -1,6 +1,6 @@
-"""What the residency index knows: its columns, and every question about them.
+"""The columns of the residency index, and every question about them.
 
-This is what policies and listings are given. It changes nothing itself: the parts that `index` puts together do.
+Policies and listings are given this. It changes nothing itself: the parts that `index` puts together do.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
-from kvstored.store.blocks.copies import TierCopies
 from kvstored.store.blocks.ghost import Absence
-from kvstored.store.blocks.rows import Rows
-from kvstored.store.blocks.tenant import TenantIndex
+from kvstored.store.blocks.keys import TenantIndex
+from kvstored.store.blocks.rows import RowColumns, TierCopies
+from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
-_MAX_TIERS = 8
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
 
 
 class Kind(NamedTuple):
-    """What blocks of one row kind share."""
+    """The facts that blocks of one row kind share."""
 
     tenant: int
     fingerprint_id: int
@@ -48,15 +47,14 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class ResidencyView:
-    """Questions about rows; a tier is named by its position. Rows are those of live blocks: a free row's
-    answers mean nothing. `durable`: the position of the tier that outlives the daemon, -1 where there is none; the
-    last one unless said otherwise. `in_memory`: how many tiers, from the first on, are memory; those before the durable
-    one unless said otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are
-    given; a tier before it has copies of what is used often. `exported`: a mask of those among them that a client on
-    the same device may read in place; `closed`: those of them that no new lease may name now. `changes` differs
-    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often
-    blocks were deleted by order.
-    """
+    """Questions about rows of live blocks: a free row's answers mean nothing. A tier is named by its position.
+    `durable`: the position of the tier that outlives the daemon, -1 where there is none; the last one unless said
+    otherwise. `in_memory`: how many tiers, from the first on, are memory; all before the durable one unless said
+    otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier
+    before it has copies of what is used often. `exported`: the tiers among them that a client on the same device may
+    read in place; `closed`: the ones that no new lease may name now. `changes` differs whenever a row or a copy was
+    added, removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by
+    order."""
 
     def __init__(
         self,
@@ -64,15 +62,15 @@ class ResidencyView:
         durable: int | None = None,
         in_memory: int | None = None,
         mapped: int = 0,
-        exported: int = 0,
+        exported: TierSet = NO_TIERS,
     ) -> None:
-        if not 1 <= len(tiers) <= _MAX_TIERS:
-            raise ValueError(f"residency takes 1 to {_MAX_TIERS} tiers, got {len(tiers)}")
+        if not 1 <= len(tiers) <= MAX_TIERS:
+            raise ValueError(f"residency takes 1 to {MAX_TIERS} tiers, got {len(tiers)}")
         self.tiers = tuple(tiers)
         self.durable = (len(tiers) - 1 or -1) if durable is None else durable
         self.in_memory = in_memory or (self.durable if self.durable > 0 else len(tiers))
-        self.mapped, self.exported, self.closed = mapped, exported, 0
-        self.rows = Rows()
+        self.mapped, self.exported, self.closed = mapped, exported, NO_TIERS
+        self.rows = RowColumns()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
         self.kinds: list[Kind] = []
@@ -85,9 +83,9 @@ class ResidencyView:
         """The position of a tier. Raises ValueError for an unknown name."""
         return self.tiers.index(name)
 
-    def readable(self, device_tiers: int) -> int:
-        """The tiers that a client reads in place, as a mask. `device_tiers`: those on its device."""
-        return 1 << self.mapped | (device_tiers & ~self.closed)
+    def readable(self, device_tiers: TierSet) -> TierSet:
+        """Return the tiers that a client reads in place. `device_tiers`: those on its device."""
+        return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
 
@@ -134,8 +132,8 @@ class ResidencyView:
         return found
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
-        """Why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but did
-        under another one of `family`."""
+        """Return why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but
+        did under another one of `family`."""
         index = self.tenants[tenant]
         absence = index.ghost.recall(key)
         if absence is not None:
@@ -147,7 +145,7 @@ class ResidencyView:
     # Where it is
 
     def slot(self, row: int, tier: int) -> Slot:
-        """Where the copy is. Raises RuntimeError when there is none."""
+        """Return where the copy is. Raises RuntimeError when there is none."""
         if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
@@ -162,7 +160,7 @@ class ResidencyView:
         return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
-        """Whether another tenant has a copy of a block of the same key in `tier`, in any state."""
+        """Return whether another tenant has a copy in `tier`, in any state, of a block with this key."""
         key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
         others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
         return any(other >= 0 and state[other] for other in others)
@@ -171,41 +169,47 @@ class ResidencyView:
         return CopyState(self.copies[tier].state[row])
 
     def is_in(self, row: int, tier: int) -> bool:
-        """Whether `tier` has a copy, readable or not."""
+        """Return whether `tier` has a copy, readable or not."""
         return bool(self.copies[tier].state[row])
 
     def has(self, row: int, tier: int) -> bool:
-        """Whether `tier` has a readable copy."""
-        return bool(self.rows.mask[row] >> tier & 1)
+        """Return whether `tier` has a readable copy."""
+        return tier in MEMBERS[self.rows.mask[row]]
 
-    def tier_mask(self, row: int) -> int:
-        """Bit t is set when tier t has a readable copy."""
-        return self.rows.mask[row]
+    def tier_mask(self, row: int) -> TierSet:
+        """Return the tiers that have a readable copy."""
+        return TIER_SETS[self.rows.mask[row]]
 
-    def fastest(self, row: int, device_tiers: int = 0) -> int:
-        """The tier from which a client has the block soonest: the mapped one if it has a readable copy, else the first
-        of those on its device that has, else the first one that has; -1 where none has."""
+    def fastest(self, row: int, device_tiers: int = NO_TIERS) -> int:
+        """Return the tier from which a client has the block soonest: the mapped one if it has a readable copy, else the
+        first of those on its device that has, else the first one that has; -1 where none has."""
         return self.fastest_of(self.rows.mask[row], device_tiers)
 
-    def fastest_of(self, mask: int, device_tiers: int) -> int:
-        """`fastest`, of a block that has readable copies in the tiers of `mask`."""
-        if mask >> self.mapped & 1:
+    def fastest_of(self, tiers: int, device_tiers: int) -> int:
+        """Return `fastest` for a block that has readable copies in `tiers`."""
+        members = MEMBERS[tiers]
+        if self.mapped in members:
             return self.mapped
-        nearest = mask & device_tiers or mask
-        return (nearest & -nearest).bit_length() - 1
+        nearest = MEMBERS[tiers & device_tiers] or members
+        return nearest[0] if nearest else -1
 
     def fastest_in_memory(self, row: int) -> int:
         """`fastest`, if that is memory, or -1."""
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 
-    def row_at(self, tier: int, container: int, offset: int) -> int:
-        """The row with a copy (in any state) there, or -1. A scan of all rows, about 1 ms a million."""
-        return self.copies[tier].row_at(container, offset)
-
     def rows_in(self, tier: int, container: int) -> list[int]:
-        """Rows with a copy (in any state) in a container, by offset. A scan, as `row_at`."""
-        return self.copies[tier].rows_in(container)
+        """Return the rows with a copy (in any state) in a container, by offset. A scan: about 1 ms a million rows."""
+        copies = self.copies[tier]
+        here = np.frombuffer(copies.container, np.uint32) == container
+        rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
+        found: list[int] = rows[np.argsort(np.frombuffer(copies.offset, np.uint64)[rows], kind="stable")].tolist()
+        return found
+
+    def row_at(self, tier: int, container: int, offset: int) -> int:
+        """Return the row with a copy (in any state) there, or -1. A scan, as `rows_in`."""
+        offsets = self.copies[tier].offset
+        return next((row for row in self.rows_in(tier, container) if offsets[row] == offset), -1)
 
     # What may be evicted
 
@@ -213,21 +217,20 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_evictable(self, row: int, tier: int) -> bool:
-        """Whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in
-        the slowest tier, from which nothing can be demoted, another copy or no child anywhere.
-        """
+        """Return whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in the
+        slowest tier, from which nothing can be demoted, another copy or no child anywhere."""
         copies = self.copies[tier]
         if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
             return False
         last = tier == len(self.copies) - 1
-        return not (last and self.rows.links[row] and self.rows.mask[row] == 1 << tier)
+        return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier])
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
         """`row`, which may be evicted from `tier` now, and up to `limit` in all of those above it that may once it has
         gone, each once the one below has."""
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
-        state, kids, only = copies.state, copies.kids, 1 << tier if tier == len(self.copies) - 1 else 0
+        state, kids, only = copies.state, copies.kids, ONLY[tier] if tier == len(self.copies) - 1 else NO_TIERS
         found = [row]
         while len(found) < limit:
             row = parents[row]
@@ -239,11 +242,11 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
+        """Return whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
 
     def being_filled(self, row: int) -> bool:
-        """Whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
+        """Return whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:

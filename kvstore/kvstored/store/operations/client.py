@@ -14,6 +14,7 @@ from kvstore_proto.fingerprint import Fingerprint
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
 from kvstored.telemetry.caller import Process
+from kvstored.tier_set import NO_TIERS, TierSet
 
 
 class Owner(Protocol):
@@ -28,7 +29,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoProcess:
-    """In the place of a process that is not known, or that is this one."""
+    """A process that is not known, or is this one."""
 
     pid: int = 0
     uid: int = -1
@@ -52,16 +53,21 @@ class Client:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
     closed: bool = False
-    device_tiers: int = 0  # a mask of those on its device: a lease may be on their memory
+    device_tiers: TierSet = NO_TIERS  # on its device: a lease may be on their memory
 
     @property
     def account(self) -> str:
-        """For whom the engine asks, where it serves several."""
+        """Return for whom the engine asks, where it serves several."""
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
-        """Why a block that this client asked for is not readable."""
+        """Return why a block that this client asked for is not readable."""
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
+    def needs_parents(self, group_id: int) -> bool:
+        """Return whether no block of a layer group can be used without the one before it: under full attention."""
+        group = self.fingerprint.group(group_id)
+        return group is not None and group.kind == "full"
+
     def put_ended(self) -> None:
-        """A put of this client reads nothing any more."""
+        """Note that a put of this client reads nothing any more."""

@@ -8,20 +8,15 @@ back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot
-from kvstore_tiers.keyed import KeyedTier
-from kvstored.clock import Clock
-from kvstored.completions import CompletionQueue
+from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.transfer.eviction import Copier
-from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import DeletionLog
 
 SLICE_BLOCKS = 64
@@ -29,7 +24,7 @@ SETTLE_TIMEOUT_S = 2.0  # for blocks that are being copied to another tier just 
 
 
 class Fate(Enum):
-    """What became of one key."""
+    """The end of one key."""
 
     DELETED = "deleted"
     MISSING = "missing"  # was not stored
@@ -49,27 +44,13 @@ class Deleted:
 
 
 class Delete:
-    """`retire[tier](slot, tenant)` takes the slots; `writeback` is None without a durable tier; `keyed` are tiers in
-    which a block that was deleted could be found again. A copy under way of one of `copiers` is waited for."""
+    """The deletions of all clients, noted in `deletions`. A copy of a block that is under way is waited for; a deleted
+    block is removed from key-addressed tiers too, where it could be found again."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        writeback: WriteBack | None,
-        keyed: Sequence[KeyedTier],
-        copiers: Sequence[Copier],
-        retire: list[Callable[[Slot, int], None]],
-        completions: CompletionQueue,
-        clock: Clock,
-        deletions: DeletionLog,
-    ) -> None:
-        self._residency = residency
-        self._writeback = writeback
-        self._retire = retire
-        self._keyed = keyed
-        self._copiers = copiers
-        self._completions = completions
-        self._clock = clock
+    def __init__(self, store: Store, deletions: DeletionLog) -> None:
+        self._residency, self._writeback = store.residency, store.writeback
+        self._retire, self._copiers, self._keyed = store.discard, store.copiers, list(store.keyed.values())
+        self._completions, self._clock = store.completions, store.clock
         self._log = deletions
         self._removals = 0  # blocks removed so far, and how many of them a sync is known to have made final
         self._final_removals = 0
@@ -79,7 +60,7 @@ class Delete:
         again, though nothing is left to delete, tries that again."""
         tenant = client.tenant_id
         residency, writeback = self._residency, self._writeback
-        if any(self._is_pinned(tenant, key) for key in keys):
+        if any(row >= 0 and residency.pin_count(row) for row in (residency.find(tenant, key) for key in keys)):
             if writeback is not None:
                 await writeback.flush(SETTLE_TIMEOUT_S)  # a block that was just put is pinned until it is written
             await self._settle(tenant, keys)
@@ -125,9 +106,9 @@ class Delete:
         self._final_removals = max(self._final_removals, removals)
 
     def _remove_from_keyed(self, client: Client, keys: Sequence[bytes]) -> None:
-        """Also blocks that are not in the index: another process may have stored them."""
-        for tier in self._keyed:
-            if keys:
+        """Remove also blocks that are not in the index: another process may have stored them."""
+        if keys:
+            for tier in self._keyed:
                 tier.remove(client.tenant.digest, keys)
                 self._removals += 1
 
@@ -141,7 +122,3 @@ class Delete:
         for taken in residency.remove(row, Cause.DROPPED, self._clock.monotonic_ns()):
             self._retire[taken.tier](taken.slot, tenant)
         return Fate.DELETED
-
-    def _is_pinned(self, tenant: int, key: bytes) -> bool:
-        row = self._residency.find(tenant, key)
-        return row >= 0 and self._residency.pin_count(row) > 0

@@ -13,33 +13,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.keyed import UNKNOWN, KeyedTier
-from kvstored.clock import Clock
-from kvstored.completions import CompletionQueue
-from kvstored.store.blocks import Residency
+from kvstore_tiers.keyed import UNKNOWN
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.remote.absences import Absences
 from kvstored.store.remote.value import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
-from kvstored.store.transfer.promote import Promoter
-from kvstored.store.transfer.room import Room
-from kvstored.telemetry import Counters
 
 MOST_OWED = 16  # answers of one tier; their questions wait in its queue
 MOST_ASKED = 4096  # blocks of one question
 LATE_S = 10.0  # an answer that comes later than this is of no use
-
-
-class Known(NamedTuple):
-    """What is known of the tiers: what they do not have, and whether asking pays."""
-
-    absences: Absences
-    value: RemoteValue
 
 
 class Question:
@@ -54,44 +41,23 @@ class Question:
         self.is_late = False  # some tier had not answered by then
         self.found = self.found_bytes = 0
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until what could be found in time is in the index; at most so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.entered.wait()
-        except TimeoutError:
-            pass
-
 
 class Discovery:
-    """`tiers` by position in the residency, `rooms` of all tiers."""
+    """The questions to all key-addressed tiers of a store. `value` says whether asking pays, `times` how long each
+    tier, by position, takes to answer."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        tiers: Mapping[int, KeyedTier],
-        rooms: Sequence[Room],
-        promoter: Promoter,
-        known: Known,
-        completions: CompletionQueue,
-        clock: Clock,
-        counters: Counters,
-    ) -> None:
-        self._residency = residency
-        self._tiers = tiers
-        self._rooms = rooms
-        self._promoter = promoter
-        self._absences, self.value = known
-        self._completions = completions
-        self._clock = clock
-        self._counters = counters
-        self.times = {position: AnswerTimes() for position in tiers}
-        self._owed: dict[int, deque[float]] = {position: deque() for position in tiers}  # asked when, oldest first
+    def __init__(self, store: Store) -> None:
+        self._residency, self._tiers, self._rooms = store.residency, store.keyed, store.rooms
+        self._promoter, self._absences = store.promoter, store.absences
+        self.value = RemoteValue(compute=store.compute)
+        self._completions, self._clock, self._counters = store.completions, store.clock, store.counters
+        self.times = {position: AnswerTimes() for position in self._tiers}
+        self._owed: dict[int, deque[float]] = {at: deque() for at in self._tiers}  # asked when, oldest first
         self._asked: dict[tuple[int, bytes], Question] = {}  # by tenant and key
         self._tasks: set[asyncio.Task[None]] = set()
 
     def declines(self, client: Client, blocks: int) -> bool:
-        """Whether it is clear that asking for so many missing blocks does not pay; else `ask`."""
+        """Return whether it is clear that asking for this number of missing blocks does not pay; else `ask`."""
         if not self._tiers:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
@@ -124,8 +90,9 @@ class Discovery:
         return question if verdict is Verdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
-        """For the answer, until the deadline; what was found in time is in the index then."""
-        await question.wait(min(limit_ms, DEADLINE_MS) / 1000)
+        """Wait for the answer, until the deadline; what was found in time is in the index then."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(question.entered.wait(), min(limit_ms, DEADLINE_MS) / 1000)
         if question.is_late or not question.entered.is_set():
             self._counters.add("discovery_timeouts")
 
@@ -136,7 +103,7 @@ class Discovery:
         return tier.is_ready and not tier.refuses(client.tenant.digest)
 
     def _is_behind(self, position: int) -> bool:
-        """Whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
+        """Return whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
         owed = self._owed[position]
         return bool(owed) and asyncio.get_running_loop().time() - owed[0] >= self.times[position].deadline_s
 

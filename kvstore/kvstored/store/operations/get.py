@@ -1,318 +1,231 @@
 """Get: a lease on the leading run of a chain, promoting what is not mapped, whole or in parts as blocks arrive.
 
-Invariants: a lease holds only slots whose block is readable in the mapped tier; its rows are pinned from before the
-first wait; a get that is cancelled, or whose client is gone, leaves no pin behind.
-"""
+A get finds the leading blocks that are here and pins them (`Loading`), asks other stores for what follows, promotes
+what its client does not read in place, and leases what has come. Invariants: a lease holds only slots whose block is
+readable in a tier that the client reads; its rows are pinned from before the first wait; a get that is cancelled, or
+whose client is gone, leaves no pin behind, and cancels queued promotions that no other get waits for; a read under way
+ends by itself."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
-from kvstore_tiers.base import Slot
-from kvstored.clock import NS_PER_MS, Clock
+from kvstored.clock import NS_PER_MS, NS_PER_S
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency
-from kvstored.store.leases import LeaseTable
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.discovery import Question
-from kvstored.store.operations.loader import Loader, Loading
-from kvstored.store.policies import RequestContext
-from kvstored.store.prefetch.feed import MISSING_MAX, Feed
+from kvstored.store.operations.discovery import Discovery, Question
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
+from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote.value import DEADLINE_MS
-from kvstored.telemetry import Counters, Flows
+from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.straight import StraightPromotion
+from kvstored.tier_set import MEMBERS, TierSet
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a get asks for. `keys` are packed, in chain order. `max_wait_ms` and `deadline_ms` bound the wait for
-    promotions, 0: the daemon's own bound alone. `context`: what the engine says of the request, for policies.
-    """
+class _Begun:
+    """The part of a loading that has begun, its first `intact` blocks, which are worth waiting for `patience_ms`, and
+    no longer than until `until_ns`."""
 
-    keys: bytes
-    max_wait_ms: int = 0
-    deadline_ms: int = 0
-    mapped_only: bool = False
-    group: int = 0  # layer group
-    from_back: bool = False
-    context: RequestContext | None = None
-    host_only: bool = False  # also of a client on a device
-
-    @property
-    def blocks(self) -> int:
-        return len(self.keys) // KEY_BYTES
-
-    def device_tiers_of(self, client: Client) -> int:
-        """The tiers on the client's device that the lease may name, as a mask."""
-        return 0 if self.host_only else client.device_tiers
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedRun:
-    """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
-    how many were read from which tier for this get. `expires_in_ms` counts from the start of a get in order, otherwise
-    from now."""
-
-    first: int
-    lease_id: int
-    expires_in_ms: int
-    rows: Sequence[int]
-    slots: Sequence[Slot]
-    promoted: Counter[int] = field(default_factory=Counter)
-    promoted_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Acquired:
-    """The end of a get: `blocks` leading blocks are leased, in `run` unless they came in parts. `cause` says why the
-    block after them is missing; None where none is. `resident_blocks` are here in all, and `load_us` is what loading
-    them would take, where only mapped ones were wanted."""
-
-    blocks: int
-    cause: Cause | None
-    run: LeasedRun | None = None
-    resident_blocks: int = 0
-    load_us: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Of each block that is resident: the fastest tier that has it, and in how many microseconds it is readable."""
-
-    tiers: Sequence[int]
-    ready_us: Sequence[int]
-
-    def followed_by(self, more: Expected) -> Expected:
-        """Of these blocks and of `more` after them, which is loaded beside them."""
-        last_us = max(self.ready_us, default=0)
-        return Expected([*self.tiers, *more.tiers], [*self.ready_us, *(max(last_us, each) for each in more.ready_us)])
-
-
-@dataclass(frozen=True, slots=True)
-class GetLimits:
-    """`lease_ttl_ms` is what a new lease gets; `wait_ms` bounds every wait."""
-
-    lease_ttl_ms: int
-    wait_ms: int
+    intact: int
+    until_ns: int
+    patience_ms: int
 
 
 class Get:
-    """See the module."""
+    """The gets of all clients. `discovery` asks other stores."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        leases: LeaseTable,
-        loader: Loader,
-        clock: Clock,
-        counters: Counters,
-        flows: Flows,
-        feed: Feed,
-        limits: GetLimits,
-    ) -> None:
-        self._residency = residency
-        self._leases = leases
-        self._loader = loader
-        self._promoter, self._discovery = loader.promoter, loader.discovery
-        self._clock = clock
-        self._counters = counters
-        self._flows = flows
-        self._feed = feed
-        self.limits = limits
+    def __init__(self, store: Store, discovery: Discovery) -> None:
+        self._store = store
+        self._residency, self._leases, self._promoter = store.residency, store.leases, store.promoter
+        self._clock, self._counters, self._flows, self._feed = store.clock, store.counters, store.flows, store.feed
+        self._discovery = discovery
+        self.lease_ttl_ms = store.config.limits.lease_ttl_ms
+        self._wait_ms = store.config.movement.acquire_wait_ms
 
-    def acquire_mapped(self, client: Client, wanted: Wanted) -> Acquired | None:
-        """The lease, when every block of the run is mapped already or only those are wanted; None when something must
-        be promoted or verified first."""
-        resident = rows = self._run(client, wanted)
-        mask, readable = self._residency.rows.mask, self._readable(client, wanted)
+    def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
+        """Return the lease, when every block of the run is mapped already or only those are wanted; None when something
+        must be promoted or verified first."""
+        resident = rows = self._run(client, asked)
+        mask, readable = self._residency.rows.mask, self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
         if mapped < len(rows):
-            if not wanted.mapped_only:
+            if not asked.mapped_only:
                 return None
             rows = rows[:mapped]
-        if self._loader.dram_check.wanted(rows):
-            return None
-        if self._ask(client, wanted, len(resident)) is not None:
+        if self._store.dram_check.wanted(rows) or self._ask(client, asked, len(resident)) is not None:
             return None
         self._residency.pin_run(rows)
-        return self._end(client, wanted, rows, {}, resident)
+        return self._end(client, asked, rows, {}, resident)
 
-    async def acquire(self, client: Client, wanted: Wanted) -> Acquired:
+    async def acquire(self, client: Client, asked: GetRequest) -> Acquired:
         """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
-        rows = self._run(client, wanted)
-        question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows, self._readable(client, wanted))
+        rows = self._run(client, asked)
+        question = self._ask(client, asked, len(rows))
+        loading = Loading(self._store, rows, self._readable(client, asked))
         leased: list[int] = []
         try:
-            intact = await self._loader.verify(rows, loading.tokens)
-            until_ns = self._until_ns(wanted)
-            patience_ms = 0 if wanted.mapped_only else loading.begin(range(intact), until_ns)
-            if question is not None and intact == len(rows):
-                rows += await self._found(client, wanted, loading, question)
-                if not wanted.mapped_only:
-                    patience_ms += loading.begin(range(intact, len(rows)), until_ns)
-                intact = len(rows)
-            if not wanted.mapped_only:
-                await loading.wait(min(until_ns, self._clock.monotonic_ns() + patience_ms * NS_PER_MS), for_all=True)
+            begun = await self._begin(client, asked, loading, question)
+            if not asked.mapped_only:
+                worth_ns = self._clock.monotonic_ns() + begun.patience_ms * NS_PER_MS
+                await loading.wait(min(begun.until_ns, worth_ns), for_all=True)
                 if not loading.is_over:
                     self._counters.add("acquire_timeouts")
             if not client.closed:
-                leased = loading.lease(range(next((at for at in range(intact) if not loading.is_mapped(at)), intact)))
+                intact = range(begun.intact)
+                leased = loading.lease(intact[: next((at for at in intact if not loading.is_mapped(at)), begun.intact)])
         finally:
             loading.close()
-        return self._end(client, wanted, leased, loading.sources, rows[:intact])
+        return self._end(client, asked, leased, loading.sources, loading.rows[: begun.intact])
 
     async def acquire_in_order(
-        self, client: Client, wanted: Wanted, held: int = 0
-    ) -> AsyncGenerator[Expected | LeasedRun | Acquired, None]:
-        """What is to be expected, at once; then runs of blocks as they become readable; the last answer says why the
-        chain ends. What is left when the time is up, or the caller stops, is given back.
+        self, client: Client, asked: GetRequest, held: int = 0
+    ) -> AsyncGenerator[Outlook | LeasedRun | Acquired, None]:
+        """Yield what is to be expected, at once; then runs of blocks as they become readable; the last answer says why
+        the chain ends. What is left when the time is up, or the caller stops, is given back.
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
         are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
-        for a whole chain for one of the blocks that were mapped.
-        """
-        began_ns, asked, has_leased = self._clock.monotonic_ns(), None, False
-        rows = self._run(client, wanted)
-        question = self._ask(client, wanted, len(rows))
-        loading = self._loader.load(rows, self._readable(client, wanted))
+        for a whole chain for one of its mapped blocks."""
+        began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
+        rows = self._run(client, asked)
+        question = self._ask(client, asked, len(rows))
+        loading, outlook = Loading(self._store, rows, self._readable(client, asked)), Outlook([], [])
         try:
-            intact = await self._loader.verify(rows, loading.tokens)
-            expected = self._expected(client, wanted, rows[:intact])
-            until_ns = self._until_ns(wanted)  # however slow: the caller computes meanwhile, and leaves when it is done
-            self._begin(loading, wanted, range(held, intact), until_ns)
-            if question is not None and intact == len(rows):
-                more = await self._found(client, wanted, loading, question)
-                expected = expected.followed_by(self._expected(client, wanted, more))
-                rows += more
-                self._begin(loading, wanted, range(max(held, intact), len(rows)), until_ns)
-                intact = len(rows)
-            leased, asked = set(range(min(held, len(rows)))), loading.tokens[:intact]
+            # However slow: the caller computes meanwhile, and leaves when it is done.
+            begun = await self._begin(client, asked, loading, question, held, outlook)
+            leased, used = set(range(min(held, len(loading.rows)))), loading.tokens[: begun.intact]
             self._feed.got(
-                client.tenant_id, client.session_id, wanted.keys, intact, wanted.context, self._clock.monotonic_ns()
+                client.tenant_id, client.session_id, asked.keys, begun.intact, asked.context, self._clock.monotonic_ns()
             )
-            yield expected
+            yield outlook
             while not loading.is_over and not client.closed:
-                arrived = await loading.wait(until_ns)
-                for run in _runs(arrived):
+                arrived = await loading.wait(begun.until_ns)
+                for _, places in groupby(enumerate(arrived), lambda each: each[1] - each[0]):
+                    run = [position for _, position in places]  # cut where one is left out
                     leased.update(run)
-                    rows_of_run = loading.lease(run)
                     yield self._lease(
-                        client, wanted, rows_of_run, run[0], loading.sources, began_ns, continues=has_leased
+                        client, asked, loading.lease(run), run[0], loading.sources, began_ns, continues=has_leased
                     )
                     has_leased = True
-                if not arrived and self._clock.monotonic_ns() >= until_ns:
+                if not arrived and self._clock.monotonic_ns() >= begun.until_ns:
                     self._counters.add("acquire_timeouts")
                     break
         finally:
             loading.close()
-            if asked is not None:
-                left = next((at for at, token in enumerate(asked) if self._residency.current(token) < 0), len(asked))
-                self._count_access(client, asked[:left], wanted, left, self._clock.monotonic_ns())
-        found = next((at for at in range(len(rows)) if at not in leased), len(rows))
+            if used is not None:
+                left = next((at for at, token in enumerate(used) if self._residency.current(token) < 0), len(used))
+                self._count_access(client, used[:left], asked, left, self._clock.monotonic_ns())
+        found = next((at for at in range(len(loading.rows)) if at not in leased), len(loading.rows))
         self._counters.add("acquires")
-        yield Acquired(found, self._cause(client, wanted, found))
+        yield Acquired(found, self._cause(client, asked, found))
 
     def release(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """How many of these leases were the client's, and have ended now."""
+        """Return how many of these leases were the client's, and have ended now."""
         return sum(self._leases.release(client.session_id, lease_id) for lease_id in lease_ids)
 
-    def leases_of(self, client: Client) -> int:
-        return self._leases.count(client.session_id)
+    # What is there
 
-    def _readable(self, client: Client, wanted: Wanted) -> int:
-        """The tiers that a client reads in place, as a mask."""
-        return self._residency.readable(wanted.device_tiers_of(client))
+    def _readable(self, client: Client, asked: GetRequest) -> TierSet:
+        """Return the tiers that a client reads in place."""
+        return self._residency.readable(asked.device_tiers_of(client))
 
-    def _places(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> list[int]:
-        """The tier that a lease names for each block: device memory where the client reads that. Empty: the mapped tier
-        for all, as most clients read no other."""
-        mapped, mask = self._residency.mapped, self._residency.rows.mask
-        others = self._readable(client, wanted) & ~(1 << mapped)
-        if not others:
-            return []
-        on_device = [mask[row] & others for row in rows]
-        return [(here & -here).bit_length() - 1 if here else mapped for here in on_device]
+    def _run(self, client: Client, asked: GetRequest) -> list[int]:
+        """Return the leading blocks of the chain that are stored and can be reached."""
+        return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, asked.keys))
 
-    def _until_ns(self, wanted: Wanted) -> int:
-        most_ms = self.limits.wait_ms
-        wait_ms = min(wanted.max_wait_ms or most_ms, wanted.deadline_ms or most_ms)
-        return self._clock.monotonic_ns() + wait_ms * NS_PER_MS
-
-    def _run(self, client: Client, wanted: Wanted) -> list[int]:
-        """The leading blocks of the chain that are stored and can be reached."""
-        return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, wanted.keys))
-
-    def _ask(self, client: Client, wanted: Wanted, known: int) -> Question | None:
-        """The question for what other processes may have stored after the first `known` blocks, if waiting pays."""
-        missing = wanted.blocks - known
+    def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
+        """Ask what other processes may have stored after the first `known` blocks; the question, if waiting pays."""
+        missing = asked.blocks - known
         if not missing or self._discovery.declines(client, missing):
             return None
-        return self._discovery.ask(client, wanted.keys, known, wanted.group, _question_ms(wanted))
+        return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS))
 
-    async def _found(self, client: Client, wanted: Wanted, loading: Loading, question: Question) -> list[int]:
-        """The rows of blocks that continue those of `loading`, which has them from now on."""
-        await self._discovery.wait(question, _question_ms(wanted))
-        rows, known = self._run(client, wanted), len(loading.tokens)
+    async def _begin(
+        self,
+        client: Client,
+        asked: GetRequest,
+        loading: Loading,
+        question: Question | None,
+        held: int = 0,
+        outlook: Outlook | None = None,
+    ) -> _Begun:
+        """Verify the blocks of `loading` and begin to promote all but the first `held`; then the blocks that the answer
+        to `question` adds. What is to be expected is added to `outlook`."""
+        known = len(loading.rows)
+        intact = await loading.verify(range(known))
+        until_ns = self._clock.monotonic_ns() + asked.wait_ms(self._wait_ms) * NS_PER_MS
+
+        def begin(first: int, end: int) -> int:
+            if outlook is not None:
+                rows, device_tiers = loading.rows[first:end], asked.device_tiers_of(client)
+                ready_us = accumulate(self._promoter.estimate_us(rows, self._readable(client, asked)))
+                outlook.add([self._residency.fastest(row, device_tiers) for row in rows], list(ready_us))
+            elif asked.mapped_only:
+                return 0
+            order = range(max(held, first), end)
+            return loading.begin(reversed(order) if asked.from_back else order, until_ns)
+
+        patience_ms = begin(0, intact)
+        if question is not None and intact == known:
+            intact += await self._add_found(client, asked, loading, question)
+            patience_ms += begin(known, intact)
+        return _Begun(intact, until_ns, patience_ms)
+
+    async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
+        """Add the blocks that continue the chain of `loading`, once they are found; how many of them can be had."""
+        await self._discovery.wait(question, asked.wait_ms(DEADLINE_MS))
+        rows, known = self._run(client, asked), len(loading.tokens)
         if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
-            return []  # damage took one of them meanwhile
-        more = rows[known:]
-        positions = loading.extend(more)
-        intact = await self._loader.verify(more, [loading.tokens[at] for at in positions])
-        return more[:intact]
+            return 0  # damage took one of them meanwhile
+        return await loading.verify(loading.extend(rows[known:]))
 
-    def _begin(self, loading: Loading, wanted: Wanted, order: range, until_ns: int) -> None:
-        loading.begin(reversed(order) if wanted.from_back else order, until_ns)
-
-    def _expected(self, client: Client, wanted: Wanted, rows: Sequence[int]) -> Expected:
-        fastest, device_tiers = self._residency.fastest, wanted.device_tiers_of(client)
-        return Expected(
-            [fastest(row, device_tiers) for row in rows],
-            list(accumulate(self._promoter.estimate_us(rows, self._readable(client, wanted)))),
-        )
+    # Answering
 
     def _end(
-        self, client: Client, wanted: Wanted, rows: list[int], sources: dict[int, int], resident: Sequence[int]
+        self, client: Client, asked: GetRequest, rows: list[int], sources: dict[int, int], resident: Sequence[int]
     ) -> Acquired:
         """Lease `rows`, which are pinned and mapped, and count the request."""
         found = len(rows)
-        cause = self._cause(client, wanted, found)
+        cause = self._cause(client, asked, found)
         self._counters.add("acquires")
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
         tokens = [self._residency.token(row) for row in rows]
         now_ns = self._clock.monotonic_ns()
         soon = asyncio.get_running_loop().call_soon
-        if not (wanted.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
-            soon(self._count_access, client, tokens, wanted, found, now_ns)
-        soon(self._feed.got, client.tenant_id, client.session_id, wanted.keys, found, wanted.context, now_ns)
-        run = self._lease(client, wanted, rows, 0, sources) if rows else None
-        if not wanted.mapped_only:
+        if not (asked.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
+            soon(self._count_access, client, tokens, asked, found, now_ns)
+        soon(self._feed.got, client.tenant_id, client.session_id, asked.keys, found, asked.context, now_ns)
+        run = self._lease(client, asked, rows, 0, sources) if rows else None
+        if not asked.mapped_only:
             return Acquired(found, cause, run)
-        return Acquired(
-            found, cause, run, len(resident), sum(self._promoter.estimate_us(resident, self._readable(client, wanted)))
-        )
+        load_us = sum(self._promoter.estimate_us(resident, self._readable(client, asked)))
+        return Acquired(found, cause, run, len(resident), load_us)
 
-    def _cause(self, client: Client, wanted: Wanted, found: int) -> Cause | None:
-        """Why the block after the first `found` is missing; None where it is there, or not wanted."""
-        if found == wanted.blocks:
+    def _cause(self, client: Client, asked: GetRequest, found: int) -> Cause | None:
+        """Return why the block after the first `found` is missing; None where it is there, or not wanted."""
+        if found == asked.blocks:
             return None
-        key = wanted.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        key = asked.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
         row = self._residency.find(client.tenant_id, key)
         if row >= 0 and not self._promoter.is_out_of_reach(row):
             return None
         # Where it is stored, but on a medium that is shed, reading it would fail.
         cause = client.why_missing(self._residency, key) if row < 0 else Cause.READ_FAILED
-        self._flows.missed(client, cause, wanted.blocks - found)
+        self._flows.missed(client, cause, asked.blocks - found)
         return cause
 
     def _lease(
         self,
         client: Client,
-        wanted: Wanted,
+        asked: GetRequest,
         rows: list[int],
         first: int,
         sources: dict[int, int],
@@ -320,15 +233,19 @@ class Get:
         *,
         continues: bool = False,
     ) -> LeasedRun:
-        """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`."""
+        """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
+        memory where the client reads that, else the mapped tier."""
         residency = self._residency
-        tokens, places = [residency.token(row) for row in rows], self._places(client, wanted, rows)
-        if places:
+        tokens, mapped = [residency.token(row) for row in rows], residency.mapped
+        others = self._readable(client, asked).without(mapped)  # of most clients none
+        if others:
+            mask = residency.rows.mask
+            places = [next(iter(MEMBERS[mask[row] & others]), mapped) for row in rows]
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         else:
-            slots = residency.slots(rows, residency.mapped)
+            slots = residency.slots(rows, mapped)
         now_ns = self._clock.monotonic_ns()
-        expires_ns = now_ns + self.limits.lease_ttl_ms * NS_PER_MS
+        expires_ns = now_ns + self.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
         lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns, continues=continues)
         promoted: Counter[int] = Counter()
@@ -340,41 +257,139 @@ class Get:
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
         self._flows.found(client, len(rows))
-        if places:  # some may have been promoted past the mapped tier
+        if others:  # some may have been promoted past the mapped tier
             leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)
         else:
-            leased_in = Counter({residency.mapped: len(rows) - promoted.total()})
+            leased_in = Counter({mapped: len(rows) - promoted.total()})
         for position, blocks in (leased_in + promoted).items():
             self._flows.hit(position, blocks)
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
-    def _count_access(self, client: Client, tokens: Sequence[int], wanted: Wanted, found: int, now_ns: int) -> None:
-        """Count an access of those blocks that are still there, by a request that wanted others too."""
+    def _count_access(self, client: Client, tokens: Sequence[int], asked: GetRequest, found: int, now_ns: int) -> None:
+        """Count an access of those blocks that are still there, by a request that asked for others too."""
         residency = self._residency
         rows = [row for row in map(residency.current, tokens) if row >= 0]
-        missing = self._missing(client, wanted, found)
-        if wanted.context is not None and (rows or missing):
+        missing = split_keys(asked.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
+        if missing and residency.find(client.tenant_id, missing[0]) >= 0:
+            missing = []  # a block is there that just cannot be had
+        if asked.context is not None and (rows or missing):
             for policy in self._feed.policies:
                 if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
-                    policy.expect(wanted.context)
+                    policy.expect(asked.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
 
-    def _missing(self, client: Client, wanted: Wanted, found: int) -> list[bytes]:
-        """The keys of the request after the first `found`; none where a block is there that just cannot be had."""
-        keys = split_keys(wanted.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
-        return keys if keys and self._residency.find(client.tenant_id, keys[0]) < 0 else []
 
+class Loading:
+    """The blocks of one get on their way to a tier that its client reads in place; positions are places in its chain.
+    They are pinned until `lease` or `close`. Mapped stands here for: readable in one of the tiers `readable`. `rows`
+    are as they were found. `sources`: by position of a block that was not mapped when `begin` looked, the tier that it
+    comes from."""
 
-def _question_ms(wanted: Wanted) -> int:
-    return min(wanted.max_wait_ms or DEADLINE_MS, wanted.deadline_ms or DEADLINE_MS)
+    def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
+        self._straight = [each for each in store.straight if each.destination in readable]
+        self._taken: dict[int, StraightPromotion] = {}  # by position of a block that goes past the mapped tier
+        self._residency, self._promoter, self._clock = store.residency, store.promoter, store.clock
+        self._dram_check = store.dram_check
+        self._readable = readable
+        self.rows: list[int] = []
+        self.tokens: list[int] = []
+        self.sources: dict[int, int] = {}
+        self._pinned: set[int] = set()
+        self._arrived: list[int] = []  # positions whose promotion has ended since `wait` looked
+        self._coming: dict[int, asyncio.Future[bool]] = {}  # promotions that have not ended, by position
+        self._change = asyncio.Event()
+        self._wakes_at = 0  # at most so many promotions left before a waiter wakes
+        self.extend(rows)
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether `wait` has reported the end of all promotions."""
+        return not self._coming and not self._arrived
 
-def _runs(positions: Sequence[int]) -> list[list[int]]:
-    """Ascending positions, cut where one is left out."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    return runs
+    def extend(self, rows: Sequence[int]) -> range:
+        """Add blocks of the chain, after the known ones; their positions."""
+        first = len(self.tokens)
+        self.rows += rows
+        self.tokens += [self._residency.token(row) for row in rows]
+        positions = range(first, len(self.tokens))
+        self._pinned.update(positions)
+        self._residency.pin_run(rows)
+        return positions
+
+    async def verify(self, positions: range) -> int:
+        """Verify copies in the mapped tier, as far as the configuration asks for it; how many blocks from the first of
+        `positions` on can still be had. One that another tier has too can, by promotion."""
+        rows = self.rows[positions.start : positions.stop]
+        if self._dram_check.wanted(rows):
+            bad = await self._dram_check.verify(rows)
+            for at, position in enumerate(positions):
+                token = self.tokens[position]
+                row = self._residency.current(token)
+                if row < 0 or (token in bad and self._residency.has(row, self._residency.mapped)):
+                    return at
+        return len(rows)
+
+    def begin(self, positions: Iterable[int], due_ns: int) -> int:
+        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
+        until `due_ns` at most. Returns how many milliseconds they are worth waiting for."""
+        residency, promoter = self._residency, self._promoter
+        lacking = []
+        for position in positions:
+            row = residency.current(self.tokens[position])
+            if residency.tier_mask(row) & self._readable:
+                self._arrived.append(position)
+            else:
+                self.sources[position] = residency.fastest(row)
+                lacking.append((position, row))
+        patience_ms = promoter.patience_ms([row for _, row in lacking])
+        ways: dict[int, StraightPromotion] = {}  # by row, of those that should go past the mapped tier
+        for each in self._straight:
+            ways |= dict.fromkeys(each.choose([row for _, row in sorted(lacking) if row not in ways]), each)
+        for position, row in lacking:
+            way, promotion = ways.get(row), None
+            if way is not None and (promotion := way.promote(row, due_ns)) is not None:
+                self._taken[position] = way
+            self._coming[position] = promotion = promotion or promoter.promote(row, Priority.DEMAND, due_ns)
+            promotion.add_done_callback(partial(self._ended, position))
+        return patience_ms
+
+    async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
+        """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
+        or when all promotions have ended. Empty: time is up, or what ended was in vain."""
+        if self._coming and (for_all or not self._arrived):
+            self._wakes_at = 0 if for_all else len(self._coming) - 1
+            self._change.clear()
+            try:
+                async with asyncio.timeout(max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S):
+                    await self._change.wait()
+            except TimeoutError:
+                return []
+        arrived, self._arrived = self._arrived, []
+        return sorted(position for position in arrived if self.is_mapped(position))
+
+    def is_mapped(self, position: int) -> bool:
+        """Return whether the block is there, in a tier that the client reads in place."""
+        row = self._residency.current(self.tokens[position])
+        return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
+
+    def lease(self, positions: Iterable[int]) -> list[int]:
+        """Return the rows of blocks whose pins are a lease's from now on."""
+        positions = list(positions)
+        self._pinned.difference_update(positions)
+        return [self._residency.current(self.tokens[position]) for position in positions]
+
+    def close(self) -> None:
+        """Wait for nothing any more, and give back the pins that are left. Idempotent."""
+        coming, self._coming = self._coming, {}
+        for position, promotion in coming.items():
+            if not promotion.done():
+                (self._taken.get(position) or self._promoter).give_up(self.tokens[position])
+        pinned, self._pinned = self._pinned, set()
+        self._residency.unpin_run(self.tokens[position] for position in pinned)
+
+    def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
+        if self._coming.pop(position, None) is None:  # closed meanwhile
+            return
+        self._arrived.append(position)
+        if len(self._coming) <= self._wakes_at:
+            self._change.set()

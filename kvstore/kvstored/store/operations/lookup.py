@@ -1,31 +1,33 @@
-"""Lookup: which blocks of a chain are here, where, and how long it would take to have them mapped.
+"""Lookups and hints, which are answered at once. A lookup says where blocks are and how long loading them would take; a
+hint prefetches what will be needed, touches what was used elsewhere, or passes on to policies what an engine expects.
 
-Moves nothing and waits for nothing. Invariant: what it calls usable was readable at that instant; the lease is the
-truth.
-"""
+Invariants: a lookup moves nothing; what it calls usable was readable at that instant, and the lease is the truth. No
+client waits for what a hint begins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.transfer.promote import Promoter
-from kvstored.telemetry import Counters, Flows
+from kvstored.store.policies import ChainHint, deliver_hint
+
+DUE_MAX_MS = 24 * 3600 * 1000
 
 
 def leading(present: Sequence[bool]) -> int:
-    """How many blocks come before the first that is missing."""
+    """Return how many blocks come before the first that is missing."""
     return present.index(False) if False in present else len(present)
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """By block that was asked for: its row, -1 where it is missing or out of reach, and the microseconds that it adds
-    until all are mapped. `usable` leading blocks count as there; `cause` says why not more do, None where all do."""
+    """The answer to a lookup. By block: its row, -1 where it is missing or out of reach, and the microseconds that it
+    adds until all are mapped. `usable` leading blocks count; `cause` says why not more do, None where all do."""
 
     rows: list[int]
     load_us: list[int]
@@ -34,13 +36,11 @@ class Presence:
 
 
 class LookUp:
-    """See the module."""
+    """The lookups of all clients."""
 
-    def __init__(self, residency: Residency, promoter: Promoter, counters: Counters, flows: Flows) -> None:
-        self._residency = residency
-        self._promoter = promoter
-        self._counters = counters
-        self._flows = flows
+    def __init__(self, store: Store) -> None:
+        self._residency, self._promoter = store.residency, store.promoter
+        self._counters, self._flows = store.counters, store.flows
 
     def count(self, client: Client) -> None:
         """Count one request, of any number of chains."""
@@ -63,3 +63,66 @@ class LookUp:
         self._counters.add("lookup_keys", blocks)
         self._counters.add("lookup_hit_keys", usable)
         return Presence(rows, load_us, usable, cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Numbers of stored blocks of a prefetch: mapped already, or queued to be mapped; and their payload bytes."""
+
+    resident_blocks: int
+    scheduled_blocks: int
+    stored_blocks: int
+    scheduled_bytes: int
+
+
+class Hints:
+    """The hints of all clients."""
+
+    def __init__(self, store: Store) -> None:
+        self._residency, self._leases = store.residency, store.leases
+        self._promoter, self._clock, self._feed = store.promoter, store.clock, store.feed
+        self.lease_ttl_ms = store.config.limits.lease_ttl_ms
+        self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
+
+    def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> Prefetched:
+        """Start to move the leading run up, head first, within the budget and the room that prefetch may hold. A later
+        demand takes over what is queued. `in_ms`: when a request for it is expected, 0: not said."""
+        residency = self._residency
+        budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
+        rows = residency.find_run(client.tenant_id, keys)
+        if rows and in_ms:
+            now_ns = self._clock.monotonic_ns()
+            due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
+            deliver_hint(self._feed.policies, residency, client.tenant_id, residency.key(rows[-1]), rows, due, now_ns)
+        resident = scheduled = scheduled_bytes = 0
+        for row in rows:
+            if residency.has(row, residency.mapped):
+                resident += 1
+                continue
+            nbytes = residency.payload_bytes(row)
+            if scheduled_bytes + nbytes > budget_bytes or not self._promoter.prefetch(row):
+                break
+            scheduled += 1
+            scheduled_bytes += nbytes
+        return Prefetched(resident, scheduled, len(rows), scheduled_bytes)
+
+    def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
+        """Pass on what is expected of the chain `keys`, and in how long a request for it is due; how many of its blocks
+        are stored, from the first on."""
+        now_ns = self._clock.monotonic_ns()
+        known = self._residency.find_keys(client.tenant_id, keys)
+        if due_in_ms is not None:
+            hint = replace(hint, due_ns=now_ns + due_in_ms * NS_PER_MS)
+        self._feed.hinted(client.tenant_id, keys, known, hint, now_ns)
+        return len(known)
+
+    def touch(self, client: Client, keys: bytes) -> int:
+        """Count an access of the leading run; how many blocks that is."""
+        rows = self._residency.find_run(client.tenant_id, keys)
+        self._residency.touch_run(rows, self._clock.monotonic_ns(), client.device_tiers)
+        return len(rows)
+
+    def renew(self, client: Client, lease_ids: Sequence[int]) -> int:
+        """Let leases of the client live for `lease_ttl_ms` from now; how many there were."""
+        expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ms * NS_PER_MS
+        return sum(self._leases.renew(client.session_id, lease_id, expires_ns) for lease_id in lease_ids)

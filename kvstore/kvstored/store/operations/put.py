@@ -28,19 +28,8 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.offer import (
-    NOWHERE,
-    Durability,
-    DurabilityMode,
-    Offer,
-    Settling,
-    StagedBlock,
-    Stored,
-    StoreStatus,
-    durability_of,
-)
-from kvstored.store.operations.present import Present
-from kvstored.store.operations.token_check import tokens_hash_to_key
+from kvstored.store.operations.durability import Durability, DurabilityMode, Settling, settle_present
+from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
 log = logging.getLogger(__name__)
@@ -58,8 +47,8 @@ _REFUSED = {
 
 @dataclass(slots=True)
 class _Part:
-    """Blocks that are copied together, by the host tier's threads: `writes` are those of `copying`, `copied` their
-    outcomes."""
+    """Blocks that are copied together, by the host tier's threads: `writes` has one entry for each of `copying`,
+    `copied` their outcomes."""
 
     begun: list[StagedBlock] = field(default_factory=list)
     copying: list[StagedBlock] = field(default_factory=list)
@@ -80,14 +69,13 @@ class _Intake:
 
 
 class Put:
-    """See the module. Without a durable tier everything is volatile."""
+    """The puts of all clients. Without a durable tier everything is volatile."""
 
     def __init__(self, store: Store) -> None:
         self._residency = store.residency
         self._host = store.host
         self._room = store.room
         self._writeback = store.writeback
-        self._present = Present(store.residency, store.writeback)
         self._completions = store.completions
         self._clock = store.clock
         self._counters = store.counters
@@ -101,9 +89,9 @@ class Put:
         while self._running:
             await asyncio.wait(set(self._running))
 
-    def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[Stored, None]:
-        """One answer when the blocks are published; a second, final one when pending ones have settled. The first part
-        has begun when this returns, where it needs no eviction.
+    def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
+        """Yield one answer when the blocks are published; a second, final one when pending ones have settled. The first
+        part has begun when this returns, where it needs no eviction.
 
         A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. Nor must a
         mistake of ours: the task takes back what has begun, and raises it.
@@ -131,15 +119,14 @@ class Put:
         durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
             self._counters.add("present_blocks", len(present))
-            settling = self._present.settle(present, mode, durability)
+            settling = settle_present(self._residency, self._writeback, present, mode, durability)
         mistake: Exception | None = None
         try:
             self._announce(intake)
             if not client.beginning:
                 intake.parts.append(part := _Part())
                 self._begin_blocks(intake, self._part_end(intake))
-                if part.writes:
-                    part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+                self._start_copies(part)
         except Exception as error:
             mistake = error
         client.beginning += 1
@@ -198,7 +185,7 @@ class Put:
                 first = at
 
     def _part_end(self, intake: _Intake) -> int:
-        """Where the next part ends: after work for half a millisecond of the control thread."""
+        """Return where the next part ends: after work for half a millisecond of the control thread."""
         begun, blocks, fingerprint = intake.begun, intake.blocks, intake.client.fingerprint
         if begun == len(blocks):
             return begun
@@ -255,7 +242,7 @@ class Put:
         """A block that has its slot and its row: its copy is one of the part's, unless its tokens are another's."""
         part.begun.append(block)
         tokens = block.staged.tokens_at(block.offset)
-        if not tokens_hash_to_key(client, block, tokens):
+        if not block.is_made_of(tokens, client):
             block.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
             return
         header = BlockHeader(
@@ -267,15 +254,18 @@ class Put:
         part.copying.append(block)
         part.writes.append((slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))
 
+    def _start_copies(self, part: _Part) -> None:
+        if part.writes:
+            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+
     def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
-        """Why the block is not to be stored, if so. An orphan could not be reached: under full attention, without the
-        block before it. That one may have been evicted since the client saw it, or found no room itself."""
+        """Return why the block is not to be stored, if so. An orphan could not be reached: under full attention,
+        without the block before it. That one may have been evicted since the client saw it, or found no room itself."""
         residency = self._residency
         row = residency.find(client.tenant_id, block.key)
         if row >= 0 and not self._needs_new_copy(row):
             return StoreStatus.PRESENT
-        group = client.fingerprint.group(block.group)
-        if block.parent == NO_PARENT or group is None or group.kind != "full":
+        if block.parent == NO_PARENT or not client.needs_parents(block.group):
             return None
         parent = residency.find_any(client.tenant_id, block.parent)
         if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
@@ -302,16 +292,14 @@ class Put:
                         continue
                     slot = found
             self._begin_blocks(intake, end, slot)
-        if part.writes:
-            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+        self._start_copies(part)
 
     def _refuse(self, intake: _Intake, why: NoSlot) -> None:
-        """The next block gets no slot, nor do those that continue it: they could not be reached without it, or are
-        worth no more. A later miss of any of them says the same."""
+        """Give no slot to the next block, nor to the blocks that continue it: they could not be reached without it, or
+        are worth no more. A later miss of any of them gives this reason."""
         status, cause, counter = _REFUSED[why]
         first = intake.blocks[intake.begun]
-        group = intake.client.fingerprint.group(first.group)
-        takes_others = why is NoSlot.DECLINED or (group is not None and group.kind == "full")
+        takes_others = why is NoSlot.DECLINED or intake.client.needs_parents(first.group)
         now_ns, key = self._clock.monotonic_ns(), first.parent
         for block in intake.blocks[intake.begun :]:
             if block.parent != key or not (block is first or takes_others):
@@ -359,7 +347,7 @@ class Put:
         }
 
     async def _take_back(self, parts: Sequence[_Part]) -> None:
-        """What is not published, as if it had never begun, once nothing copies into it."""
+        """Take back what is not published, as if it had never begun, once nothing copies into it."""
         for part in parts:
             if part.copied is not None:
                 await part.copied
@@ -370,25 +358,26 @@ class Put:
 
 
 def _leading_chain(offer: Offer) -> Sequence[bytes]:
-    """The keys of the offer's first chain; as a rule it has no other."""
+    """Return the keys of the offer's first chain; as a rule it has no other."""
     keys, parents = offer.keys, offer.parents
     return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]
 
 
 async def _answers(
     storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
-) -> AsyncGenerator[Stored, None]:
-    """One answer when the blocks are published; a second, final one when pending ones have settled. Of blocks that were
-    stored before, `durability` holds the answers that are known and `present` the futures of those still pending."""
+) -> AsyncGenerator[PutAnswer, None]:
+    """Yield the answers of `Put.store`. Of blocks that were stored before, `durability` holds the answers that are
+    known and `present` the futures of those still pending."""
     settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
     while True:
         pending = [settled for settled in settling.values() if not settled.done()]
         if waits and pending:
             await asyncio.wait(pending)
         for position, settled in settling.items():
-            durability[position] = durability_of(settled)
+            known = Durability.DURABLE if settled.done() and settled.result() else Durability.VOLATILE
+            durability[position] = known if settled.done() else Durability.PENDING
         final = Durability.PENDING not in durability
-        yield Stored(bytes(statuses), bytes(durability), final)
+        yield PutAnswer(bytes(statuses), bytes(durability), final)
         if final:
             return
         waits = True

@@ -56,7 +56,7 @@ class DeviceCheck:
         """This copy was taken over from the process before. `settle` checks it."""
         if position in self.tiers and self.tiers[position].verifies:
             self._owed[position].append(self._residency.token(row))
-            self._residency.closed |= 1 << position
+            self._residency.closed = self._residency.closed.with_tier(position)
 
     async def settle(self) -> None:
         """Check what is owed, as fast as the device does, and open the tiers."""
@@ -68,7 +68,7 @@ class DeviceCheck:
                 if not all(settled):
                     owed += [token for token, is_settled in zip(part, settled, strict=True) if not is_settled]
                     await asyncio.sleep(AGAIN_S)
-            self._residency.closed &= ~(1 << position)
+            self._residency.closed = self._residency.closed.without(position)
 
     async def _is_settled(self, position: int, token: int) -> bool:
         row = self._residency.current(token)

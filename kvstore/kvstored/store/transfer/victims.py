@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
-from kvstored.store.blocks.copies import TierCopies
+from kvstored.store.blocks.rows import TierCopies
 from kvstored.store.policies import Policy
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstored.store.blocks.rows import Rows
+from kvstored.store.blocks.rows import RowColumns
 from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, ChainGhost
 
 _UNOWNED = -1
@@ -32,7 +32,7 @@ def path_of(
     rows: Sequence[int],
     missing: Sequence[bytes],
     parent: int,
-    columns: Rows,
+    columns: RowColumns,
     owner: array[int],
     fans: bytearray,
     ghost: ChainGhost,
@@ -62,7 +62,7 @@ def path_of(
     return Path(before, lost, known, first, pivot, chain, fan)
 
 
-def next_above(row: int, chain: int, columns: Rows, owner: array[int]) -> int:
+def next_above(row: int, chain: int, columns: RowColumns, owner: array[int]) -> int:
     """The chain's next row towards the head, across rows that are not in the tier; or -1."""
     parents, known = columns.parent, len(owner)
     row = parents[row]

@@ -1,14 +1,15 @@
-"""The keys of blocks that were taken over in bulk and have not changed since: bulk rows.
+"""The keys of one tenant: its dictionaries, the table of its bulk rows, and the ghost of the keys that are gone.
 
-A dictionary entry with its key and its number takes some 150 bytes. A bulk row's key is in one byte string beside all
-others, and is found by open addressing over row numbers: 24 bytes a block, three times the time of a dictionary. Before
-a bulk row changes, its key moves to the tenant's dictionary, and all else is as if it had always been there.
+Structural separation: no key of one tenant is ever looked up in another's. The dictionary of readable blocks is apart
+from the dictionary of the others, so that a lookup is one access a key and stops at the first that is not there.
 
-Owns the table of one tenant (`KeyTable` is the bare one, of positions in a column of keys). Entries are never taken
-out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table looks at
-that. The hash is multiply-shift under a random odd multiplier, over key bytes that are
-themselves a digest; a tenant who forges keys makes only its own lookups slower.
-"""
+A dictionary entry with its key and its number takes some 150 bytes. Blocks that were taken over in bulk and have not
+changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 24
+bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and all
+else is as if it had always been there. `KeyTable` is the bare table, of positions in a column of keys. Entries are
+never taken out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table
+looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are themselves a digest; a
+tenant who forges keys makes only its own lookups slower."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES
-from kvstored.store.blocks.rows import Rows
+from kvstored.store.blocks.ghost import Ghost
+from kvstored.store.blocks.rows import RowColumns
 
 _FILL_BITS = 1  # twice as many places as keys, or up to four times
 _WORD_BITS = 32
-_WORD_MASK = (1 << _WORD_BITS) - 1
+_WORD_MASK: int = 2**_WORD_BITS - 1
 _HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
 _NOTHING = -1
 _PLACES = 1 << 14
@@ -35,8 +37,8 @@ Column = npt.NDArray[Any]
 
 
 class KeyTable:
-    """Finds positions in a column of keys by key, many at a time: those of `members`, all when it is None. It does not
-    keep the column, which is shown to it each time."""
+    """A table that finds positions in a column of keys by key, many at a time: the positions in `members`, or all. It
+    does not keep the column, which is shown to it each time."""
 
     __slots__ = ("multiplier", "places", "shift", "table")
 
@@ -56,8 +58,8 @@ class KeyTable:
     def find_each(
         self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
     ) -> Column:
-        """The position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says which
-        of some positions with the key that was wanted count."""
+        """Return the position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says
+        which of some positions with the key that was wanted count."""
         found = np.full(len(wanted), _NOTHING, np.int32)
         left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
         while len(left):
@@ -74,7 +76,7 @@ class KeyTable:
         return found
 
     def _homes(self, heads: Column) -> Column:
-        """Where the search of each key begins, by its first word."""
+        """Return where the search of each key begins, by its first word."""
         words = heads.astype(np.uint32)  # the low half
         words *= np.uint32(self.multiplier)
         words >>= np.uint32(self.shift)
@@ -90,12 +92,12 @@ class KeyTable:
         ordered <<= bits
         ordered |= numbers
         ordered.sort()
-        order = (ordered & (1 << bits) - 1).astype(np.int32)
+        order = (ordered % 2**bits).astype(np.int32)
         ordered >>= bits
         ordered -= numbers
         np.maximum.accumulate(ordered, out=ordered)
         ordered += numbers
-        length = max(1 << _WORD_BITS - self.shift, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
+        length = max(2 ** (_WORD_BITS - self.shift), int(ordered[-1]) + 1 if len(ordered) else 0) + 1
         table = array("i")
         for begin in range(0, length, _PLACES):
             table.frombytes(_NO_PLACES[: 4 * (length - begin)])
@@ -108,18 +110,18 @@ class BulkKeys:
 
     __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
-    def __init__(self, rows: Rows, table: KeyTable) -> None:
+    def __init__(self, rows: RowColumns, table: KeyTable) -> None:
         self._rows, self._all = rows, table
         self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
 
     def members(self) -> Column:
-        """The rows that have a place here."""
+        """Return the rows that have a place here."""
         places = self._all.places
         found: Column = places[places != _NOTHING]
         return found
 
     def get(self, key: bytes) -> int:
-        """The bulk row of `key`, or -1."""
+        """Return the bulk row of `key`, or -1."""
         rows, table = self._rows, self._table
         keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
@@ -130,7 +132,7 @@ class BulkKeys:
         return -1
 
     def has_place(self, key: bytes, row: int) -> bool:
-        """Whether `row` would be found under `key` if it were a bulk row."""
+        """Return whether `row` would be found under `key` if it were a bulk row."""
         keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
@@ -142,7 +144,7 @@ class BulkKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
+        """Return the rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
         rows, table = self._rows, self._table
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
@@ -162,10 +164,42 @@ class BulkKeys:
         return found
 
     def find_each(self, keys: Column) -> Column:
-        """The bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
+        """Return the bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
         mask, moved = self._rows.mask, self._rows.keys
 
         def is_bulk(rows: Column) -> list[bool]:
             return [bool(mask[row]) and moved[row] is None for row in rows.tolist()]
 
         return self._all.find_each(np.frombuffer(self._rows.bulk_keys, "<u8").reshape(-1, 2), keys, is_bulk)
+
+
+class TenantIndex:
+    """The part of one tenant. `readable`: key → row of blocks that can be served. `unreadable`: rows being filled, and
+    placeholders. `bulk`: rows of readable blocks, `bulk_blocks` of them still bulk rows."""
+
+    __slots__ = ("bulk", "bulk_blocks", "fingerprints", "ghost", "name", "readable", "unreadable")
+
+    def __init__(self, name: str, ghost_limit: int) -> None:
+        self.name = name
+        self.readable: dict[bytes, int] = {}
+        self.unreadable: dict[bytes, int] = {}
+        self.bulk: BulkKeys | None = None
+        self.bulk_blocks = 0
+        self.ghost = Ghost(ghost_limit)
+        self.fingerprints: set[int] = set()  # that ever stored a block here
+
+    @property
+    def blocks(self) -> int:
+        """Readable blocks."""
+        return len(self.readable) + self.bulk_blocks
+
+    def find(self, key: bytes) -> int:
+        """Return the row of a readable block, or -1."""
+        row = self.readable.get(key)
+        if row is None:
+            return -1 if self.bulk is None else self.bulk.get(key)
+        return row
+
+    def row(self, key: bytes) -> int:
+        row = self.find(key)
+        return self.unreadable.get(key, -1) if row < 0 else row

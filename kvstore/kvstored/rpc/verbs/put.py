@@ -1,0 +1,217 @@
+"""Puts of a stream: from staging memory, where the client chooses the place of each block, or from slots it reserved.
+
+Owns the checks of a put, when a loan of the staging memory may be renewed, and which client may reserve slots, and how
+many. Keeps no account of places in staging: a client that writes to one while the daemon copies it spoils its own
+block. A put from reserved slots is without a copy: each slot is checksummed where it is
+(`kvstore_tiers/image_copies.py`). Invariants: bytes outside the staging memory are never read, nor two blocks of a
+request from the same bytes; once a loan is renewed, no earlier request reads the staging memory; no lookup finds a
+reserved slot before it is stored; slots that a request has not stored are free when it has ended; a slot that a living
+client may be writing to is given to no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from itertools import pairwise
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstore_tiers.base import Slot
+from kvstored.clients.sessions import Session
+from kvstored.clients.staged_blocks import ReservedBlocks
+from kvstored.clients.tenants.peer import has_exited
+from kvstored.clock import NS_PER_MS
+from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
+from kvstored.store.assembly import Store
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.put import Put
+from kvstored.store.operations.records import NO_EXTRA_FIELD, NOWHERE, Offer, PutAnswer, Reserved, Staged, StoreStatus
+from kvstored.store.reservations import Reservation
+
+LOOK_AGAIN_S = 0.25
+AHEAD_SHARE = 128  # at most one part in so many of DRAM is held for puts that may follow
+SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
+
+
+class PutVerb:
+    """The puts of all clients. A reservation lasts as long as a lease; a client holds as much as it may have of
+    staging."""
+
+    def __init__(self, put: Put, store: Store) -> None:
+        self._put = put
+        self._reservations, self._residency = store.reservations, store.residency
+        self._host, self._room, self._clock = store.host, store.room, store.clock
+        self._in_place, self._limits = store.config.put, store.config.limits
+        self._default_mode = store.config.durability.mode  # of tenants that have none of their own
+
+    async def lend(self, session: Session) -> pb.LendReply:
+        """Lend the client's staging memory, under a new number, once nothing reads it any more."""
+        if session.staging is None:
+            return pb.LendReply()
+        session.loan += 1  # first, so that nothing new begins under the old one
+        number = session.loan
+        if session.copying:
+            await asyncio.wait(set(session.copying))
+        return pb.LendReply(loan=number)
+
+    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[PutAnswer, None]:
+        """Store the blocks of a request, as `Put.store`. Raises KVStoreError for an invalid request, and for more puts
+        at once than allowed."""
+        limits = self._limits
+        keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
+        extras = keys_of(request.extras, limits.max_keys) if request.extras else [NO_EXTRA_FIELD] * len(keys)
+        known_group(session, request.group)
+        payload_size(session, request.group, request.payload_bytes, limits.max_block_bytes)
+        if not len(parents) == len(extras) == len(keys):
+            raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(parents)} parents")
+        if len(request.pages) != len(keys):
+            raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(request.pages)} pages")
+        offsets: Sequence[int]
+        staged: Staged | None
+        reserved: Reserved | None = None
+        if request.reservation:
+            offsets = [page - 1 for page in request.pages]  # NOWHERE for a block that is not written
+            staged = reserved = self._reserved(session, request, offsets)
+        else:
+            staged, offsets = self._staged(session, request)
+        if staged is None:
+            return _sent_again(len(keys))
+        sizes = [request.payload_bytes] * len(keys)
+        offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved)
+        try:
+            return self._put.store(session, offer, self.mode_of(session, request.durability))
+        except Exception:
+            if reserved is not None:
+                reserved.end()
+            raise
+
+    def mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
+        """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
+        try:
+            return DurabilityMode(asked)
+        except ValueError:
+            return DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
+
+    def _staged(self, session: Session, request: pb.Store) -> tuple[Staged | None, list[int]]:
+        """Return the staging memory, None where its loan has ended, and where each block is in it; NOWHERE for those
+        not written. Raises KVStoreError unless all are in the memory and apart."""
+        staging, nbytes = session.staging, slot_bytes(request.payload_bytes)
+        if staging is None or not session.loan or request.loan != session.loan:
+            return None, []
+        offsets = [(page - 1) * ALIGNMENT_BYTES if page else NOWHERE for page in request.pages]
+        placed = sorted(offset for offset in offsets if offset != NOWHERE)
+        if placed and placed[-1] > staging.size_bytes - nbytes:
+            raise KVStoreError(
+                ErrorKind.INVALID,
+                f"a slot of {nbytes} bytes at {placed[-1]} is not within the staging memory of {staging.size_bytes}",
+            )
+        if any(after - before < nbytes for before, after in pairwise(placed)):
+            raise KVStoreError(ErrorKind.INVALID, f"two slots of {nbytes} bytes overlap")
+        self._check_inflight(session)
+        return staging, offsets
+
+    def _check_inflight(self, session: Session) -> None:
+        """Raise KVStoreError for one put too many: the stream's limit forgets the puts of a stream that broke."""
+        if len(session.copying) >= self._limits.inflight_per_client:
+            raise KVStoreError(
+                ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
+            )
+
+    # Slots that a client writes itself
+
+    def _reserved(self, session: Session, request: pb.Store, places: Sequence[int]) -> ReservedBlocks | None:
+        """Return the blocks at `places` of a reservation; None where that has ended. Raises KVStoreError for places
+        that are not in it."""
+        self._check_inflight(session)
+        found = self._reservations.find(session.session_id, request.reservation, self._clock.monotonic_ns())
+        if found is None:
+            return None
+        wanted = [place for place in places if place != NOWHERE]
+        if len(set(wanted)) < len(wanted) or not found.slots.keys() >= set(wanted):
+            raise KVStoreError(ErrorKind.INVALID, "a slot is named twice, or is not in the reservation any more")
+        nbytes = slot_bytes(request.payload_bytes)
+        if any(found.slots[place].nbytes != nbytes for place in wanted):
+            raise KVStoreError(ErrorKind.INVALID, f"the slots reserved are not for payloads of {request.payload_bytes}")
+        taken = self._reservations.take(found, wanted)
+        return ReservedBlocks(taken, session.tenant_id, self._host, self._reservations)
+
+    async def reserve(self, session: Session, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
+        """Reserve slots. Raises KVStoreError for a request that is wrong as a whole, or not allowed."""
+        if request.give_back:
+            self._reservations.give_back(session.session_id, request.give_back)
+        if not request.blocks:
+            return pb.ReserveSlotsReply()
+        if not session.tenant.puts_in_place(self._in_place):
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}: put by way of staging"
+            )
+        limits = self._limits
+        known_group(session, request.group)
+        payload_size(session, request.group, request.payload_bytes, limits.max_block_bytes)
+        if request.blocks > limits.max_keys:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{request.blocks} slots in one message, the limit is {limits.max_keys}: split it"
+            )
+        expires_ns = self._clock.monotonic_ns() + limits.lease_ttl_ms * NS_PER_MS
+        reservation = self._reservations.begin(
+            session.session_id, session.tenant_id, expires_ns, is_ahead=request.ahead
+        )
+        try:
+            await self._fill(session, reservation, request)
+        except BaseException:  # cancelled too: the client gets no answer
+            self._reservations.give_back(session.session_id, reservation.number)
+            raise
+        if not reservation.slots or session.closed:
+            self._reservations.give_back(session.session_id, reservation.number)
+            return pb.ReserveSlotsReply()
+        slots = reservation.slots.values()
+        return pb.ReserveSlotsReply(
+            reservation=reservation.number,
+            arena_ids=[slot.container for slot in slots],
+            offsets=[slot.offset for slot in slots],
+            expires_in_ms=max(0, expires_ns - self._clock.monotonic_ns()) // NS_PER_MS,
+        )
+
+    def undo(self, session: Session, reply: pb.ReserveSlotsReply) -> None:
+        """Take back slots of a reply that could not be sent."""
+        self._reservations.give_back(session.session_id, reply.reservation)
+
+    def leave(self, session: Session) -> None:
+        """End a session. Its process may live on with the arenas mapped, a thread of it in the middle of a
+        write: its slots are freed when the process has exited, or at the latest one lease's time later."""
+        self._leave(session, self._clock.monotonic_ns() + self._limits.lease_ttl_ms * NS_PER_MS)
+
+    def _leave(self, session: Session, done_ns: int) -> None:
+        """Free the slots, if that may be. A process that ends closes its sockets before the kernel says that it has
+        exited: so look again."""
+        if has_exited(session.peer) or self._clock.monotonic_ns() >= done_ns:
+            self._reservations.end_session(session.session_id)
+        elif self._reservations.held_bytes(session.session_id):
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._leave, session, done_ns)
+
+    async def _fill(self, session: Session, reservation: Reservation, request: pb.ReserveSlots) -> None:
+        """Find slots one by one, evicting for them; fewer where there is no room for more."""
+        nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
+        left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
+        if request.ahead:
+            most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
+            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes)
+        for count in range(1, min(request.blocks, left_bytes // nbytes) + 1):
+            slot = room.allocate_now(nbytes, tenant, writable=True)
+            if slot is None and not request.ahead:
+                slot = await self._make_room(request, nbytes, tenant)
+            if slot is None or not self._reservations.add(reservation, slot):
+                return
+            if count % SLICE_SLOTS == 0:
+                await asyncio.sleep(0)
+
+    async def _make_room(self, request: pb.ReserveSlots, nbytes: int, tenant: int) -> Slot | None:
+        parent = self._residency.find_any(tenant, request.parent) if request.parent else -1
+        slot = await self._room.allocate_for(None, nbytes, tenant, parent=parent, writable=True)
+        return slot if isinstance(slot, Slot) else None
+
+
+async def _sent_again(blocks: int) -> AsyncGenerator[PutAnswer, None]:
+    """Answer a put whose loan or reservation has ended: nothing was stored, the client sends it again."""
+    yield PutAnswer(bytes([StoreStatus.AGAIN] * blocks), bytes(blocks), True)

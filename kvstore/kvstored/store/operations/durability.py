@@ -1,0 +1,63 @@
+"""The durability of a put's blocks: what is asked for, what holds, and when it is known.
+
+A put that asks for durability means all of its blocks, whichever client stored them. So a block that only DRAM has is
+handed to write-back as a new one would: charged, admitted or insisted on, with its ancestors. Never stores, and never
+says more of a block than write-back does. Invariants: a block is called durable only after a sync that began when it
+was written; a put that asks for no durability has nothing written, nor synced sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import IntEnum
+
+from kvstored.store.blocks import ResidencyView
+from kvstored.store.transfer.writeback import WriteBack
+
+Settling = dict[int, asyncio.Future[bool]]
+"""By a block's place in its put, the future that says whether it becomes durable; none where it is not written."""
+
+
+class Durability(IntEnum):
+    VOLATILE = 0  # may be gone after a crash
+    PENDING = 1  # being written
+    DURABLE = 2  # survives a crash of process and machine
+
+
+class DurabilityMode(IntEnum):
+    """The durability that a put asks for."""
+
+    NONE = 1  # memory only; reaches the durable tier when it is demoted, if that admits it
+    BATCH = 2  # written through in the background, what is admitted
+    ALWAYS = 3  # written and synced before the answer
+
+
+def settle_present(
+    residency: ResidencyView,
+    writeback: WriteBack | None,
+    found: Sequence[tuple[int, int]],
+    mode: DurabilityMode,
+    durability: bytearray,
+) -> Settling:
+    """Enter into `durability` which of the blocks `found` (place in the request and row, in chain order) are durable;
+    the futures that will say whether the others become so. To be called in the turn of the loop in which they were
+    found: write-back pins what it takes.
+    """
+    settling: Settling = {}
+    if writeback is None:
+        return settling
+    synced: asyncio.Future[bool] | None = None  # one sync for all that are written and only lack it
+    for (position, row), is_durable in zip(found, writeback.are_durable([row for _, row in found]), strict=True):
+        is_written = residency.has(row, residency.durable)
+        if is_durable:
+            durability[position] = Durability.DURABLE
+        elif mode == DurabilityMode.ALWAYS and is_written:
+            settling[position] = synced = synced or writeback.write_through(row, at_once=True)
+        elif mode == DurabilityMode.ALWAYS:
+            settling[position] = writeback.write_through(row, at_once=True)
+        elif (settled := writeback.settled(row)) is not None:
+            settling[position] = settled
+        elif mode == DurabilityMode.BATCH and not is_written and writeback.admits(row):
+            settling[position] = writeback.write_through(row)
+    return settling
