@@ -1,4 +1,5 @@
-"""The socket files of a daemon that serves: one that was removed is bound again, its clients stay connected.
+"""The socket files of a daemon that serves, and the gRPC servers behind them: a file that was removed is bound again,
+its clients stay connected.
 
 Invariant: a file that another process put there is left alone.
 """
@@ -9,13 +10,18 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import grpc
 
 from kvstored.sockets import SocketError, remove_socket
 
 log = logging.getLogger(__name__)
 LOOK_S = 2.0
+STOP_S = 0.5  # for calls of a server that stops
+_LEAVING_S = 86_400.0  # for the calls of a server whose socket file was removed
 Bind = Callable[[], Awaitable[None]]
 Identity = tuple[int, int]
 
@@ -84,6 +90,36 @@ class SocketFiles:
         if trouble != file.trouble:
             file.trouble = trouble
             log.error("%s: %s", file.path, trouble)
+
+
+async def serve_grpc(
+    files: SocketFiles,
+    path: Path,
+    make: Callable[[], grpc.aio.Server],
+    admit: Callable[[Path], None],
+    stack: AsyncExitStack,
+) -> None:
+    """Start the server that `make` binds to `path`, now and whenever its file is found missing; `stack` stops it.
+    `admit(path)` says who may connect. The server before takes nothing new, and ends with its last call."""
+    served: list[grpc.aio.Server] = []
+    leaving: set[asyncio.Task[None]] = set()
+
+    async def bind() -> None:
+        server = make()
+        await start_server(server, stack)
+        admit(path)
+        for former in served:
+            leaving.add(task := asyncio.create_task(former.stop(_LEAVING_S)))
+            task.add_done_callback(leaving.discard)
+        served[:] = [server]
+
+    await files.bind(path, bind)
+
+
+async def start_server(server: grpc.aio.Server, stack: AsyncExitStack) -> None:
+    """Start a bound server, which `stack` stops."""
+    stack.push_async_callback(server.stop, STOP_S)
+    await server.start()
 
 
 def _require_room(path: Path) -> None:

@@ -24,6 +24,7 @@ class Accounts:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._store = parts.store
 
     async def add_to(self, reply: pb.TenantsReply) -> pb.TenantsReply:
         """`reply.tenants` must be in the order of the residency's tenants."""
@@ -33,18 +34,18 @@ class Accounts:
         def account(tenant: int, name: str) -> pb.AccountStatus:
             return found.setdefault((tenant, name), pb.AccountStatus(name=name))
 
-        of_kind, durable = self._accounts_of_kinds(), parts.residency.durable
+        of_kind, durable = self._accounts_of_kinds(), self._store.residency.durable
         if of_kind:
-            blocks, tier_bytes = await _count_kinds(parts.residency)
+            blocks, tier_bytes = await _count_kinds(self._store.residency)
             for kind, (tenant, name) in of_kind.items():
                 status = account(tenant, name)
                 status.blocks += int(blocks[kind])
-                status.host_bytes += int(tier_bytes[parts.residency.mapped][kind])
+                status.host_bytes += int(tier_bytes[self._store.residency.mapped][kind])
                 status.nvme_bytes += int(tier_bytes[durable][kind]) if durable >= 0 else 0
         for session in parts.sessions.all():
             if session.account:
                 account(session.tenant_id, session.account).clients += 1
-        for tenant, flows in parts.flows.accounts.items():
+        for tenant, flows in self._store.flows.accounts.items():
             for name, flow in flows.items():
                 status = account(tenant, name)
                 status.lookups, status.hit_blocks = flow.lookups, flow.hit_blocks
@@ -58,7 +59,7 @@ class Accounts:
         """(tenant, account) of each kind of rows that has one."""
         tenants = self._parts.tenants
         found: dict[int, tuple[int, str]] = {}
-        for number, kind in enumerate(self._parts.residency.kinds):
+        for number, kind in enumerate(self._store.residency.kinds):
             fingerprint = tenants.fingerprint(tenants.fingerprint_digest(kind.fingerprint_id))
             if fingerprint is not None and fingerprint.account:
                 found[number] = kind.tenant, fingerprint.account

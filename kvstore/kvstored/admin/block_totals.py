@@ -46,6 +46,7 @@ class BlockTotals:
 
     def __init__(self, parts: Parts, blocks: BlockList) -> None:
         self._parts = parts
+        self._store = parts.store
         self._blocks = blocks
 
     async def totals(self, request: pb.BlockTotalsRequest) -> pb.BlockTotalsReply:
@@ -56,18 +57,18 @@ class BlockTotals:
         limit = min(request.limit or DEFAULT_GROUPS, MAX_GROUPS)
         heads: _Heads | None = None
         if request.by == "prefix":
-            heads = await _Heads.find(self._parts.residency, request.prefix_blocks or 1)
+            heads = await _Heads.find(self._store.residency, request.prefix_blocks or 1)
         groups = await self._sum(request.by, selection, heads)
         reply = pb.BlockTotalsReply(groups=len(groups))
         # In a thread: there may be a million groups, and the loop has its turns meanwhile.
         largest, reply.blocks, reply.payload_bytes = await asyncio.to_thread(_largest, groups, limit)
         for number, sums in largest:
-            if heads is None or heads.is_current(self._parts.residency, number):
+            if heads is None or heads.is_current(self._store.residency, number):
                 self._describe(request.by, number, sums, reply.totals.add())
         return reply
 
     async def _sum(self, by: str, selection: Selection, heads: _Heads | None) -> dict[int, _Sums]:
-        residency, groups = self._parts.residency, dict[int, _Sums]()
+        residency, groups = self._store.residency, dict[int, _Sums]()
         async for rows in select_all(residency, selection):
             if heads is not None:
                 rows = rows[rows < len(heads.rows)]  # those behind came later
@@ -80,7 +81,7 @@ class BlockTotals:
         return groups
 
     def _add(self, groups: dict[int, _Sums], numbers: Int64Array, rows: Int64Array) -> None:
-        residency = self._parts.residency
+        residency = self._store.residency
         found, place = np.unique(numbers, return_inverse=True)
         size = len(found)
 
@@ -119,7 +120,7 @@ class BlockTotals:
                 sums.slot_bytes[tier] += nbytes[position]
 
     def _describe(self, by: str, number: int, sums: _Sums, total: pb.BlockTotal) -> None:
-        parts, residency, tenants = self._parts, self._parts.residency, self._parts.tenants
+        residency, tenants = self._store.residency, self._parts.tenants
         if by == "tenant":
             total.tenant = tenants.name_of_index(residency.tenants[number].name)
         elif by == "model":
@@ -134,7 +135,7 @@ class BlockTotals:
         total.accesses = sums.accesses
         total.leases = sums.leases
         total.longest_blocks = sums.longest
-        total.idle_s = max(0.0, (parts.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
+        total.idle_s = max(0.0, (self._store.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
         for tier, name in enumerate(residency.tiers):
             total.tier_bytes[name] = sums.slot_bytes[tier]
 

@@ -17,11 +17,12 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
 from kvstored.admin.named_files import Content, contents_of
-from kvstored.config import Config, ConfigError, TenantSection, Written
+from kvstored.config import Config, ConfigError, TenantSection, WrittenSetting
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
 log = logging.getLogger(__name__)
+Settings = tuple[WrittenSetting, ...]
 _FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capacity at most
 
 
@@ -184,7 +185,7 @@ def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
     return replace(before, **live)
 
 
-def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: set[str]) -> Iterator[Written]:
+def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[WrittenSetting]:
     """What was written of the settings in force: a setting that waits for a restart is as it was."""
     latter = {each.name: each for each in after}
     for old in before:

@@ -9,7 +9,7 @@ from typing import Any
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.reload import Reload
-from kvstored.config import Config, Written
+from kvstored.config import Config, WrittenSetting
 
 
 class SettingsView:
@@ -35,7 +35,7 @@ class SettingsView:
         return reply
 
 
-def in_force(config: Config, setting: Written) -> str:
+def in_force(config: Config, setting: WrittenSetting) -> str:
     """What became of a setting, where its text does not say it: a share, "auto", a relative path, a size that was cut.
     Empty elsewhere."""
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)

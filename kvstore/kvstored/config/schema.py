@@ -155,7 +155,7 @@ class TenantSection:
     unmapped: bool = False  # whether users that the daemon's user namespace does not map are this tenant
 
 
-class Written(NamedTuple):
+class WrittenSetting(NamedTuple):
     """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
     one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for one of a tier, `section` is its name."""
 
@@ -191,7 +191,7 @@ class Config:
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str
-    written: tuple[Written, ...] = ()
+    written: tuple[WrittenSetting, ...] = ()
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:

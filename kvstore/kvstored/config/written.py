@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvstored.config.schema import Written
+from kvstored.config.schema import WrittenSetting
 
 DEFAULT_ORIGIN = "default"
 TENANT = "tenant"  # the section of which there are any number, apart from tiers: [[tenant]]
@@ -18,12 +18,12 @@ def names_in(sections: Table) -> Iterator[tuple[str, str]]:
         yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
 
 
-def written(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[Written]:
+def written(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[WrittenSetting]:
     """Every setting, with the origin of those that are not defaults. `merged` must have been checked."""
     for section, keys in merged.items():
         if section != TENANT:
             for key, value in keys.items():
-                yield Written(section, key, value, origins.get((section, key), DEFAULT_ORIGIN))
+                yield WrittenSetting(section, key, value, origins.get((section, key), DEFAULT_ORIGIN))
     for entry in merged[TENANT]:
         for key, value in entry.items():
-            yield Written(TENANT, key, value, origins[TENANT, ""], entry["name"])
+            yield WrittenSetting(TENANT, key, value, origins[TENANT, ""], entry["name"])

@@ -34,7 +34,7 @@ LOWER = 5  # priority: where processors are short, events wait for puts, not put
 BEAT_S = 2.0  # a topic without a batch for as long gets an empty one; sockets' files are looked for
 
 
-class Worker:
+class EventWorker:
     """`replay` is None where replay is off."""
 
     def __init__(self, daemon: socket.socket, stream: EventStream, publish: Endpoint, replay: Endpoint | None) -> None:
@@ -138,7 +138,7 @@ def main() -> int:
         [Place(*place) for place in settings["places"]], encode, settings["buffer"], time.time,
         settings["first_number"], former_topics=settings["topics"],
     )  # fmt: skip
-    Worker(daemon, stream, publish, replay).run()
+    EventWorker(daemon, stream, publish, replay).run()
     context.destroy(linger=0)
     return 0
 

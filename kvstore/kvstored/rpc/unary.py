@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
-from kvstored.admin.lifetime import Lifetime, State
-from kvstored.clients.session_factory import SessionFactory
-from kvstored.clients.sessions import Session
+from kvstored.admin.lifetime import Phase, State
+from kvstored.clients.sessions import Session, Sessions
 from kvstored.clients.tenants import Tenant
 from kvstored.rpc.callers import Callers, end_with
 from kvstored.rpc.verbs.inline import InlineCalls
@@ -52,15 +51,15 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self,
         calls: InlineCalls,
         callers: Callers,
-        factory: SessionFactory,
-        lifetime: Lifetime,
+        sessions: Sessions,
+        phase: Phase,
         limit: CallLimit,
         max_keys: int,
     ) -> None:
         self._calls = calls
         self._callers = callers
-        self._factory = factory
-        self._lifetime = lifetime
+        self._sessions = sessions
+        self._phase = phase
         self._limit = limit
         self._max_keys = max_keys
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -71,7 +70,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def put(session: Session, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
             if len(request.payloads) == len(blocks) and not blocks.are_given:
-                self._factory.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
+                self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
         return await self._answer(request, context, put)
@@ -91,8 +90,8 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         """The call's answer, with the keys where the caller gave none; a KVStoreError ends it with its status."""
         try:
             tenant = self._callers.tenant_of(context.invocation_metadata())
-            if self._lifetime.state is not State.SERVING:
-                raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
+            if self._phase.state is not State.SERVING:
+                raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
             self._under_way.add(work)
@@ -111,7 +110,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     ) -> Reply:
         with self._limit:
             named = request.chain
-            session = self._factory.open_call(tenant, fingerprint_of(named), "unary call")
+            session = self._sessions.open_call(tenant, fingerprint_of(named), "unary call")
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = call(session, blocks, request)
             if inspect.isawaitable(reply):

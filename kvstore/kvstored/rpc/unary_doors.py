@@ -24,7 +24,6 @@ from kvstored.rpc.callers import Callers, Guard
 from kvstored.rpc.grpc_socket import add_unix_port, connection_options
 from kvstored.rpc.health import Health
 from kvstored.rpc.unary import UnaryService
-from kvstored.sockets import SocketError
 
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
@@ -45,10 +44,7 @@ class UnaryDoors:
     def bind_local(self, path: Path) -> grpc.aio.Server:
         """A server that is bound to `path`, for our own user alone, and not yet started. Raises SocketError."""
         local = self._server(Callers(self.tokens, self.own))
-        try:
-            add_unix_port(local, path)
-        except (RuntimeError, OSError) as error:
-            raise SocketError(f"cannot listen on {path}: {error}") from None
+        add_unix_port(local, path)
         return local
 
     def bind_remote(self) -> grpc.aio.Server:

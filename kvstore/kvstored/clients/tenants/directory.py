@@ -208,6 +208,11 @@ class TenantDirectory:
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
 
+    def remote_mode(self, digest: bytes) -> str:
+        """Return what the tenant with this digest says of its blocks in remote tiers; "" where it says nothing."""
+        tenant = self.by_digest(digest)
+        return tenant.limits.remote if tenant is not None else ""
+
     def number(self, name: str, residency: Residency) -> int:
         """The residency's number of a tenant by name. Raises KVStoreError when there is no such tenant."""
         tenant = self._tenants.get(name)

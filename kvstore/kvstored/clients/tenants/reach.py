@@ -23,7 +23,7 @@ from kvstored.store.blocks import Residency
 log = logging.getLogger(__name__)
 
 
-class Stored:
+class StoredAmounts:
     """How much is stored under identities. A look at the moment."""
 
     def __init__(self, residency: Residency) -> None:
@@ -51,7 +51,7 @@ class Stored:
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
     """Names stand for what their users stored, as far as the rule goes; on the medium when it returns. `with_tokens`:
     names of tenants that others than their users can be. Raises OSError, with names as they were."""
-    keyring, stored = tenants.keyring, Stored(residency)
+    keyring, stored = tenants.keyring, StoredAmounts(residency)
     before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
     known = [name for name in known if stored.blocks(name)]
@@ -83,7 +83,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
 
 def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
     """A sentence for each tenant that has blocks and no callers: why, and what to do."""
-    stored = Stored(residency)
+    stored = StoredAmounts(residency)
     found = []
     for tenant in tenants.all():
         identity = tenants.keyring.identity_of(tenant.name)
@@ -97,7 +97,7 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
     return found
 
 
-def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stored) -> str | None:
+def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: StoredAmounts) -> str | None:
     """The identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring
     if (

@@ -39,7 +39,8 @@ class _Absent:
 
 
 class FormerClients:
-    """See the module. On the control loop; `restore` once, before any client is served."""
+    """See the module. On the control loop; `restore` once, before any client is served. `keeps_leases`: the daemon
+    stops, and who leaves from now on may come back to the next process for its leases."""
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger
@@ -47,6 +48,7 @@ class FormerClients:
         self._counters = counters
         self._absent: dict[int, _Absent] = {}
         self._by_token: dict[bytes, int] = {}
+        self.keeps_leases = False
 
     @property
     def epoch(self) -> bytes:

@@ -75,10 +75,6 @@ class Verbs:
         elif reply.HasField("reserve_slots"):
             self._in_place_put.undo(session, reply.reserve_slots)
 
-    def left(self, session: Session) -> None:
-        """The session has ended."""
-        self._in_place_put.leave(session)
-
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """The answers of a request that waits for bytes; a store may have two, and has begun when this returns; an
         acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
