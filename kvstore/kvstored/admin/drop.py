@@ -60,8 +60,7 @@ class Drop:
         wanted = request.fingerprint.lower()
         if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
             raise KVStoreError(
-                ErrorKind.INVALID,
-                f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)",
+                ErrorKind.INVALID, f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)"
             )
         digests = [digest for digest in self._tenants.fingerprints() if digest.hex().startswith(wanted)]
         if not digests:

@@ -25,11 +25,7 @@ class LiveSettings:
     """`resizes`: of the tiers whose capacity can change, by name. `certificates`: of the listener with TLS, if any."""
 
     def __init__(
-        self,
-        store: Store,
-        resizes: Mapping[str, TierResize],
-        tenants: LiveTenants,
-        certificates: Certificates | None,
+        self, store: Store, resizes: Mapping[str, TierResize], tenants: LiveTenants, certificates: Certificates | None
     ) -> None:
         self._store = store
         self._resizes = resizes

@@ -66,10 +66,7 @@ class Maintenance:
     async def prefault(self, still_wanted: Callable[[], bool]) -> None:
         """Touch arena pages ahead of puts, a slice at a time, while `still_wanted()`."""
         loop, host = asyncio.get_running_loop(), self._store.host
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread,
-            contextlib.suppress(RuntimeError),
-        ):
+        with ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread, contextlib.suppress(RuntimeError):
             while still_wanted():
                 self.prefaulted = await loop.run_in_executor(thread, host.prefault_slice, PREFAULT_SLICE_BYTES)
                 done_bytes, total_bytes = self.prefaulted

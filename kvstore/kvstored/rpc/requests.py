@@ -94,9 +94,7 @@ class Requests:
                 return quick
             if self._session.in_flight >= self._inflight_limit:
                 raise KVStoreError(
-                    ErrorKind.THROTTLED,
-                    f"{self._inflight_limit} requests of this client are waiting already",
-                    5,
+                    ErrorKind.THROTTLED, f"{self._inflight_limit} requests of this client are waiting already", 5
                 )
             replies = self._verbs.slow(self._session, op, request)
         except KVStoreError as error:

@@ -48,13 +48,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """`callers` finds the tenant of a caller on the socket that this instance serves."""
 
     def __init__(
-        self,
-        calls: InlineCalls,
-        callers: Callers,
-        sessions: Sessions,
-        phase: Phase,
-        limit: CallLimit,
-        max_keys: int,
+        self, calls: InlineCalls, callers: Callers, sessions: Sessions, phase: Phase, limit: CallLimit, max_keys: int
     ) -> None:
         self._calls = calls
         self._callers = callers

@@ -26,12 +26,5 @@ __all__ = [
 ]
 
 KINDS: Final[dict[str, type[TierSection]]] = {
-    kind.KIND: kind
-    for kind in (
-        SharedSection,
-        GpuSection,
-        MemorySection,
-        NvmeSection,
-        RemoteSection,
-    )
+    kind.KIND: kind for kind in (SharedSection, GpuSection, MemorySection, NvmeSection, RemoteSection)
 }
