@@ -14,15 +14,19 @@ from pathlib import Path
 import grpc
 
 from kvstore_proto.v1 import kvstore_pb2_grpc
+from kvstored.admin.accounts import add_accounts
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_totals import BlockTotals
 from kvstored.admin.drop import Drop
 from kvstored.admin.explain import Explain
-from kvstored.admin.history import HistoryView
+from kvstored.admin.history import history
 from kvstored.admin.lifetime import Lifetime, Phase
-from kvstored.admin.predictor import PredictorView
+from kvstored.admin.predictor import predictor
 from kvstored.admin.quarantine import Quarantine
 from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampler import Sampler
+from kvstored.admin.settings import settings
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
@@ -32,7 +36,7 @@ from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import Tokens, names_in
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
-from kvstored.rpc.admin import Call, admin_calls, serve_admin
+from kvstored.rpc.admin import Call, serve_admin
 from kvstored.rpc.callers import Callers
 from kvstored.rpc.direct_stream import DirectStreams
 from kvstored.rpc.grpc_socket import bind_grpc
@@ -124,14 +128,32 @@ async def listen(
 
 
 def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -> dict[str, Call]:
-    store, tenants, reload = services.views.parts.store, services.views.parts.tenants, control.reload
+    """Return what answers each call of the Admin service: a request in; out, the reply or an awaitable of it."""
+    views, reload, parts = services.views, control.reload, services.views.parts
+    store, tenants = parts.store, parts.tenants
     tokens_file = store.config.unary.tokens_in_use
-    drop = Drop(store, tenants)
+    drop, quarantine, blocks = Drop(store, tenants), Quarantine(store, tenants), BlockList(views)
     rename = RenameTenant(tenants, store.residency, drop, services.handshake, lambda: names_in(tokens_file))
-    history = HistoryView(services.sampler.history, store.flows, lambda: reload.config, store.clock)
-    predictor = PredictorView(store.prefetcher, store.residency)
-    quarantine = Quarantine(store, tenants)
-    return admin_calls(services.views, services.explain, history, drop, rename, lifetime, quarantine, reload, predictor)
+    return {
+        "Status": lambda _: views.status(),
+        "Tiers": lambda _: views.tiers(),
+        "Tenants": lambda _: add_accounts(parts, views.tenants()),
+        "Blocks": blocks.blocks,
+        "BlockTotals": BlockTotals(parts, blocks).totals,
+        "Explain": services.explain.explain,
+        "History": lambda request: history(request, services.sampler.history, store, reload.config),
+        "Drop": drop.drop,
+        "Invalidate": drop.invalidate,
+        "Quarantine": lambda _: quarantine.list(),
+        "ReleaseQuarantine": quarantine.release,
+        "Config": lambda _: settings(reload),
+        "Reload": lambda _: reload.reload(),
+        "RenameTenant": rename.rename,
+        "Flush": lifetime.flush,
+        "Drain": lifetime.drain,
+        "Shutdown": lifetime.shutdown,
+        "Predictor": partial(predictor, store.prefetcher, store.residency),
+    }
 
 
 async def _listen_to_unary(

@@ -18,13 +18,13 @@ from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstored.admin.lifetime import Phase
 from kvstored.clients.tenants import TenantDirectory
-from kvstored.clients.tenants.cluster_secret import read_cluster_secret
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import names_in
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
+from kvstored.config.private_input import read_cluster_secret
 from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.usage_file import UsageFile

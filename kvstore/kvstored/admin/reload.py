@@ -6,17 +6,18 @@ Owns the rules: a configuration that cannot be used changes nothing; of one that
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
-from kvstored.admin.named_files import Content, contents_of
 from kvstored.config import Config, ConfigError, TenantSection, WrittenSetting
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
@@ -24,6 +25,7 @@ from kvstored.lifetime.notify import notify
 log = logging.getLogger(__name__)
 Settings = tuple[WrittenSetting, ...]
 _FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capacity at most
+NEVER_READ = frozenset({"daemon.record"})  # written
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,28 @@ def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[W
             new = latter.get(old.name, old)
             yield new if new.name in applied or new.value == old.value else old
     yield from (each for each in (after if "[[tenant]]" in applied else before) if each.tenant)
+
+
+class Content(NamedTuple):
+    """`digest` identifies what a file held; `seen` says to people when it was written."""
+
+    path: Path
+    digest: bytes
+    seen: str
+
+
+def contents_of(config: Config) -> dict[str, Content]:
+    """Return what each file that a setting names holds now, by the setting's name: its path stays the same when that
+    changes."""
+    named = {f"{section}.{field}": value for section, field, value in config.fields() if isinstance(value, Path)}
+    return {name: _content(path) for name, path in named.items() if name not in NEVER_READ and not path.is_dir()}
+
+
+def _content(path: Path) -> Content:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    except OSError as error:
+        return Content(path, b"", f"{path}: {error.strerror}")
+    return Content(path, digest, f"{path} of {written}")

@@ -12,27 +12,18 @@ from kvstored.admin.reload import Reload
 from kvstored.config import Config, WrittenSetting
 
 
-class SettingsView:
-    """Answers the Config call. Shows the names of files with secrets and never what they hold."""
-
-    def __init__(self, reload: Reload) -> None:
-        self._reload = reload
-
-    def settings(self) -> pb.ConfigReply:
-        config = self._reload.config
-        waiting = {each.name: each.after for each in self._reload.waiting}
-        reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
-        for each in config.written:
-            reply.settings.add(
-                section=each.section,
-                key=each.key,
-                tenant=each.tenant,
-                written=toml_value(each.value),
-                in_force=in_force(config, each),
-                origin=each.origin,
-                waiting=waiting.get(each.name, ""),
-            )
-        return reply
+def settings(reload: Reload) -> pb.ConfigReply:
+    """Return the settings in force, and those that wait for a restart since the last `reload`. Shows the names of files
+    with secrets and never what they hold."""
+    config = reload.config
+    waiting = {each.name: each.after for each in reload.waiting}
+    reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
+    for each in config.written:
+        reply.settings.add(
+            section=each.section, key=each.key, tenant=each.tenant, written=toml_value(each.value),
+            in_force=in_force(config, each), origin=each.origin, waiting=waiting.get(each.name, ""),
+        )  # fmt: skip
+    return reply
 
 
 def in_force(config: Config, setting: WrittenSetting) -> str:

@@ -5,7 +5,8 @@ Defaults live in reference.toml alone; these classes have none, so that the two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -210,6 +211,12 @@ class Config:
 
     def tier(self, name: str) -> TierSection | None:
         return next((tier for tier in self.listed if tier.name == name), None)
+
+    def fields(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield (section, field, value) of each field of each section, tiers included."""
+        sections = {name: section for name, section in vars(self).items() if is_dataclass(section)}
+        for name, section in (sections | {tier.name: tier for tier in self.listed}).items():
+            yield from ((name, field, value) for field, value in vars(section).items())
 
     def with_tier(self, name: str, **changes: Any) -> Self:
         """The same with other settings of one tier."""

@@ -18,8 +18,8 @@ from kvstored.events import replays
 from kvstored.events.encoding import Place, encoder
 from kvstored.events.endpoint import Endpoint, Sent
 from kvstored.events.records import Changes, KindRecord, StoredBlock
-from kvstored.events.replays import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
 from kvstored.events.stream import NO_PARENT, EventStream
+from kvstored.events.worker import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
 from tests.reference.running_daemon import eventually, free_port
 
 TOPIC = b"kv@n.t@m"

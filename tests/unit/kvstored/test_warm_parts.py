@@ -21,8 +21,8 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.lifetime.recovery import ArenaImport
 from kvstored.lifetime.warm import restart
-from kvstored.lifetime.warm.arena_import import ArenaImport
 from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger

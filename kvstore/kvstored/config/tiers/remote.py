@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from kvstored.config.mistakes import ConfigError, need, one_of
-from kvstored.config.private_input import read_private
+from kvstored.config.private_input import read_private_lines
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection
 from kvstored.policy_names import ADMISSIONS, SHARES
@@ -123,14 +123,8 @@ def read_credentials(setting: str, path: Path | None) -> dict[str, str]:
     """The lines `name = value` of a file; none without a file. Raises ConfigError that names `setting`."""
     if path is None:
         return {}
-    try:
-        text = read_private(setting, path).decode()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{setting}: {path} is not text") from None
     found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_private_lines(setting, path), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.match(line.strip())

@@ -34,7 +34,7 @@ from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.config.tiers import SharedSection
-from kvstored.lifetime.warm.arena_import import ArenaImport
+from kvstored.lifetime.recovery import ArenaImport
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
 from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger, tier_of_chunk
