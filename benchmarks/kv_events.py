@@ -130,6 +130,7 @@ class Bench:
             self.residency, tiers, lambda kind: (TOPIC, TOKENS), self.publisher,
             asyncio.get_running_loop().call_later,
         )  # fmt: skip
+        self.publisher.start(lambda: None)
         self.publishes = False
         self.chain = 0
 

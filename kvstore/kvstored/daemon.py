@@ -24,8 +24,7 @@ from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored import __version__
 from kvstored.admin.explain import Explain
 from kvstored.admin.lifetime import Lifetime, Phase, State
-from kvstored.admin.live_settings import LiveSettings
-from kvstored.admin.live_tenants import LiveTenants
+from kvstored.admin.live_settings import LiveSettings, LiveTenants
 from kvstored.admin.reload import Reload
 from kvstored.admin.sampler import Sampler
 from kvstored.admin.views import Parts, Views
@@ -55,10 +54,10 @@ from kvstored.lifetime.warm import KeeperError
 from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.listening import Control, Services, listen
 from kvstored.process import end_without_order, since_process_start_s
-from kvstored.rpc import unary
 from kvstored.rpc.direct_stream import DirectStreams
 from kvstored.rpc.health import Health
 from kvstored.rpc.requests import StreamServices
+from kvstored.rpc.unary import SERVICE
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.recorded import recorded
@@ -271,7 +270,7 @@ def make_control(
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
     live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, tokens)
     reload = Reload(config, read, LiveSettings(store, resizes, live_tenants, certificates))
-    served = (unary.SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
+    served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
     return Control(reload, tokens, certificates, Health(services.phase, served, store.modes, store.residency.tiers))
 
 

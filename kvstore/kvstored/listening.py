@@ -43,8 +43,7 @@ from kvstored.rpc.grpc_socket import bind_grpc
 from kvstored.rpc.health import Health
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import SessionService
-from kvstored.rpc.unary import CallLimit, UnaryService
-from kvstored.rpc.unary_doors import UnaryDoors
+from kvstored.rpc.unary import CallLimit, UnaryDoors, UnaryService
 from kvstored.rpc.verbs.delete import DeleteVerb
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.socket_files import SocketFiles, serve_grpc, start_server

@@ -13,7 +13,7 @@ import socket
 import stat
 from pathlib import Path
 
-from kvstored.clients.tenants.user_namespace import is_unmapped
+from kvstored.process import is_unmapped
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024  # a client that finds it full has to try again

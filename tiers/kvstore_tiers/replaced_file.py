@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 
@@ -33,5 +32,4 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def replaced_file(path: Path, *, durable: bool = True) -> AbstractContextManager[BufferedWriter]:
     """Return a file to write that takes the place of `path`; otherwise as `replace_file`."""
-    hit = partial(failpoints.hit, f"file.{path.name}")
-    return whole.replaced_file(path, durable=durable, before_rename=hit)
+    return whole.replaced_file(path, durable=durable, before_rename=lambda: failpoints.hit(f"file.{path.name}"))

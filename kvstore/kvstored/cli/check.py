@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands
 from kvstore_console.printable import printable
-from kvstored.cli.exits import failure, mistake
-from kvstored.exits import EXIT_DAMAGE, EXIT_OK
+from kvstored.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_console.progress import Progress

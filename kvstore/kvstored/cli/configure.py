@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 from kvstore_console.command_line import Commands
-from kvstored.cli.exits import mistake
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, mistake
 
 EXAMPLES = """\
 examples:

@@ -9,8 +9,7 @@ from pathlib import Path
 from kvstore_console.command_line import Commands
 from kvstore_console.table import render_facts
 from kvstored.cli.check import what_is_wrong
-from kvstored.cli.exits import failure, mistake
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, failure, mistake
 
 EXAMPLES = """\
 examples:

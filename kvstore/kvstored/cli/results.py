@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstored.cli.exits import failure
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, failure
 
 
 def hand_over(print_all: Callable[[], None], plot: Path | None, page: Callable[[], str]) -> int:

@@ -8,7 +8,7 @@ import signal
 
 from kvstore_console.command_line import Commands
 from kvstored.cli.configure import add_settings, overrides
-from kvstored.cli.exits import failure, mistake
+from kvstored.exits import failure, mistake
 
 EXAMPLES = """\
 examples:

@@ -15,8 +15,8 @@ _SETTING = "cluster.secret_file"
 
 
 def read_private(setting: str, path: Path) -> bytes:
-    """Return the bytes of the file `path`, if only its owner can read or change it, and that owner is us or root. Raises
-    ConfigError that names `setting`."""
+    """Return the bytes of the file `path`, if only its owner can read or change it, and that owner is us or root.
+    Raises ConfigError that names `setting`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

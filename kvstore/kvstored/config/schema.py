@@ -214,9 +214,11 @@ class Config:
 
     def fields(self) -> Iterator[tuple[str, str, Any]]:
         """Yield (section, field, value) of each field of each section, tiers included."""
-        sections = {name: section for name, section in vars(self).items() if is_dataclass(section)}
-        for name, section in (sections | {tier.name: tier for tier in self.listed}).items():
-            yield from ((name, field, value) for field, value in vars(section).items())
+        for name, section in vars(self).items():
+            sections = [(tier.name, tier) for tier in self.listed] if name == "listed" else [(name, section)]
+            for title, each in sections:
+                if is_dataclass(each):
+                    yield from ((title, field, value) for field, value in vars(each).items())
 
     def with_tier(self, name: str, **changes: Any) -> Self:
         """The same with other settings of one tier."""

@@ -90,9 +90,8 @@ def open_events(
 
     call_later = asyncio.get_running_loop().call_later
     feed = EventFeed(residency, store.tiers if section.tokens else (), kind_text, publisher, call_later)
-    publisher.at_restart(feed.announce_all)
     stack.callback(feed.stop)
-    feed.announce_all()
+    publisher.start(feed.announce_all)
     log.info("KV events are published on %s", section.listen)
 
 

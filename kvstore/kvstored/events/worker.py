@@ -68,8 +68,8 @@ class Replays:
 
     A peer is sent the next batch when it has read most of what it was sent before, so a peer that never reads costs
     `WINDOW_BYTES` or one batch, and all of them together `MOST_BYTES` and one batch more. One that reads nothing for
-    `STALL_S` while others wait, or for `GIVEN_UP_S`, is cut. A peer asks for one replay at a time: `WAITING_A_PEER` wait
-    behind it, more are dropped."""
+    `STALL_S` while others wait, or for `GIVEN_UP_S`, is cut. A peer asks for one replay at a time: `WAITING_A_PEER`
+    wait behind it, more are dropped."""
 
     def __init__(self, endpoint: Endpoint, stream: EventStream, now_s: Callable[[], float]) -> None:
         self._endpoint, self._stream, self._now_s = endpoint, stream, now_s

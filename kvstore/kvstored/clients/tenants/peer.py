@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstored.clients.containers import container_of
-from kvstored.clients.tenants.user_namespace import is_unmapped
+from kvstored.process import is_unmapped
 
 _SO_PEERPIDFD = 77  # Linux 6.5; missing from Python's socket module
 _UCRED = struct.Struct("3i")

@@ -14,12 +14,12 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.clients.sessions import Session
 from kvstored.lifetime.warm.ledger import FormerSession, Ledger, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, Place
+from kvstored.process import start_ticks
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
@@ -172,13 +172,3 @@ def _watch(former: FormerSession) -> int | None:
         os.close(pidfd)
         return None  # another process has that number now
     return pidfd
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process was started: a later one of the same number has another value. None if that cannot be seen."""
-    if not pid:
-        return None
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None

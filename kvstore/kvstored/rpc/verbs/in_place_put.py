@@ -17,7 +17,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.sessions import Session
-from kvstored.clients.staged_blocks import ReservedBlocks
+from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS, Clock
 from kvstored.config import Config
 from kvstored.rpc.verbs.validate import (
