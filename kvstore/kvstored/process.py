@@ -31,8 +31,8 @@ def connections_within(most: int) -> int:
 
 
 def set_priority(nice: int) -> None:
-    """For the calling thread and those it begins from now on, unless the process was given a priority by others. A
-    higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
+    """Set the priority of the calling thread and of the threads it begins from now on, unless the process was given a
+    priority by others. A higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
     if os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, nice)
@@ -63,7 +63,7 @@ def file_identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def end_without_order(limit_s: float) -> None:
-    """In a thread of its own: the loop may be what hangs."""
+    """End this process, from a thread of its own: the loop may be what hangs."""
     try:
         log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
     finally:

@@ -1,4 +1,5 @@
-"""What a node holds, opened in order: tenants, tiers with what survived in them, residency, and the store over them.
+"""All that a node holds, opened in order: tenants, tiers with what survived in them, residency, and the store over
+them.
 
 Owns the order of a start: identity before tiers, tiers before residency, recovery before policies. Serves no client.
 """

@@ -74,7 +74,7 @@ class BlockList:
         return reply
 
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
-        """Which blocks are asked for. Raises KVStoreError as `blocks`."""
+        """Return which blocks are asked for. Raises KVStoreError as `blocks`."""
         parts, residency = self._parts, self._store.residency
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")

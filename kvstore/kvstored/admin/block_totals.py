@@ -30,7 +30,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass
 class _Sums:
-    """Of one group. `slot_bytes` by tier; `last_ns` is the latest use."""
+    """The sums of one group. `slot_bytes` by tier; `last_ns` is the latest use."""
 
     blocks: int = 0
     payload_bytes: int = 0
@@ -167,7 +167,7 @@ class _Heads:
         return cls(heads, generation)
 
     def is_current(self, residency: Residency, row: int) -> bool:
-        """Whether the row is still what it was."""
+        """Return whether the row is still what it was."""
         return bool(residency.rows.generation[row] == self._generation[row]) and residency.rows.key(row) is not None
 
 

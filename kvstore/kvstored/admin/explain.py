@@ -219,7 +219,8 @@ class Explain:
         return {(tenant, key) for tenant, key in found if tenant in tenants}
 
     def _fingerprints(self, prefix: str, tenant: int | None, known: set[bytes]) -> list[pb.FingerprintStatus]:
-        """Those whose digest begins with `prefix`; without one, those under which the tenant (or any) has stored."""
+        """List the fingerprints whose digest begins with `prefix`; without one, under which the tenant (or any) has
+        stored."""
         parts, residency = self._parts, self._store.residency
         if prefix and (len(prefix) < MIN_FINGERPRINT_DIGITS or any(char not in "0123456789abcdef" for char in prefix)):
             raise KVStoreError(

@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Phase:
-    """Where the daemon is in its life; each of `on_change` is called at once when that changes. `ready_after_s`: from
+    """The daemon's place in its life; each of `on_change` is called at once when that changes. `ready_after_s`: from
     the start of the process to serving, 0 before."""
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class LiveTenants:
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:
-    """Whether a token may be a tenant's, as `TenantDirectory.named` will have it."""
+    """Return whether a token may be a tenant's, as `TenantDirectory.named` will have it."""
     is_user = config.tenant_default == "by-uid" and uid_of(name) is not None
     return is_user or any(section.name == name for section in config.tenants)
 

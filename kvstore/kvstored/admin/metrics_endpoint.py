@@ -32,7 +32,7 @@ from kvstored.config.addresses import address_of, numeric
 from kvstored.config.schema import MetricsSection
 from kvstored.process import connections_within
 from kvstored.sockets import SocketError
-from kvstored.telemetry import Flows, Latencies
+from kvstored.telemetry import Latencies
 
 log = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 5.0  # of a scrape; Prometheus gives up after 10 by default
@@ -43,22 +43,18 @@ BACKLOG = 32  # the most that are accepted before one is closed
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class MetricsEndpoint:
-    """Listens as `section` says, as soon as it is made. Raises SocketError when it cannot."""
+def serve_metrics(section: MetricsSection, views: Views, latencies: Latencies) -> BoundedHttp:
+    """Listen as `section` says, from now on until the server that is returned is closed. Raises SocketError."""
+    flows = views.parts.store.flows
 
-    def __init__(self, section: MetricsSection, views: Views, flows: Flows, latencies: Latencies) -> None:
-        def take() -> Snapshot:
-            tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
-            return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
+    def take() -> Snapshot:
+        tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
+        return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_OnLoop(asyncio.get_running_loop(), take))
-        most = connections_within(section.connections)
-        self._http = BoundedHttp(_listener(section.listen, most), make_wsgi_app(registry), most)
-
-    def close(self) -> None:
-        """End all connections; waits for a thread."""
-        self._http.close()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_OnLoop(asyncio.get_running_loop(), take))
+    most = connections_within(section.connections)
+    return BoundedHttp(_listener(section.listen, most), make_wsgi_app(registry), most)
 
 
 def _listener(listen: str, backlog: int) -> socket.socket:

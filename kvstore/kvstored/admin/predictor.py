@@ -1,4 +1,4 @@
-"""What prefetch by prediction does and was good for, and its switch. Keeps nothing."""
+"""Prefetch by prediction as an operator sees it, and its switch. Keeps nothing."""
 
 from __future__ import annotations
 

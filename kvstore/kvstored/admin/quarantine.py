@@ -16,7 +16,7 @@ from kvstored.store.assembly import Store
 
 
 class Quarantine:
-    """That of `store`'s NVMe tier; a daemon without one has none."""
+    """Lists and releases the quarantine of `store`'s NVMe tier; a daemon without one has none."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store

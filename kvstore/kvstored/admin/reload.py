@@ -56,7 +56,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """As `reload`, for a caller that reads the log alone."""
+        """Do as `reload`, for a caller that reads the log alone."""
         try:
             self.reload()
         except KVStoreError:
@@ -171,7 +171,7 @@ def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
 
 
 def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[WrittenSetting]:
-    """What was written of the settings in force: a setting that waits for a restart is as it was."""
+    """Return what was written of the settings in force: a setting that waits for a restart is as it was."""
     latter = {each.name: each for each in after}
     for old in before:
         if not old.tenant:

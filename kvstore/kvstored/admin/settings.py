@@ -27,8 +27,8 @@ def settings(reload: Reload) -> pb.ConfigReply:
 
 
 def in_force(config: Config, setting: WrittenSetting) -> str:
-    """What became of a setting, where its text does not say it: a share, "auto", a relative path, a size that was cut.
-    Empty elsewhere."""
+    """Return what became of a setting, where its text does not say it: a share, "auto", a relative path, a size that
+    was cut. Empty elsewhere."""
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
     if setting.tenant:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)

@@ -32,7 +32,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """What the command line sets, as `load_config` takes it."""
+    """Return what the command line sets, as `load_config` takes it."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))

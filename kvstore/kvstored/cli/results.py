@@ -1,4 +1,4 @@
-"""What a simulation found goes to standard output, and as a page to a file: the last step of every mode."""
+"""The result of a simulation goes to standard output, and as a page to a file: the last step of every mode."""
 
 from __future__ import annotations
 

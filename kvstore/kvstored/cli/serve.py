@@ -93,7 +93,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """What the command line sets, these two included."""
+    """Return what the command line sets, these two included."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("record", arguments.record), ("log_level", arguments.log_level))

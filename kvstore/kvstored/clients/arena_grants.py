@@ -1,4 +1,4 @@
-"""Which arenas a client may map: read-only those of its own tenant and no other's, and writable only those for puts in
+"""The arenas that a client may map: read-only its own tenant's and no other's, and writable only the ones for puts in
 place, where its tenant may do that. A client on a device may import memory of its tenant there.
 """
 
@@ -14,7 +14,7 @@ from kvstored.store.assembly import Store
 
 
 class ArenaGrants:
-    """See the module."""
+    """Grants the memory of `store` to clients."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -28,7 +28,7 @@ class Streams(Protocol):
 
 
 class Reception:
-    """What the daemon does for a client of the handshake socket; refusals are KVStoreError. `former` is None without
+    """Receives clients of the handshake socket, and lets them go; refusals are KVStoreError. `former` is None without
     warm restart."""
 
     def __init__(

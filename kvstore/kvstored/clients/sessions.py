@@ -42,7 +42,7 @@ class Session(Client):
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
-        """After the end: give the staging memory back, as soon as nothing copies from it any more."""
+        """Give the staging memory back after the end, as soon as nothing copies from it any more."""
         if self.closed and not self.copying and self.staging is not None:
             staging, self.staging = self.staging, None
             staging.forget_fd()

@@ -38,7 +38,7 @@ class Staging:
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
-        """As the client wrote them, taken once: it may still be writing."""
+        """Return token ids as the client wrote them, taken once: it may still be writing."""
         return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
@@ -57,8 +57,8 @@ def tokens_in(header: bytes) -> bytes:
 
 
 class StagingPool:
-    """What all clients' staging together may take of the DRAM capacity. It is set aside at the start of the daemon, so
-    that a tier full of blocks never keeps a client from writing."""
+    """The part of the DRAM capacity that all clients' staging together may take. It is set aside at the start of the
+    daemon, so that a tier full of blocks never keeps a client from writing."""
 
     def __init__(self, size_bytes: int, per_client_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -66,8 +66,8 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """What a client gets: what it wants, up to its own limit and a quarter of what is left, so that later clients
-        can write too; 0 when nothing is left."""
+        """Return what a client gets: what it wants, up to its own limit and a quarter of what is left, so that later
+        clients can write too; 0 when nothing is left."""
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
         granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)

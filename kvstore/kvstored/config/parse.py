@@ -1,4 +1,4 @@
-"""From TOML to Config: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
+"""Makes a Config of TOML: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
 
 Unknown keys are errors with a suggestion. Never does: touch the file system beyond reading the file and asking how
 large the machine's memory and the NVMe file system are.
@@ -17,14 +17,23 @@ from typing import Any, get_type_hints
 
 from kvstore_console.units import human_bytes, parse_size
 from kvstored.config.addresses import address_of
-from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
+from kvstored.config.documents import (
+    TENANT,
+    in_order,
+    lay_over,
+    names_in,
+    read_file,
+    read_override,
+    read_reference,
+    tiers_in,
+    written,
+)
 from kvstored.config.events import check_events
-from kvstored.config.mistakes import ConfigError, did_you_mean, need, one_of
+from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
 from kvstored.config.schema import Config, PrefetchSection, TenantSection, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tiers import KINDS, Machine
 from kvstored.config.tiers.remote import MODES
-from kvstored.config.written import TENANT, names_in, written
 from kvstored.predictor_names import LEARNED, PREDICTORS
 
 Table = dict[str, Any]
@@ -113,8 +122,7 @@ def _check_prefetch(prefetch: PrefetchSection) -> None:
         f"prefetch.horizon_s must be more than 0 and at most {HORIZON_MAX_S}, got {prefetch.horizon_s}",
     )
     for name in ("min_probability", "waste_limit"):
-        share = getattr(prefetch, name)
-        need(0 <= share <= 1, f"prefetch.{name} must be from 0 to 1, got {share}")
+        need_within(f"prefetch.{name}", getattr(prefetch, name), 0, 1)
 
 
 def _check(config: Config) -> None:
@@ -125,7 +133,7 @@ def _check(config: Config) -> None:
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
-    need(-20 <= config.daemon.nice <= 19, f"daemon.nice must be from -20 to 19, got {config.daemon.nice}")
+    need_within("daemon.nice", config.daemon.nice, -20, 19)
     need(config.scrub.rate_bytes >= 1 << 16, "scrub.rate must be at least 64KiB; scrub.enabled = false turns it off")
     for name, seconds in vars(config.scrub).items():
         if name.endswith("_s"):
@@ -146,7 +154,7 @@ def _check(config: Config) -> None:
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
     _check_prefetch(config.prefetch)
-    need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
+    need_within("index.slots", config.index.slots, 0, MAX_INDEX_SLOTS)
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
 

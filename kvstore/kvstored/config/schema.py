@@ -196,7 +196,7 @@ class Config:
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:
-        """Those that are not turned off."""
+        """Return the tiers that are not turned off."""
         return tuple(tier for tier in self.listed if tier.enabled)
 
     @property
@@ -221,6 +221,6 @@ class Config:
                     yield from ((title, field, value) for field, value in vars(each).items())
 
     def with_tier(self, name: str, **changes: Any) -> Self:
-        """The same with other settings of one tier."""
+        """Return this configuration with other settings of one tier."""
         listed = (replace(tier, **changes) if tier.name == name else tier for tier in self.listed)
         return replace(self, listed=tuple(listed))

@@ -47,7 +47,8 @@ class TokenColumns:
         self.readable = sum(1 << position for position, tier in enumerate(tiers) if tier.info.is_in_memory)
 
     def read(self, rows: Integers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
-        """How many each of `rows` has, and all of them, packed in order. None of a block that is not in memory."""
+        """Return how many each of `rows` has, and all of them, packed in order. None of a block that is not in
+        memory."""
         counts = np.zeros(len(rows), np.uint16)
         left = masks & self.readable
         parts: list[tuple[Integers, Integers, npt.NDArray[np.int32]]] = []  # which rows, their places, the memory
@@ -73,7 +74,8 @@ class TokenColumns:
     def _places(
         self, tier: Tier, position: int, rows: Integers, here: Integers
     ) -> list[tuple[Integers, Integers, npt.NDArray[np.int32]]]:
-        """Of the rows that `here` picks: the words of each container's memory, and where in them each slot begins."""
+        """Return, of the rows that `here` picks, the words of each container's memory, and where in them each slot
+        begins."""
         copies, wanted = self._residency.copies[position], rows[here]
         containers = np.frombuffer(copies.container, np.uint32)[wanted]
         offsets = np.frombuffer(copies.offset, np.uint64)[wanted].astype(np.int64)
@@ -91,7 +93,7 @@ class TokenColumns:
 
 
 class Outlet(Protocol):
-    """What takes messages. Sent to while it is not ready, it keeps them."""
+    """Takes messages. Sent to while it is not ready, it keeps them."""
 
     @property
     def ready(self) -> bool: ...
@@ -130,7 +132,7 @@ class EventFeed:
         return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """From now on notice changes. Let the publisher forget what it knows, and send it everything."""
+        """Notice changes from now on. Let the publisher forget what it knows, and send it everything."""
         rows = self._residency.rows
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
@@ -158,7 +160,7 @@ class EventFeed:
         self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
 
     def _wait_once(self) -> None:
-        """What was noted twice waits once."""
+        """Let what was noted twice wait once."""
         is_noted = np.zeros(self._residency.rows.capacity, np.bool_)  # sorting millions of rows would take seconds
         is_noted[np.frombuffer(self._rows[self._taken :], np.uint32)] = True
         self._wait_for(np.flatnonzero(is_noted))
@@ -204,7 +206,7 @@ class EventFeed:
     # One slice
 
     def _send(self, noted: Numbers) -> None:
-        """What these rows are now."""
+        """Send what these rows are now."""
         columns = self._residency.rows
         self._grow(columns.capacity)
         self._learn_kinds()
@@ -235,7 +237,7 @@ class EventFeed:
     def _stored_columns(
         self, rows: Numbers, kind: npt.NDArray[np.uint32], mask: npt.NDArray[np.uint8]
     ) -> tuple[bytes, bytes, bytes]:
-        """Of blocks that are stored: what each has, the keys of parents, token ids."""
+        """Return, of blocks that are stored, what each has, the keys of parents, token ids."""
         if not len(rows):
             return b"", b"", b""
         counts, ids = self._tokens.read(rows, mask)
@@ -280,7 +282,7 @@ class EventFeed:
         return found
 
     def _is_news(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
+        """Return whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
         columns = self._residency.rows
         stored = np.frombuffer(columns.mask, np.uint8)[rows] != 0
         other = np.frombuffer(columns.generation, np.uint32)[rows] != self._generation[rows]
@@ -288,7 +290,7 @@ class EventFeed:
         return found
 
     def _learn_kinds(self) -> None:
-        """Which kinds of rows are published; the publisher hears of them first."""
+        """Find out which kinds of rows are published; the publisher hears of them first."""
         kinds = self._residency.kinds
         if len(kinds) == len(self._published):
             return

@@ -74,11 +74,11 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a process, and it has taken everything so far."""
+        """Return whether there is a process, and it has taken everything so far."""
         return self._socket is not None and not self._waiting
 
     def send(self, message: bytes) -> None:
-        """Without a process it is lost: everything is announced to the next one."""
+        """Send `message`. Without a process it is lost: everything is announced to the next one."""
         if self._socket is None:
             return
         self._waiting += message
@@ -134,7 +134,7 @@ class Publisher:
             self._timer = self._loop.call_later(AGAIN_S, self._start_again)
 
     def _start_again(self) -> None:
-        """As `start`, but nothing waits for the answer."""
+        """Do as `start`, but wait for no answer."""
         self._counters.add("event_restarts")
         try:
             self._coming = self._launch()

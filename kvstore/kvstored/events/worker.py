@@ -23,7 +23,7 @@ from typing import Any
 
 import zmq
 
-from kvstored.events.encoding import Place, encoder
+from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.endpoint import Endpoint, Sent
 from kvstored.events.records import STATISTICS, unpack
 from kvstored.events.stream import Batch, EventStream
@@ -158,7 +158,7 @@ class EventWorker:
         self._beats_s = time.monotonic() + BEAT_S
 
     def run(self) -> None:
-        """Until the daemon is gone."""
+        """Serve until the daemon is gone."""
         poller = zmq.Poller()
         poller.register(self._daemon, zmq.POLLIN)
         for endpoint in self._endpoints:
@@ -244,7 +244,7 @@ def main() -> int:
         return 1
     daemon.sendall(b"ready\n")
     stream = EventStream(
-        [Place(*place) for place in settings["places"]], encode, settings["buffer"], time.time,
+        [CopyPlace(*place) for place in settings["places"]], encode, settings["buffer"], time.time,
         settings["first_number"], former_topics=settings["topics"],
     )  # fmt: skip
     EventWorker(daemon, stream, publish, replay).run()

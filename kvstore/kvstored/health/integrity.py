@@ -38,7 +38,7 @@ SLICE_ROWS = 4096
 
 @dataclass
 class InvariantReport:
-    """What the walks over the daemon's books have found."""
+    """The findings of the walks over the daemon's books."""
 
     walks: int = 0
     last_walk_s: float = 0.0
@@ -47,7 +47,7 @@ class InvariantReport:
 
 
 class InvariantChecker:
-    """When the daemon is idle, as `is_idle()` says, compares residency with itself and with the tiers' slots. `run` is
+    """Compares, when the daemon is idle, as `is_idle()` says, residency with itself and with the tiers' slots. `run` is
     a task until it is cancelled.
 
     Owns when to walk and what is reported; the judgement is `residency.check` and the tier's own (`check_books`,
@@ -111,7 +111,7 @@ class InvariantChecker:
         )  # fmt: skip
 
     def _state(self) -> object:
-        """What differs whenever something moved. What only reads, the scrubber above all, moves nothing."""
+        """Return what differs whenever something moved. What only reads, the scrubber above all, moves nothing."""
         return self._store.residency.changes
 
     def _check_held(self, faults: list[str]) -> Iterator[None]:
@@ -132,7 +132,7 @@ class InvariantChecker:
 
 @dataclass
 class IntegrityReport:
-    """What `kvctl status` shows."""
+    """The integrity of the store, as `kvctl status` shows it."""
 
     scrub: ScrubReport = field(default_factory=ScrubReport)
     books: InvariantReport = field(default_factory=InvariantReport)
@@ -155,7 +155,7 @@ class Integrity:
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:
-        """By name, what to run."""
+        """Return what to run, by name."""
         scrub = self._store.config.scrub
         wanted: dict[str, Task] = {"orphans": self._watch_orphans}
         if scrub.books_s:

@@ -102,7 +102,8 @@ class Holder:
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _has_room(self) -> bool:
-        """Whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at once."""
+        """Return whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at
+        once."""
         if len(self._connections) >= MAX_CONNECTIONS:
             is_silent = (each for each, has_spoken in self._connections.items() if not has_spoken and not _speaks(each))
             if (oldest := next(is_silent, None)) is not None:
@@ -173,7 +174,7 @@ class Holder:
 
 
 def _speaks(connection: socket.socket) -> bool:
-    """Whether something of it waits to be read, its end included."""
+    """Return whether something of it waits to be read, its end included."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:

@@ -35,7 +35,7 @@ _DEPARTURES = _Departures()
 
 
 def expect_departures() -> None:
-    """From now on, in this process. To call it again does nothing."""
+    """Let failed sends be no news from now on, in this process. To call it again does nothing."""
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 
 

@@ -31,7 +31,8 @@ class StreamOver(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamServices:
-    """What a stream needs to answer requests. `inflight_limit` bounds the tasks of one client, over all its streams."""
+    """The needs of a stream to answer requests. `inflight_limit` bounds the tasks of one client, over all its
+    streams."""
 
     verbs: Verbs
     inflight_limit: int

@@ -45,7 +45,7 @@ _ANSWER_SLACK_BYTES = 64 << 10
 
 
 class CallLimit:
-    """How many calls may be under way at once, over all sockets."""
+    """A bound on the calls that are under way at once, over all sockets."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls

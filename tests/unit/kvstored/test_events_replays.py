@@ -15,7 +15,7 @@ pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not
 import zmq
 
 from kvstored.events import worker
-from kvstored.events.encoding import Place, encoder
+from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.endpoint import Endpoint, Sent
 from kvstored.events.records import Changes, KindRecord, StoredBlock
 from kvstored.events.stream import NO_PARENT, EventStream
@@ -32,7 +32,7 @@ class Node:
 
     def __init__(self, context: Any, address: str, most: int = 8) -> None:
         self.now_s = 0.0
-        self.stream = EventStream([Place("CPU")], encoder("map"), BATCHES, lambda: 0.0)
+        self.stream = EventStream([CopyPlace("CPU")], encoder("map"), BATCHES, lambda: 0.0)
         self.endpoint = Endpoint(context, zmq.ROUTER, address, most, 1000)
         self.replays = Replays(self.endpoint, self.stream, lambda: self.now_s)
         self.stream.apply([KindRecord(0, 1024, 0, TOPIC)])

@@ -42,7 +42,7 @@ class Tenant:
     limits: TenantSection
 
     def puts_in_place(self, put: PutSection) -> bool:
-        """Whether its clients may write blocks in place."""
+        """Return whether its clients may write blocks in place."""
         own = self.limits.put_in_place
         return put.in_place if own is None else own
 
@@ -167,7 +167,7 @@ class TenantDirectory:
         return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
 
     def section(self, name: str) -> TenantSection | None:
-        """What the configuration says of a tenant; None for one that it does not list."""
+        """Return what the configuration says of a tenant; None for one that it does not list."""
         return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
@@ -175,7 +175,7 @@ class TenantDirectory:
         return next((section for section in self.listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
-        """Whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
+        """Return whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
         uid = uid_of(name)
         if uid is None:
             return self.section(name) is not None
@@ -210,7 +210,7 @@ class TenantDirectory:
         return residency.tenant(tenant.index_name)
 
     def name_of_index(self, index_name: str) -> str:
-        """What people call the tenant that the residency index knows by `index_name`."""
+        """Return what people call the tenant that the residency index knows by `index_name`."""
         return self.name_of(bytes.fromhex(index_name))
 
     def name_of(self, digest: bytes) -> str:
@@ -253,7 +253,7 @@ class TenantDirectory:
         self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
-        """The same for one that may have no number of its own: one that no block has, then."""
+        """Return the number of a fingerprint that may have none of its own: one that no block has, then."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:

@@ -83,7 +83,7 @@ class Keyring:
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
-        """What a tenant's name stands for; None where its own name is another tenant's identity."""
+        """Return what a tenant's name stands for; None where its own name is another tenant's identity."""
         bound = self._identities.get(name)
         if bound is not None:
             return bound

@@ -53,7 +53,7 @@ def ourselves() -> Peer:
 
 
 def has_exited(peer: Peer) -> bool:
-    """Whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
+    """Return whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
     if peer.pid <= 0:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which stored blocks no caller can reach, because the configuration calls their users by another name; and those that
+"""Stored blocks that no caller can reach, because the configuration calls their users by another name, and blocks that
 follow their user to a new name by themselves.
 
 The rule: what user N stored as tenant uid-N is never given to a tenant that does not list N. A tenant that is newly
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class StoredAmounts:
-    """How much is stored under identities. A look at the moment."""
+    """The amounts stored under identities, as they are at the moment."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -39,7 +39,7 @@ class StoredAmounts:
         return 0 if number is None else self._residency.tenant_blocks(number)
 
     def nbytes(self, identity: str) -> int:
-        """In the tier that has most of it."""
+        """Return the bytes in the tier that has most of it."""
         number, tiers = self.number(identity), range(len(self._residency.tiers))
         return 0 if number is None else max(self._residency.tenant_bytes(number, tier) for tier in tiers)
 
@@ -113,7 +113,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
 
 
 def _reasons(name: str, tenants: TenantDirectory) -> Iterator[tuple[str, str]]:
-    """Why no caller is this tenant, and which one is in its place."""
+    """Return why no caller is this tenant, and which one is in its place."""
     uid = uid_of(name)
     if uid is None:
         if tenants.section(name) is None:

@@ -31,7 +31,7 @@ class Tokens:
         return len(self._entries)
 
     def replace(self, entries: list[tuple[bytes, str]]) -> None:
-        """From now on these are the tokens."""
+        """Let these be the tokens from now on."""
         self._entries = entries
 
     def tenant_of(self, token: str) -> Tenant | None:

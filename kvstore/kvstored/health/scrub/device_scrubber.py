@@ -19,7 +19,7 @@ SLICE_ROWS = 4096  # looked through in one piece
 
 
 class DeviceScrubber:
-    """Of the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
+    """Scrubs the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
 
     def __init__(self, store: Store) -> None:
         self._settings = store.config.scrub

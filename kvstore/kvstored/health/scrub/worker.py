@@ -99,7 +99,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class ScrubSettings:
-    """What the daemon has the worker do."""
+    """The worker's orders from the daemon."""
 
     directory: str
     position: str
