@@ -29,13 +29,13 @@ class Named(Protocol):
 
 
 class Caller(Protocol):
-    """A session, to those who count."""
+    """A session, to those who count. `tenant_id`: the tenant's number in residency. `account`: the name for whom the
+    engine asks; empty where it does not say."""
 
-    @property
-    def session_id(self) -> int: ...
-
-    @property
-    def client_name(self) -> str: ...
+    session_id: int
+    client_name: str
+    tenant_id: int
+    fingerprint_digest: bytes
 
     @property
     def peer(self) -> Process: ...
@@ -44,17 +44,7 @@ class Caller(Protocol):
     def tenant(self) -> Named: ...
 
     @property
-    def tenant_id(self) -> int:
-        """The tenant's number in residency."""
-        ...
-
-    @property
-    def fingerprint_digest(self) -> bytes: ...
-
-    @property
-    def account(self) -> str:
-        """The name for whom the engine asks; empty where it does not say."""
-        ...
+    def account(self) -> str: ...
 
 
 @dataclass(slots=True)
