@@ -9,13 +9,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-NOBODY, UNSEEN = 0, -1  # in the place of a process's number; UNSEEN is in another pid namespace
+UNLOCKED, UNSEEN = 0, -1  # in the place of a process's number; UNSEEN is in another pid namespace
 LOCKS = Path("/proc/locks")
 
 
 def lock_holder(*paths: Path, locks: Path = LOCKS) -> int:
     """Return the process that has locked one of `paths` for itself alone, `UNSEEN` for one that cannot be seen from
-    here, `NOBODY` where none has. `locks`: the kernel's list. Raises OSError where that cannot be read."""
+    here, `UNLOCKED` where none has. `locks`: the kernel's list. Raises OSError where that cannot be read."""
     found = []
     for path in paths:
         with suppress(FileNotFoundError):
@@ -24,7 +24,7 @@ def lock_holder(*paths: Path, locks: Path = LOCKS) -> int:
         words = line.split()
         if words[1:4:2] == ["FLOCK", "WRITE"] and any(_is_file(words[5], status) for status in found):
             return max(UNSEEN, int(words[4])) or UNSEEN
-    return NOBODY
+    return UNLOCKED
 
 
 def _is_file(device_and_inode: str, status: os.stat_result) -> bool:

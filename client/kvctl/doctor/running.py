@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvctl.doctor.surroundings import Surroundings
-from kvstore_proto.lock_holder import NOBODY, UNSEEN, lock_holder
+from kvstore_proto.lock_holder import UNLOCKED, UNSEEN, lock_holder
 
 LOCK_FILE = "lock"
 
@@ -27,7 +27,7 @@ def how_to_start(around: Surroundings, more: str = "") -> str:
         pid = holder_of_lock(around)
     except OSError:
         return f"see whether one runs (pgrep -a kvstored); start the daemon only if none does: {start}"
-    if pid == NOBODY:
+    if pid == UNLOCKED:
         return f"start the daemon: {start}"
     where = "in another pid namespace" if pid == UNSEEN else f"pid {pid}"
     return (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore_proto.lock_holder import NOBODY, UNSEEN, _is_file, lock_holder
+from kvstore_proto.lock_holder import UNLOCKED, UNSEEN, _is_file, lock_holder
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def line(path: Path, pid: int, *, kind: str = "FLOCK", mode: str = "WRITE", furt
 
 @pytest.mark.parametrize(
     ("listed", "holder"),
-    [({}, 4711), ({"further": 1}, NOBODY), ({"kind": "POSIX"}, NOBODY), ({"mode": "READ"}, NOBODY)],
+    [({}, 4711), ({"further": 1}, UNLOCKED), ({"kind": "POSIX"}, UNLOCKED), ({"mode": "READ"}, UNLOCKED)],
 )
 def test_a_lock_is_of_one_file_of_one_file_system(
     lock: Path, tmp_path: Path, listed: dict[str, int | str], holder: int
@@ -33,7 +33,7 @@ def test_a_lock_is_of_one_file_of_one_file_system(
     locks = tmp_path / "locks"
     locks.write_text(line(lock, 4711, **listed))  # type: ignore[arg-type]
     assert lock_holder(tmp_path / "missing", lock, locks=locks) == holder
-    assert lock_holder(tmp_path / "missing", locks=locks) == NOBODY
+    assert lock_holder(tmp_path / "missing", locks=locks) == UNLOCKED
 
 
 @pytest.mark.parametrize("shown", [0, -1])
@@ -57,4 +57,4 @@ def test_the_kernel_lists_the_lock_of_this_process(lock: Path) -> None:
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert lock_holder(lock) in (os.getpid(), UNSEEN)
-    assert lock_holder(lock) == NOBODY
+    assert lock_holder(lock) == UNLOCKED
