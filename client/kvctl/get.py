@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from kvstore_client.session import Session
 from kvstore_console.progress import Progress
 from kvstore_console.units import human_blocks, human_bytes, human_count
 from kvstore_proto.objects import HEAD_BYTES, ObjectChecksum, object_tokens
+from kvstore_proto.replaced_file import replaced_file, usual_mode
 from kvstore_proto.token_ids import TokenIds
 
 PORTION_BLOCKS: Final = 64
@@ -154,7 +154,7 @@ def _output(label: str, reading: _Reading) -> Output:
 
 @contextlib.contextmanager
 def _whole_file(path: str) -> Iterator[IO[bytes]]:
-    """A file to write into that takes its place only when the block ends without an exception."""
+    """Yield a file to write into that takes the place of `path` only when the block ends without an exception."""
     target = Path(path)
     if path == "-":
         with tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES) as spool:
@@ -170,20 +170,8 @@ def _whole_file(path: str) -> Iterator[IO[bytes]]:
             with open(target, "wb") as file:
                 yield file
             return
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
-                yield file
-                file.flush()
-                os.chmod(file.name, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        mode = target.stat().st_mode & 0o777 if target.exists() else usual_mode()
+        with replaced_file(target, durable=False, mode=mode, is_shared=True) as file:
+            yield file
     except OSError as error:
         raise CommandError(FAILED, f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

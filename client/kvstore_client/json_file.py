@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from kvstore_proto.replaced_file import replaced_file, usual_mode
+
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file atomically; does nothing if it cannot be written."""
-    part = path.with_suffix(f".{os.getpid()}.part")
+    """Replace the file at `path` by `value` as JSON; do nothing where it cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(value, indent=1))
-        part.replace(path)
+        with replaced_file(path, durable=False, mode=usual_mode(), is_shared=True) as file:
+            file.write(json.dumps(value, indent=1).encode())

@@ -1,4 +1,4 @@
-"""From the tiers' threads to the control loop: completions are queued and the loop is woken once for many of them.
+"""The way from the tiers' threads to the control loop: completions are queued, and wake the loop once for many.
 
 A wake-up of the loop costs a system call and a fight for the GIL; a batch of 64 blocks should cost one, not 64.
 Invariant: every posted completion runs exactly once, on the loop, in the order in which it was posted.

@@ -1,5 +1,22 @@
-"""Exit statuses of the `kvstored` command: docs/kvstored.md lists them."""
+"""Exit statuses of the `kvstored` command, and the one line that a mistake or a failure gets."""
 
 from __future__ import annotations
 
+# docs/kvstored.md lists them.
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DAMAGE, EXIT_HANGS = 0, 1, 2, 3, 4
+
+
+def mistake(message: str) -> int:
+    """Say that the user got something wrong, and return the exit status for that."""
+    return _report(message, EXIT_USAGE)
+
+
+def failure(message: str) -> int:
+    """Say that it could not be done, and return the exit status for that."""
+    return _report(message, EXIT_FAILED)
+
+
+def _report(message: str, status: int) -> int:
+    from kvstore_console.command_line import report_error  # which small processes of the daemon do without
+
+    return report_error("kvstored", message, status)

@@ -1,4 +1,4 @@
-"""How the daemon logs: lines for a terminal or a file with the time, lines for the journal with their priority.
+"""The daemon's log: lines for a terminal or a file with the time, lines for the journal with their priority.
 
 The journal takes a line's priority from `<N>` at its beginning (sd-daemon(3)) and has the time itself. Never decides
 what is logged.
@@ -38,7 +38,7 @@ def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
 
 
 def is_journal(stream: TextIO) -> bool:
-    """Whether systemd has connected `stream` to the journal: $JOURNAL_STREAM names its device and inode."""
+    """Return whether systemd has connected `stream` to the journal: $JOURNAL_STREAM names its device and inode."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the daemon asks of its own process: descriptors, its age, an end that waits for nothing."""
+"""The daemon's own process, and what the kernel says of processes, files and users."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kvstored.exits import EXIT_HANGS
 
 log = logging.getLogger(__name__)
 LEAST_CONNECTIONS = 4
+_ALL_IDS = 2**32 - 1  # -1 is no id
+_DEFAULT_OVERFLOW = 65534
 
 
 def raise_descriptor_limit() -> None:
@@ -29,8 +31,8 @@ def connections_within(most: int) -> int:
 
 
 def set_priority(nice: int) -> None:
-    """For the calling thread and those it begins from now on, unless the process was given a priority by others. A
-    higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
+    """Set the priority of the calling thread and of the threads it begins from now on, unless the process was given a
+    priority by others. A higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
     if os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, nice)
@@ -38,13 +40,56 @@ def set_priority(nice: int) -> None:
 
 def since_process_start_s() -> float:
     """Seconds since this process was started, by the kernel's account."""
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    started_ticks = start_ticks(os.getpid()) or 0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when the process `pid` was started: a later one of this number has another value. None if that cannot be
+    seen."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def file_identity(path: str | Path) -> tuple[int, int] | None:
+    """Return device and inode of `path`, which no other file has while it exists; None where there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def end_without_order(limit_s: float) -> None:
-    """In a thread of its own: the loop may be what hangs."""
+    """End this process, from a thread of its own: the loop may be what hangs."""
     try:
         log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
     finally:
         os._exit(EXIT_HANGS)
+
+
+def is_unmapped(kind: str, number: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether an id of `kind`, "uid" or "gid", may stand for any that this process's user namespace does not
+    map. `proc` is where procfs is mounted; without it the answer is yes for the overflow id.
+
+    To a process in a user namespace the kernel shows every user that the namespace does not map as one number, the
+    overflow uid (65534 as a rule); groups likewise. So in a namespace that does not map all users that number is no
+    identity: not even where it is mapped too, since both look the same."""
+    return number == _overflow(proc / f"sys/kernel/overflow{kind}") and not _maps_all(proc / f"self/{kind}_map")
+
+
+def _overflow(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return _DEFAULT_OVERFLOW
+
+
+def _maps_all(path: Path) -> bool:
+    """Return whether the lines of a map, `inside outside length`, cover every id. They never overlap."""
+    try:
+        return sum(int(line.split()[2]) for line in path.read_text().splitlines()) >= _ALL_IDS
+    except (OSError, ValueError, IndexError):
+        return False

@@ -40,7 +40,7 @@ async def _serve(
     daemon = Daemon(config, SystemClock(), stop_wanted.set, read, early_scan, new_secret=new_secret)
 
     def interrupted() -> None:
-        """By an operator at a terminal, who wants the memory back; a service manager sends SIGTERM."""
+        """Stop for an operator at a terminal, who wants the memory back; a service manager sends SIGTERM."""
         daemon.memory.is_forgotten = True
         daemon.asked_by = "SIGINT"
         stop_wanted.set()

@@ -1,4 +1,5 @@
-"""The socket files of a daemon that serves: one that was removed is bound again, its clients stay connected.
+"""The socket files of a daemon that serves, and the gRPC servers behind them: a file that was removed is bound again,
+its clients stay connected.
 
 Invariant: a file that another process put there is left alone.
 """
@@ -9,22 +10,27 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
+from kvstored.process import file_identity
 from kvstored.sockets import SocketError, remove_socket
 
 log = logging.getLogger(__name__)
 LOOK_S = 2.0
+STOP_S = 0.5  # for calls of a server that stops
+_LEAVING_S = 86_400.0  # for the calls of a server whose socket file was removed
 Bind = Callable[[], Awaitable[None]]
-Identity = tuple[int, int]
 
 
 @dataclass
 class _File:
     path: Path
     bind: Bind
-    identity: Identity | None = None
+    identity: tuple[int, int] | None = None
     trouble: str = ""  # that was said already
 
 
@@ -40,7 +46,7 @@ class SocketFiles:
     async def bind(self, path: Path, bind: Bind) -> None:
         """Bind `path` by `bind`, now and whenever it is found missing. Raises what `bind` raises."""
         await bind()
-        self._files.append(_File(path, bind, _identity(path)))
+        self._files.append(_File(path, bind, file_identity(path)))
 
     def tick(self) -> None:
         """Look at the files, now and then."""
@@ -57,12 +63,12 @@ class SocketFiles:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)
         for file in self._files:
-            if file.identity is not None and _identity(file.path) == file.identity:
+            if file.identity is not None and file_identity(file.path) == file.identity:
                 remove_socket(file.path)
         self._files.clear()
 
     def _is_missing(self, file: _File) -> bool:
-        found = _identity(file.path)
+        found = file_identity(file.path)
         if found is not None and found != file.identity:
             self._say(file, "another process has put its own file there; clients that come now reach that one")
         return found is None
@@ -77,7 +83,7 @@ class SocketFiles:
                 why = error.strerror if isinstance(error, OSError) else error
                 self._say(file, f"it was removed, and cannot be made again: {why}")
                 continue
-            file.identity, file.trouble = _identity(file.path), ""
+            file.identity, file.trouble = file_identity(file.path), ""
             log.warning("%s was removed, and is made again; connected clients did not notice", file.path)
 
     def _say(self, file: _File, trouble: str) -> None:
@@ -86,16 +92,38 @@ class SocketFiles:
             log.error("%s: %s", file.path, trouble)
 
 
+async def serve_grpc(
+    files: SocketFiles,
+    path: Path,
+    make: Callable[[], grpc.aio.Server],
+    admit: Callable[[Path], None],
+    stack: AsyncExitStack,
+) -> None:
+    """Start the server that `make` binds to `path`, now and whenever its file is found missing; `stack` stops it.
+    `admit(path)` says who may connect. The server before takes nothing new, and ends with its last call."""
+    served: list[grpc.aio.Server] = []
+    leaving: set[asyncio.Task[None]] = set()
+
+    async def bind() -> None:
+        server = make()
+        await start_server(server, stack)
+        admit(path)
+        for former in served:
+            leaving.add(task := asyncio.create_task(former.stop(_LEAVING_S)))
+            task.add_done_callback(leaving.discard)
+        served[:] = [server]
+
+    await files.bind(path, bind)
+
+
+async def start_server(server: grpc.aio.Server, stack: AsyncExitStack) -> None:
+    """Start a bound server, which `stack` stops."""
+    stack.push_async_callback(server.stop, STOP_S)
+    await server.start()
+
+
 def _require_room(path: Path) -> None:
     """Raise OSError where no file can be made at `path`. gRPC does not say why it cannot bind, but writes a line to
     stderr each time."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     path.unlink()
-
-
-def _identity(path: Path) -> Identity | None:
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

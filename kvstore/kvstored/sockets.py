@@ -13,7 +13,7 @@ import socket
 import stat
 from pathlib import Path
 
-from kvstored.clients.tenants.user_namespace import is_unmapped
+from kvstored.process import is_unmapped
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024  # a client that finds it full has to try again
@@ -60,7 +60,7 @@ def prepare_directory(path: Path, group: str) -> None:
 
 
 def _holds_only_sockets(path: Path) -> bool:
-    """Whether a directory is ours to close to others: a mistaken `--socket-dir /run` must not change /run."""
+    """Return whether a directory is ours to close to others: a mistaken `--socket-dir /run` must not change /run."""
     return all(entry.is_socket() for entry in path.iterdir())
 
 

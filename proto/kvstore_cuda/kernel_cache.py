@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
-PARTIAL = ".partial"  # ends the name of what is not whole yet
+from kvstore_proto.replaced_file import BESIDE, replaced_file
+
 STALE_S = 3600.0  # no compilation takes so long: its process was killed
 
 
@@ -28,25 +28,17 @@ def cache_folder() -> Path:
 
 
 def keep(target: Path, content: bytes) -> None:
-    """Write beside the target, then rename. A full disk, or no such folder, costs the next start time."""
-    try:
+    """Replace `target` by `content`. A full disk, or no such folder, costs the next start time."""
+    with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(target.parent)
-        descriptor, scratch = tempfile.mkstemp(dir=target.parent, suffix=PARTIAL)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            os.replace(scratch, target)
-        except BaseException:
-            os.unlink(scratch)
-            raise
-    except OSError:
-        return
+        with replaced_file(target, durable=False, is_shared=True) as file:
+            file.write(content)
 
 
 def sweep(folder: Path) -> None:
     """Remove what processes that were killed left half made."""
-    for path in folder.glob(f"*{PARTIAL}"):
+    for path in folder.glob(f"*{BESIDE}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < STALE_S:
                 continue

@@ -110,10 +110,10 @@ def test_an_error_in_one_part_ends_no_other_and_is_logged_once(caplog: pytest.Lo
     for _ in range(3):
         leases.grant(1, 0, [7], [Slot(1, 0, 4096, 1)], 0)
     policy: Any = SimpleNamespace(expired=lambda now_ns, most: ticked.append("blocks") or [])
-    room: Any = None
-    maintenance = Maintenance(
-        leases, [policy], [room], None, SystemClock(), Counters(), lambda: ticked.append("sample"),  # type: ignore[arg-type]
-    )  # fmt: skip
+    store: Any = SimpleNamespace(
+        leases=leases, policies=[policy], rooms=[None], clock=SystemClock(), counters=Counters()
+    )
+    maintenance = Maintenance(store, [lambda: ticked.append("sample")])
 
     async def run() -> None:
         task = asyncio.create_task(maintenance.run())

@@ -6,14 +6,13 @@ import asyncio
 import errno
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvstore_tiers.base import TierState
 from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone, hung
-from kvstored.health.scrub.verification import Verification
+from kvstored.health.scrub.scrubber import Verification
 from kvstored.lifecycle import Cause
 from kvstored.store.degraded import Mode
 from kvstored.store.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
@@ -402,10 +401,7 @@ async def test_syncs_without_a_write_count_too(small: SmallStore) -> None:
 @over_a_store()
 async def test_what_verifies_a_suspect_counts_and_is_shed_like_any_read(small: SmallStore) -> None:
     await stored_on_nvme_alone(small, 1)
-    store = small.store
-    verification = Verification(
-        small.residency, small.disk, store.mover, small.breaker, partial(store.damage.found, NVME)
-    )
+    verification = Verification(small.store)
     small.disk.plan(Fault("read", "fail"), Fault("probe", "fail"))
     for _ in range(ERRORS_IN_A_ROW):
         assert await verification.verify(small.find(1)) is None

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme import inspect as inspect_module
 from kvstore_tiers.nvme.check import bytes_used, check_directory
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.findings import Kind
-from kvstore_tiers.nvme.inspect import Inspector
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.testing.transfers import finish
@@ -71,20 +68,3 @@ def test_a_file_put_aside_is_not_written_over_by_the_next(directory: Path, by: s
     damaged = sorted((directory / "slabs").glob("*.damaged"))
     assert len(damaged) == 2
     assert damaged[1].read_bytes().startswith(b"lost")
-
-
-def test_a_lock_of_another_file_system_with_our_inode_is_not_ours(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = (directory / "lock").stat()
-    major, minor = os.major(status.st_dev), os.minor(status.st_dev)
-    locks = tmp_path / "locks"
-    real = Path
-
-    def path_of(name: str) -> Path:
-        return locks if name == "/proc/locks" else real(name)
-
-    monkeypatch.setattr(inspect_module, "Path", path_of)
-    for device, pid in ((f"{major + 1:02x}:{minor:02x}", 0), (f"{major:02x}:{minor:02x}", 4711)):
-        locks.write_text(f"1: FLOCK  ADVISORY  WRITE 4711 {device}:{status.st_ino} 0 EOF\n")
-        assert Inspector(directory).holder_pid == pid

@@ -16,9 +16,8 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, finish, put
 from kvstored.health.scrub import worker
-from kvstored.health.scrub.position import Position, load, save
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
-from kvstored.health.scrub.worker import Pace
+from kvstored.health.scrub.worker import Pace, Position, load, save
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -183,11 +182,11 @@ def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypat
     with closing(NvmeTier.open(tmp_path / "d", CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=1)) as tier:
         store_numbers(tier, range(1, 61), PAYLOAD_BYTES)
         assert finish(tier.sync).ok
-    settings = worker.Settings(str(tmp_path / "d"), str(tmp_path / "position"), 1 << 30, 1000.0)
+    settings = worker.ScrubSettings(str(tmp_path / "d"), str(tmp_path / "position"), 1 << 30, 1000.0)
     seen: list[tuple[int, int]] = []
     said: list[str] = []
 
-    class Interrupted(worker.Worker):
+    class Interrupted(worker.ScrubWorker):
         def _note(self, visit: Visit) -> None:
             super()._note(visit)
             seen.append((visit.slab, visit.next_slot))

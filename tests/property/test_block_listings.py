@@ -57,9 +57,8 @@ class Listed:
             number=lambda name, _: int(name), name_of_index=lambda name: name.removeprefix("tenant-"),
             fingerprint_label=lambda digest: PRINTS[digest[0]], fingerprint_digest=lambda number: bytes([number] * 32),
         )  # fmt: skip
-        parts: Any = SimpleNamespace(
-            residency=residency, tenants=labels, clock=SimpleNamespace(monotonic_ns=lambda: NOW_NS)
-        )
+        store = SimpleNamespace(residency=residency, clock=SimpleNamespace(monotonic_ns=lambda: NOW_NS))
+        parts: Any = SimpleNamespace(store=store, tenants=labels)
         describe = lambda row, block: setattr(block, "key", residency.key(row).hex())  # noqa: E731
         views: Any = SimpleNamespace(parts=parts, describe=describe)
         self.list = BlockList(views)

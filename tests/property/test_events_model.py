@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvstored.events.encoding import Place, encoder, hash_of
+from kvstored.events.encoding import CopyPlace, encoder, hash_of
 from kvstored.events.feed import EventFeed
 from kvstored.events.records import unpack
 from kvstored.events.stream import EventStream
@@ -21,7 +21,7 @@ from tests.reference.examples import examples
 from tests.reference.vllm_kv_events import Key, Subscriber
 
 KEPT, KEPT_BYTES = 3, 1000  # batches, so that snapshots happen
-PLACES = (Place("CPU"), Place("STORAGE"))
+PLACES = (CopyPlace("CPU"), CopyPlace("STORAGE"))
 
 
 class Outlet:

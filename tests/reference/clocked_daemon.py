@@ -50,7 +50,7 @@ class ClockedDaemon:
         """`question(store)`, on the daemon's own thread."""
 
         async def answer() -> Answer:
-            return question(self.daemon._store)
+            return question(self.daemon.store)
 
         return self._wait(answer())
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from kvstore_tiers.base import Tier
 from kvstore_tiers.testing.faulty import FaultyTier, hung
-from kvstored import daemon
+from kvstored import daemon, storage
 from kvstored.cli import main
-from kvstored.config.tiers import Start
 from tests.reference.running_daemon import RunningDaemon
 
+_open_tiers = storage.open_tiers
 LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"
 
 
@@ -25,13 +26,12 @@ class HangingDaemon(RunningDaemon):
         return [__name__ if part == "kvstored" else part for part in super().command()]
 
 
-class _OnAHangingDisk(daemon.NodeStorage):
-    def _open_tiers(self, mapped: Tier, start: Start) -> list[Tier]:
-        *faster, nvme = super()._open_tiers(mapped, start)
-        return [*faster, FaultyTier(nvme, hung())]
+def _on_a_hanging_disk(*arguments: Any) -> list[Tier]:
+    *faster, nvme = _open_tiers(*arguments)
+    return [*faster, FaultyTier(nvme, hung())]
 
 
 if __name__ == "__main__":
-    daemon.NodeStorage = _OnAHangingDisk  # type: ignore[misc]
+    storage.open_tiers = _on_a_hanging_disk
     daemon.STOP_LIMIT_S = float(os.environ[LIMIT_VARIABLE])
     sys.exit(main())

@@ -1,17 +1,12 @@
-"""Small files that are replaced as a whole: written beside, synced, renamed. The one place that writes them.
-
-A crash leaves the old file or the new one. A write that fails leaves the old one and nothing beside it, and names the
-file: also where the system call that failed knew a descriptor only.
-"""
+"""The storage tower's small files, which are replaced as a whole, with a failpoint before each is renamed."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from io import BufferedWriter
 from pathlib import Path
 
+from kvstore_proto import replaced_file as whole
 from kvstore_tiers import failpoints
 
 _FILES = {
@@ -29,48 +24,12 @@ for _name, _what in _FILES.items():
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path`, mode 0600. `durable`: over a crash of the machine too. Raises OSError that names `path`."""
+    """Replace `path`, mode 0600, by `content`. `durable`: over a crash of the machine too. Raises OSError that names
+    `path`."""
     with replaced_file(path, durable=durable) as file:
         file.write(content)
 
 
-@contextmanager
-def replaced_file(path: Path, *, durable: bool = True) -> Iterator[BufferedWriter]:
-    """A file that takes the place of `path` once it is written; otherwise as `replace_file`."""
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                yield file
-                file.flush()
-                if durable:
-                    os.fsync(descriptor)
-            failpoints.hit(f"file.{path.name}")
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-        if durable:
-            sync_directory(path.parent)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def sync_directory(path: Path) -> None:
-    """Make names in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def remove_leftover(path: Path) -> None:
-    """Remove what a process that was killed left beside `path`, if that can be done."""
-    temporary = path.with_name(f"{path.name}.new")
-    if temporary.exists():  # on a read-only file system even the removal of what is not there fails
-        with suppress(OSError):
-            temporary.unlink()
+def replaced_file(path: Path, *, durable: bool = True) -> AbstractContextManager[BufferedWriter]:
+    """Return a file to write that takes the place of `path`; otherwise as `replace_file`."""
+    return whole.replaced_file(path, durable=durable, before_rename=lambda: failpoints.hit(f"file.{path.name}"))

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_cuda.kernel_cache import PARTIAL, cache_folder, sweep
+from kvstore_cuda.kernel_cache import cache_folder, sweep
+from kvstore_proto.replaced_file import BESIDE
 
 _PRODUCTS = ("q4_product.cpp", "q8_product.cpp")
 _SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")
@@ -99,7 +100,7 @@ def _build(compiler: str, units: list[_Unit], target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(target.parent)
-        folder = tempfile.mkdtemp(dir=target.parent, suffix=PARTIAL)
+        folder = tempfile.mkdtemp(dir=target.parent, suffix=BESIDE)
     except OSError as error:
         raise BuildError(f"cannot write {target.parent}: {error.strerror}") from None
     try:

@@ -8,12 +8,12 @@ import contextlib
 import fcntl
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from kvstore_engine.errors import OperationError
+from kvstore_proto.replaced_file import replaced_file
 
 
 def cache_root() -> Path:
@@ -54,17 +54,9 @@ def exclusive(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `target` if the block ends without an error, and is removed otherwise."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    part = Path(name)
+    """Yield a file that becomes `target` if the block ends without an error, and is removed otherwise."""
     try:
-        with os.fdopen(descriptor, "wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        part.chmod(0o644)
-        part.replace(target)
+        with replaced_file(target, mode=0o644, is_shared=True) as file:
+            yield file
     except OSError as error:
         raise OperationError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, whole_number
-from kvstored.cli.exits import failure, mistake
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_simulator.trace import Trace

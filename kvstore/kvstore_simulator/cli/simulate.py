@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
 from kvstore_simulator.cli import fleet, reading, timing
-from kvstored.cli.exits import failure, mistake
 from kvstored.cli.results import hand_over
+from kvstored.exits import failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_simulator.study import Study

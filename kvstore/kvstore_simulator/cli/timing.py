@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import some_of
 from kvstore_simulator.cli import reading
-from kvstored.cli.exits import mistake
 from kvstored.cli.results import hand_over
+from kvstored.exits import mistake
 
 if TYPE_CHECKING:
     from kvstore_simulator.machine import Machine

@@ -20,50 +20,45 @@ SLICE_ROWS = 100_000  # about 1 ms
 Sums = npt.NDArray[np.float64]
 
 
-class Accounts:
-    """Adds accounts to the report of tenants."""
+async def add_accounts(parts: Parts, reply: pb.TenantsReply) -> pb.TenantsReply:
+    """Add accounts to `reply.tenants`, which must be in the order of the residency's tenants."""
+    residency, flows = parts.store.residency, parts.store.flows
+    found: dict[tuple[int, str], pb.AccountStatus] = {}
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def account(tenant: int, name: str) -> pb.AccountStatus:
+        return found.setdefault((tenant, name), pb.AccountStatus(name=name))
 
-    async def add_to(self, reply: pb.TenantsReply) -> pb.TenantsReply:
-        """`reply.tenants` must be in the order of the residency's tenants."""
-        parts = self._parts
-        found: dict[tuple[int, str], pb.AccountStatus] = {}
+    of_kind = _accounts_of_kinds(parts)
+    if of_kind:
+        blocks, tier_bytes = await _count_kinds(residency)
+        for kind, (tenant, name) in of_kind.items():
+            status = account(tenant, name)
+            status.blocks += int(blocks[kind])
+            status.host_bytes += int(tier_bytes[residency.mapped][kind])
+            status.nvme_bytes += int(tier_bytes[residency.durable][kind]) if residency.durable >= 0 else 0
+    for session in parts.sessions.all():
+        if session.account:
+            account(session.tenant_id, session.account).clients += 1
+    for tenant, by_name in flows.accounts.items():
+        for name, flow in by_name.items():
+            status = account(tenant, name)
+            status.lookups, status.hit_blocks = flow.lookups, flow.hit_blocks
+            status.missed_blocks = flow.missed_blocks
+    for (tenant, _), status in sorted(found.items(), key=lambda item: item[0]):
+        if tenant < len(reply.tenants):
+            reply.tenants[tenant].accounts.append(status)
+    return reply
 
-        def account(tenant: int, name: str) -> pb.AccountStatus:
-            return found.setdefault((tenant, name), pb.AccountStatus(name=name))
 
-        of_kind, durable = self._accounts_of_kinds(), parts.residency.durable
-        if of_kind:
-            blocks, tier_bytes = await _count_kinds(parts.residency)
-            for kind, (tenant, name) in of_kind.items():
-                status = account(tenant, name)
-                status.blocks += int(blocks[kind])
-                status.host_bytes += int(tier_bytes[parts.residency.mapped][kind])
-                status.nvme_bytes += int(tier_bytes[durable][kind]) if durable >= 0 else 0
-        for session in parts.sessions.all():
-            if session.account:
-                account(session.tenant_id, session.account).clients += 1
-        for tenant, flows in parts.flows.accounts.items():
-            for name, flow in flows.items():
-                status = account(tenant, name)
-                status.lookups, status.hit_blocks = flow.lookups, flow.hit_blocks
-                status.missed_blocks = flow.missed_blocks
-        for (tenant, _), status in sorted(found.items(), key=lambda item: item[0]):
-            if tenant < len(reply.tenants):
-                reply.tenants[tenant].accounts.append(status)
-        return reply
-
-    def _accounts_of_kinds(self) -> dict[int, tuple[int, str]]:
-        """(tenant, account) of each kind of rows that has one."""
-        tenants = self._parts.tenants
-        found: dict[int, tuple[int, str]] = {}
-        for number, kind in enumerate(self._parts.residency.kinds):
-            fingerprint = tenants.fingerprint(tenants.fingerprint_digest(kind.fingerprint_id))
-            if fingerprint is not None and fingerprint.account:
-                found[number] = kind.tenant, fingerprint.account
-        return found
+def _accounts_of_kinds(parts: Parts) -> dict[int, tuple[int, str]]:
+    """Return (tenant, account) of each kind of rows that has one."""
+    tenants = parts.tenants
+    found: dict[int, tuple[int, str]] = {}
+    for number, kind in enumerate(parts.store.residency.kinds):
+        fingerprint = tenants.fingerprint(tenants.fingerprint_digest(kind.fingerprint_id))
+        if fingerprint is not None and fingerprint.account:
+            found[number] = kind.tenant, fingerprint.account
+    return found
 
 
 async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:

@@ -47,11 +47,12 @@ class BlockList:
 
     def __init__(self, views: Views) -> None:
         self._parts = views.parts
+        self._store = views.parts.store
         self._views = views
 
     async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
         """Raises KVStoreError for a tier, tenant, model, class or order that does not exist."""
-        residency = self._parts.residency
+        residency = self._store.residency
         selection = self.selection(request)
         limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
         tenant = selection.tenant
@@ -74,8 +75,8 @@ class BlockList:
         return reply
 
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
-        """Which blocks are asked for. Raises KVStoreError as `blocks`."""
-        parts, residency = self._parts, self._parts.residency
+        """Return which blocks are asked for. Raises KVStoreError as `blocks`."""
+        parts, residency = self._parts, self._store.residency
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")
         return Selection(
@@ -87,18 +88,18 @@ class BlockList:
         )
 
     def _is_of_class(self, wanted: str) -> Callable[[int], bool]:
-        parts, now_ns = self._parts, self._parts.clock.monotonic_ns()
+        store, now_ns = self._store, self._store.clock.monotonic_ns()
 
         def is_of_class(row: int) -> bool:
-            fastest = parts.residency.fastest(row)
-            return fastest >= 0 and parts.policies[fastest].residency_class(row, now_ns).value == wanted
+            fastest = store.residency.fastest(row)
+            return fastest >= 0 and store.policies[fastest].residency_class(row, now_ns).value == wanted
 
         return is_of_class
 
     def _prints(self, model: str) -> frozenset[int]:
         """Fingerprints whose label has `model` in it or whose digest begins so."""
         tenants = self._parts.tenants
-        stored = {number for index in self._parts.residency.tenants for number in index.fingerprints}
+        stored = {number for index in self._store.residency.tenants for number in index.fingerprints}
         labels = {number: tenants.fingerprint_label(tenants.fingerprint_digest(number)) for number in stored}
         wanted = model.lower()
         found = frozenset(
@@ -117,7 +118,7 @@ class BlockList:
     ) -> tuple[list[int], int]:
         """The rows of the `limit` largest by `order`, or the smallest, and how many rows are selected in all. Equal
         ones in row order."""
-        residency = self._parts.residency
+        residency = self._store.residency
         tokens, values = np.empty(0, np.uint64), np.empty(0, np.int64)
         selected = 0
         async for rows in select_all(residency, selection):

@@ -32,7 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass
 class _Sums:
-    """Of one group. `slot_bytes` by tier; `last_ns` is the latest use."""
+    """The sums of one group. `slot_bytes` by tier; `last_ns` is the latest use."""
 
     blocks: int = 0
     payload_bytes: int = 0
@@ -48,6 +48,7 @@ class BlockTotals:
 
     def __init__(self, parts: Parts, blocks: BlockList) -> None:
         self._parts = parts
+        self._store = parts.store
         self._blocks = blocks
 
     async def totals(self, request: pb.BlockTotalsRequest) -> pb.BlockTotalsReply:
@@ -58,18 +59,18 @@ class BlockTotals:
         limit = min(request.limit or DEFAULT_GROUPS, MAX_GROUPS)
         heads: _Heads | None = None
         if request.by == "prefix":
-            heads = await _Heads.find(self._parts.residency, request.prefix_blocks or 1)
+            heads = await _Heads.find(self._store.residency, request.prefix_blocks or 1)
         groups = await self._sum(request.by, selection, heads)
         reply = pb.BlockTotalsReply(groups=len(groups))
         # In a thread: there may be a million groups, and the loop has its turns meanwhile.
         largest, reply.blocks, reply.payload_bytes = await asyncio.to_thread(_largest, groups, limit)
         for number, sums in largest:
-            if heads is None or heads.is_current(self._parts.residency, number):
+            if heads is None or heads.is_current(self._store.residency, number):
                 self._describe(request.by, number, sums, reply.totals.add())
         return reply
 
     async def _sum(self, by: str, selection: Selection, heads: _Heads | None) -> dict[int, _Sums]:
-        residency, groups = self._parts.residency, dict[int, _Sums]()
+        residency, groups = self._store.residency, dict[int, _Sums]()
         async for rows in select_all(residency, selection):
             if heads is not None:
                 rows = rows[rows < len(heads.rows)]  # those behind came later
@@ -82,7 +83,7 @@ class BlockTotals:
         return groups
 
     def _add(self, groups: dict[int, _Sums], numbers: Int64Array, rows: Int64Array) -> None:
-        residency = self._parts.residency
+        residency = self._store.residency
         found, place = np.unique(numbers, return_inverse=True)
         size = len(found)
 
@@ -121,7 +122,7 @@ class BlockTotals:
                 sums.slot_bytes[tier] += nbytes[position]
 
     def _describe(self, by: str, number: int, sums: _Sums, total: pb.BlockTotal) -> None:
-        parts, residency, tenants = self._parts, self._parts.residency, self._parts.tenants
+        residency, tenants = self._store.residency, self._parts.tenants
         if by == "tenant":
             total.tenant = tenants.name_of_index(residency.tenants[number].name)
         elif by == "model":
@@ -136,7 +137,7 @@ class BlockTotals:
         total.accesses = sums.accesses
         total.leases = sums.leases
         total.longest_blocks = sums.longest
-        total.idle_s = max(0.0, (parts.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
+        total.idle_s = max(0.0, (self._store.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
         for tier, name in enumerate(residency.tiers):
             total.tier_bytes[name] = sums.slot_bytes[tier]
 
@@ -168,7 +169,7 @@ class _Heads:
         return cls(heads, generation)
 
     def is_current(self, residency: Residency, row: int) -> bool:
-        """Whether the row is still what it was."""
+        """Return whether the row is still what it was."""
         return bool(residency.rows.generation[row] == self._generation[row]) and residency.rows.key(row) is not None
 
 

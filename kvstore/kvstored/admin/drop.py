@@ -8,19 +8,16 @@ Works in slices, so that lookups are answered meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_tiers.base import Slot
 from kvstored.admin.durable_copies import save, tokens_in_tier
 from kvstored.admin.views import tier_named
 from kvstored.clients.tenants import TenantDirectory
-from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 from kvstored.store.blocks.listing import rows_of_fingerprint
-from kvstored.store.transfer.writeback import WriteBack
 
 SLICE_ROWS = 64
 SAVE_TIMEOUT_S = 60.0
@@ -28,24 +25,12 @@ MIN_PREFIX = 8
 
 
 class Drop:
-    """`retire[tier](slot, tenant)` takes the slots. See the module."""
+    """See the module."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        tenants: TenantDirectory,
-        writeback: WriteBack | None,
-        retire: list[Callable[[Slot, int], None]],
-        clock: Clock,
-        final: Callable[[], Awaitable[bool]],
-    ) -> None:
-        """`final()` resolves to whether other tiers have no longer what was removed."""
-        self._final = final
-        self._residency = residency
+    def __init__(self, store: Store, tenants: TenantDirectory) -> None:
+        self._store = store
+        self._residency = store.residency
         self._tenants = tenants
-        self._writeback = writeback
-        self._retire = retire
-        self._clock = clock
 
     async def drop(self, request: pb.DropRequest) -> pb.DropReply:
         """Raises KVStoreError for a tier or tenant that does not exist."""
@@ -57,8 +42,8 @@ class Drop:
         if request.all:
             self._forget_gone(range(len(residency.tenants)) if tenant is None else (tenant,))
         keeps = not (request.all or request.discard)
-        if keeps and tiers != [residency.durable] and self._writeback is not None:
-            saved, _ = await save(residency, self._writeback, tiers, SAVE_TIMEOUT_S, tenant)
+        if keeps and tiers != [residency.durable] and self._store.writeback is not None:
+            saved, _ = await save(residency, self._store.writeback, tiers, SAVE_TIMEOUT_S, tenant)
             reply.written_back_blocks = saved
         await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
         return reply
@@ -75,8 +60,7 @@ class Drop:
         wanted = request.fingerprint.lower()
         if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
             raise KVStoreError(
-                ErrorKind.INVALID,
-                f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)",
+                ErrorKind.INVALID, f"give at least {MIN_PREFIX} hex digits of a fingerprint (see: kvctl tenants)"
             )
         digests = [digest for digest in self._tenants.fingerprints() if digest.hex().startswith(wanted)]
         if not digests:
@@ -104,15 +88,15 @@ class Drop:
         """Make removals durable: a removed block must not reappear after a crash, nor out of a remote store.
         `is_named_on_medium`: whether records of what was removed may be there."""
         self._residency.deletions += 1  # answers of remote stores to questions asked before are dropped
-        if self._writeback is not None:
-            is_synced = await self._writeback.sync()
+        if self._store.writeback is not None:
+            is_synced = await self._store.writeback.sync()
             if is_named_on_medium and not is_synced:
                 raise KVStoreError(
                     ErrorKind.INTERNAL,
                     "the blocks are dropped, but come back with a restart: NVMe cannot be written; drop again when it "
                     "can",
                 )
-        if not await self._final():
+        if not await self._store.sync_keyed():
             raise KVStoreError(
                 ErrorKind.INTERNAL,
                 "the blocks are dropped here, but a remote store did not remove its copies: drop again",
@@ -149,7 +133,7 @@ class Drop:
             if tier == residency.durable and not forget and residency.children(row, tier):
                 return False  # what is kept behind it would be out of reach after a crash
             tenant = residency.tenant_of(row)
-            self._retire[tier](residency.detach(row, tier), tenant)
+            self._store.discard[tier](residency.detach(row, tier), tenant)
             return True
         # Deepest first, so a child that is still there was kept: without its parent it would be of no use.
         return forget and not residency.children(row) and self._forget(row, Cause.DROPPED)
@@ -159,8 +143,8 @@ class Drop:
         if residency.pin_count(row) or residency.being_filled(row):
             return False
         tenant = residency.tenant_of(row)
-        for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
-            self._retire[taken.tier](taken.slot, tenant)
+        for taken in residency.remove(row, cause, self._store.clock.monotonic_ns()):
+            self._store.discard[taken.tier](taken.slot, tenant)
         return True
 
     def _forget_gone(self, tenants: Iterable[int]) -> None:

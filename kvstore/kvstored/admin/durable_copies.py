@@ -71,7 +71,7 @@ async def save(
 
 
 async def _unsafe(residency: Residency, writeback: WriteBack, tokens: Sequence[int]) -> array[int]:
-    """Those that are neither durable nor gone by policy meanwhile."""
+    """Return the ones that are neither durable nor gone by policy meanwhile."""
     left = array("Q")
     for position, token in enumerate(tokens):
         row = residency.current(token)

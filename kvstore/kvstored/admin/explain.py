@@ -7,12 +7,11 @@ Searches in slices, so that lookups are answered meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import explain_pb2 as pb
-from kvstore_tiers.host import HostTier
 from kvstored.admin.views import Views
 from kvstored.clients.sessions import Session
 from kvstored.clock import NS_PER_S
@@ -31,26 +30,19 @@ _NOT_KNOWN = -1
 
 
 class Explain:
-    """`estimate_us(rows)` is `Promoter.estimate_us`: what each row adds to the load time of all."""
+    """See the module."""
 
-    def __init__(
-        self,
-        views: Views,
-        host: HostTier,
-        misses: RecentMisses,
-        estimate_us: Callable[[Sequence[int]], list[int]],
-    ) -> None:
+    def __init__(self, views: Views, misses: RecentMisses) -> None:
         self._parts = views.parts
+        self._store = views.parts.store
         self._views = views
-        self._host = host
         self._misses = misses
-        self._estimate_us = estimate_us
         self._one_client = asyncio.Lock()  # clients take turns: walks of many would add up to a long pause
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Raises KVStoreError for what cannot be a key, for a prefix of several keys, and for unknown names."""
         parts = self._parts
-        tenant = parts.tenants.number(request.tenant, parts.residency) if request.tenant else None
+        tenant = parts.tenants.number(request.tenant, self._store.residency) if request.tenant else None
         return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
 
     async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
@@ -89,12 +81,12 @@ class Explain:
     # Blocks
 
     async def _explain_chain(self, chain: list[tuple[int, bytes]], fingerprint: str, reply: pb.ExplainReply) -> None:
-        parts, residency = self._parts, self._parts.residency
+        parts, residency = self._parts, self._store.residency
         digest = bytes.fromhex(reply.fingerprints[0].digest) if fingerprint and reply.fingerprints else b""
         fingerprint_id = parts.tenants.known_number(digest) if digest else _NOT_KNOWN
         family = parts.tenants.family(parts.tenants.fingerprint(digest)) if digest else frozenset[int]()
         rows = [residency.find(tenant, key) if tenant >= 0 else -1 for tenant, key in chain]
-        load_us = self._estimate_us(rows)
+        load_us = self._store.promoter.estimate_us(rows)
         previous, broken = b"", ""  # the block before this one, and the nearest missing one up to there
         for position, (tenant, key) in enumerate(chain):
             block = reply.blocks.add(key=key.hex(), missing_ancestor=broken)
@@ -118,22 +110,22 @@ class Explain:
 
     def _describe(self, row: int, block: pb.BlockExplanation) -> None:
         self._views.describe(row, block.block)
-        writeback = self._parts.writeback
+        writeback = self._store.writeback
         if writeback is not None and not writeback.is_durable(row):
             refusal = writeback.why_volatile(row)
             block.volatile_because = (
                 refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
             )
         self._describe_copies(row, block)
-        if self._parts.residency.has(row, self._parts.residency.mapped):
-            slot = self._parts.residency.slot(row, self._parts.residency.mapped)
-            created_ns = int.from_bytes(self._host.view(slot)[_CREATED].tobytes(), "little")
+        if self._store.residency.has(row, self._store.residency.mapped):
+            slot = self._store.residency.slot(row, self._store.residency.mapped)
+            created_ns = int.from_bytes(self._store.host.view(slot)[_CREATED].tobytes(), "little")
             block.has_age = True
-            block.age_s = max(0.0, (self._parts.clock.wall_ns() - created_ns) / NS_PER_S)
+            block.age_s = max(0.0, (self._store.clock.wall_ns() - created_ns) / NS_PER_S)
 
     def _describe_copies(self, row: int, block: pb.BlockExplanation) -> None:
-        parts, residency = self._parts, self._parts.residency
-        now_ns = parts.clock.monotonic_ns()
+        store, residency = self._store, self._store.residency
+        now_ns = store.clock.monotonic_ns()
         for tier, name in enumerate(residency.tiers):
             state = residency.state(row, tier)
             if not state:  # ABSENT
@@ -142,9 +134,9 @@ class Explain:
             block.copies.add(
                 tier=name,
                 state=state.name.lower(),
-                residency=parts.policies[tier].residency_class(row, now_ns).value if residency.has(row, tier) else "",
+                residency=store.policies[tier].residency_class(row, now_ns).value if residency.has(row, tier) else "",
                 bytes=slot.nbytes,
-                location=parts.tiers[tier].location(slot),
+                location=store.tiers[tier].location(slot),
             )
 
     def _say_why(
@@ -152,16 +144,16 @@ class Explain:
     ) -> None:
         cause = Cause.NEVER_STORED
         if tenant >= 0:
-            absence = self._parts.residency.why_missing(tenant, key, fingerprint_id, family)
+            absence = self._store.residency.why_missing(tenant, key, fingerprint_id, family)
             cause = absence.cause
             block.accesses_before = absence.accesses
             if absence.at_ns:
-                block.gone_s = max(0.0, (self._parts.clock.monotonic_ns() - absence.at_ns) / NS_PER_S)
+                block.gone_s = max(0.0, (self._store.clock.monotonic_ns() - absence.at_ns) / NS_PER_S)
         block.cause = cause.name.lower()
 
     def _missing_ancestor(self, row: int) -> str:
         """The nearest block before `row` that is not readable; empty when a get can come this far."""
-        residency = self._parts.residency
+        residency = self._store.residency
         for _ in range(MAX_ANCESTORS):
             row = residency.parent(row)
             if row < 0:
@@ -172,7 +164,7 @@ class Explain:
 
     def _ancestors(self, tenant: int, key: bytes) -> list[tuple[int, bytes]]:
         """The blocks that `key` continues, head first, as far as they are known."""
-        residency = self._parts.residency
+        residency = self._store.residency
         row = residency.find_any(tenant, key) if tenant >= 0 else -1
         found: list[tuple[int, bytes]] = []
         while row >= 0 and len(found) < MAX_ANCESTORS:
@@ -190,7 +182,7 @@ class Explain:
                 ErrorKind.INVALID,
                 f"a key is {KEY_DIGITS} hex digits, or its first {MIN_KEY_DIGITS} or more, got {text!r}",
             )
-        tenants = range(len(self._parts.residency.tenants)) if only is None else (only,)
+        tenants = range(len(self._store.residency.tenants)) if only is None else (only,)
         if len(text) == KEY_DIGITS:
             key = bytes.fromhex(text)
             owner = next((number for number in tenants if self._knows(number, key)), _NOT_KNOWN)
@@ -206,11 +198,11 @@ class Explain:
         return found.pop()
 
     def _knows(self, tenant: int, key: bytes) -> bool:
-        index = self._parts.residency.tenants[tenant]
+        index = self._store.residency.tenants[tenant]
         return index.row(key) >= 0 or index.ghost.recall(key) is not None
 
     async def _search(self, text: str, tenants: Sequence[int]) -> set[tuple[int, bytes]]:
-        residency = self._parts.residency
+        residency = self._store.residency
         found: set[tuple[int, bytes]] = set()
         cursor = 0
         while len(found) < 2:
@@ -227,8 +219,9 @@ class Explain:
         return {(tenant, key) for tenant, key in found if tenant in tenants}
 
     def _fingerprints(self, prefix: str, tenant: int | None, known: set[bytes]) -> list[pb.FingerprintStatus]:
-        """Those whose digest begins with `prefix`; without one, those under which the tenant (or any) has stored."""
-        parts, residency = self._parts, self._parts.residency
+        """List the fingerprints whose digest begins with `prefix`; without one, under which the tenant (or any) has
+        stored."""
+        parts, residency = self._parts, self._store.residency
         if prefix and (len(prefix) < MIN_FINGERPRINT_DIGITS or any(char not in "0123456789abcdef" for char in prefix)):
             raise KVStoreError(
                 ErrorKind.INVALID,
@@ -257,10 +250,10 @@ class Explain:
 
     def _add_misses(self, limit: int, tenant: int | None, reply: pb.ExplainReply) -> None:
         parts = self._parts
-        now_ns = parts.clock.monotonic_ns()
+        now_ns = self._store.clock.monotonic_ns()
         for number, miss in self._misses.newest(limit, tenant):
             reply.misses.add(
-                tenant=parts.tenants.name_of_index(parts.residency.tenants[number].name),
+                tenant=parts.tenants.name_of_index(self._store.residency.tenants[number].name),
                 key=miss.key.hex(),
                 cause=miss.cause.name.lower(),
                 ago_s=(now_ns - miss.at_ns) / NS_PER_S,

@@ -1,4 +1,4 @@
-"""What monitoring reads: counters, levels and request times as Prometheus metric families.
+"""The figures that monitoring reads: counters, levels and request times as Prometheus metric families.
 
 Makes families of the replies that operators get; keeps nothing. Invariant: the number of series does not grow with the
 number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.

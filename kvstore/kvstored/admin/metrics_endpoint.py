@@ -1,6 +1,7 @@
 """The HTTP endpoint that monitoring scrapes: `GET /metrics`, in Prometheus' and OpenMetrics' text formats.
 
-Owns its listener; the numbers are taken on the daemon's loop, so that they are of one moment. Never does: serve
+Owns its listener and connections: one request a connection, each within a time, and no more of them than were allowed.
+The numbers are taken on the daemon's loop, so that they are of one moment. Never does: serve
 anything else, or ask who is reading: the numbers name tenants, so `metrics.listen` belongs on loopback or behind what
 the operator trusts.
 """
@@ -8,16 +9,22 @@ the operator trusts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import io
 import logging
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvstored.admin.bounded_http import BoundedHttp
 from kvstored.admin.metrics import Snapshot, families
 from kvstored.admin.views import Views
 from kvstored.config import ConfigError
@@ -25,28 +32,29 @@ from kvstored.config.addresses import address_of, numeric
 from kvstored.config.schema import MetricsSection
 from kvstored.process import connections_within
 from kvstored.sockets import SocketError
-from kvstored.telemetry import Flows, Latencies
+from kvstored.telemetry import Latencies
 
 log = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 5.0  # of a scrape; Prometheus gives up after 10 by default
+REQUEST_S = 5.0
+ANSWER_S = 15.0
+MAX_HEAD_BYTES = 8 << 10
+BACKLOG = 32  # the most that are accepted before one is closed
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class MetricsEndpoint:
-    """Listens as `section` says, as soon as it is made. Raises SocketError when it cannot."""
+def serve_metrics(section: MetricsSection, views: Views, latencies: Latencies) -> BoundedHttp:
+    """Listen as `section` says, from now on until the server that is returned is closed. Raises SocketError."""
+    flows = views.parts.store.flows
 
-    def __init__(self, section: MetricsSection, views: Views, flows: Flows, latencies: Latencies) -> None:
-        def take() -> Snapshot:
-            tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
-            return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
+    def take() -> Snapshot:
+        tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
+        return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_OnLoop(asyncio.get_running_loop(), take))
-        most = connections_within(section.connections)
-        self._http = BoundedHttp(_listener(section.listen, most), make_wsgi_app(registry), most)
-
-    def close(self) -> None:
-        """End all connections; waits for a thread."""
-        self._http.close()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_OnLoop(asyncio.get_running_loop(), take))
+    most = connections_within(section.connections)
+    return BoundedHttp(_listener(section.listen, most), make_wsgi_app(registry), most)
 
 
 def _listener(listen: str, backlog: int) -> socket.socket:
@@ -76,3 +84,100 @@ class _OnLoop(Collector):
             log.warning("a scrape of /metrics was not answered within %g s", SNAPSHOT_TIMEOUT_S)
             return
         yield from families(snapshot)
+
+
+class BoundedHttp:
+    """Serves the WSGI `application` on `listener` in a thread of its own, from now on until `close`.
+
+    Invariants: a connection ends `REQUEST_S` and `ANSWER_S` after it began, even if its peer says nothing; over `most`
+    the oldest that has not sent its request makes room, so that half-open connections keep no scraper out."""
+
+    def __init__(self, listener: socket.socket, application: Application, most: int) -> None:
+        self._listener, self._application, self._most = listener, application, most
+        self._open: set[asyncio.StreamWriter] = set()
+        self._without_request: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._answering = ThreadPoolExecutor(1, thread_name_prefix="metrics-answer")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections. Returns when the thread has ended."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._answering.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        start = asyncio.start_server(self._connected, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
+        server = self._loop.run_until_complete(start)
+        self._loop.run_forever()
+        server.close()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        self._without_request[writer] = None
+        if len(self._open) > self._most:
+            oldest = next(iter(self._without_request))
+            self._forget(oldest)
+            oldest.transport.abort()
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                head = await self._head(reader)
+            self._without_request.pop(writer, None)
+            async with asyncio.timeout(ANSWER_S):
+                writer.write(head if isinstance(head, bytes) else await self._answer(head))
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._forget(writer)
+            writer.transport.abort()
+
+    def _forget(self, writer: asyncio.StreamWriter) -> None:
+        self._without_request.pop(writer, None)
+        self._open.discard(writer)
+
+    async def _head(self, reader: asyncio.StreamReader) -> dict[str, Any] | bytes:
+        """A request, as WSGI has it; or the answer to one that is none."""
+        try:
+            raw = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        line, _, fields = raw.partition(b"\r\n")
+        words = line.decode("latin-1").split(" ")
+        try:
+            headers = http.client.parse_headers(io.BytesIO(fields))
+        except http.client.HTTPException:
+            headers = None
+        if headers is None or len(words) != 3 or not words[2].startswith("HTTP/"):
+            return _reply(HTTPStatus.BAD_REQUEST)
+        path, _, query = words[1].partition("?")
+        found = {"REQUEST_METHOD": words[0], "PATH_INFO": path, "QUERY_STRING": query, "HTTP_ACCEPT_ENCODING": ""}
+        return found | {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
+
+    async def _answer(self, request: dict[str, Any]) -> bytes:
+        def answered() -> bytes:
+            head: list[Any] = []
+            body = b"".join(self._application(request, lambda status, headers: head.extend((status, headers))))
+            return _raw(head[0], head[1], b"" if request["REQUEST_METHOD"] == "HEAD" else body, len(body))
+
+        with contextlib.suppress(Exception):  # which the application has logged
+            return await self._loop.run_in_executor(self._answering, answered)
+        return _reply(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _reply(status: HTTPStatus) -> bytes:
+    return _raw(f"{status.value} {status.phrase}", [], b"", 0)
+
+
+def _raw(status: str, headers: Iterable[tuple[str, str]], body: bytes, length: int) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)]
+    lines += [f"Content-Length: {length}", "Connection: close", "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body

@@ -1,4 +1,4 @@
-"""What prefetch by prediction does and was good for, and its switch. Keeps nothing."""
+"""Prefetch by prediction as an operator sees it, and its switch. Keeps nothing."""
 
 from __future__ import annotations
 
@@ -12,41 +12,33 @@ from kvstored.store.prefetch.credit import PrefetchFigures
 from kvstored.store.prefetch.prefetcher import Prefetcher
 
 
-class PredictorView:
-    """Of one daemon's prefetcher."""
+def predictor(prefetcher: Prefetcher, residency: Residency, request: pb.PredictorRequest) -> pb.PredictorReply:
+    """Return the status of `prefetcher`, after its switch was set if `request` asks for that. Raises KVStoreError where
+    nothing can be switched on."""
+    if request.switch == pb.PredictorRequest.ON:
+        _require_predictor(prefetcher)
+    if request.switch:
+        prefetcher.is_enabled = request.switch == pb.PredictorRequest.ON
+    found = prefetcher.statistics()
+    names = [tenant.name for tenant in residency.tenants]
+    return pb.PredictorReply(
+        enabled=found.is_enabled, predictor=found.predictor, failure=found.failure, guesses=found.guesses,
+        planned_blocks=found.planned_blocks, under_way_blocks=found.under_way_blocks,
+        cancelled_blocks=found.cancelled_blocks, all=_figures("", found.all),
+        tenants=[_figures(names[number], figures) for number, figures in sorted(found.tenants.items())],
+    )  # fmt: skip
 
-    def __init__(self, prefetcher: Prefetcher, residency: Residency) -> None:
-        self._prefetcher = prefetcher
-        self._residency = residency
 
-    def predictor(self, request: pb.PredictorRequest) -> pb.PredictorReply:
-        """Its status, after the switch was set if that is asked. Raises KVStoreError where nothing can be switched
-        on."""
-        if request.switch == pb.PredictorRequest.ON:
-            self._switch_on()
-        elif request.switch == pb.PredictorRequest.OFF:
-            self._prefetcher.is_enabled = False
-        found = self._prefetcher.statistics()
-        names = [tenant.name for tenant in self._residency.tenants]
-        return pb.PredictorReply(
-            enabled=found.is_enabled, predictor=found.predictor, failure=found.failure, guesses=found.guesses,
-            planned_blocks=found.planned_blocks, under_way_blocks=found.under_way_blocks,
-            cancelled_blocks=found.cancelled_blocks, all=_figures("", found.all),
-            tenants=[_figures(names[number], figures) for number, figures in sorted(found.tenants.items())],
-        )  # fmt: skip
-
-    def _switch_on(self) -> None:
-        status = self._prefetcher.statistics()
-        if status.predictor == NONE:
-            raise KVStoreError(
-                ErrorKind.INVALID,
-                "no predictor runs: set prefetch.enabled and prefetch.predictor, and restart the daemon",
-            )
-        if status.failure:
-            raise KVStoreError(
-                ErrorKind.INVALID, f"predictor {status.predictor} failed ({status.failure}): restart the daemon"
-            )
-        self._prefetcher.is_enabled = True
+def _require_predictor(prefetcher: Prefetcher) -> None:
+    status = prefetcher.statistics()
+    if status.predictor == NONE:
+        raise KVStoreError(
+            ErrorKind.INVALID, "no predictor runs: set prefetch.enabled and prefetch.predictor, and restart the daemon"
+        )
+    if status.failure:
+        raise KVStoreError(
+            ErrorKind.INVALID, f"predictor {status.predictor} failed ({status.failure}): restart the daemon"
+        )
 
 
 def _figures(tenant: str, figures: PrefetchFigures) -> pb.PrefetchFigures:

@@ -7,34 +7,25 @@ device.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.base import Slot
 from kvstored.clients.tenants import TenantDirectory
-from kvstored.store.blocks import Residency
+from kvstored.store.assembly import Store
 
 
 class Quarantine:
-    """`nvme` None: a daemon without NVMe has no quarantine, nor a `sync`, which makes final what was released."""
+    """Lists and releases the quarantine of `store`'s NVMe tier; a daemon without one has none."""
 
-    def __init__(
-        self,
-        nvme: Tier | None,
-        residency: Residency,
-        tenants: TenantDirectory,
-        limit: int,
-        sync: Callable[[], Awaitable[bool]] | None,
-    ) -> None:
-        self._nvme = nvme
-        self._residency = residency
+    def __init__(self, store: Store, tenants: TenantDirectory) -> None:
+        self._store = store
+        self._nvme = store.nvme
+        self._residency = store.residency
         self._tenants = tenants
-        self._limit = limit
-        self._sync = sync
 
     async def list(self) -> pb.QuarantineReply:
-        reply = pb.QuarantineReply(limit=self._limit if self._nvme is not None else 0)
+        reply = pb.QuarantineReply(limit=self._store.config.nvme.quarantine_slots if self._nvme is not None else 0)
         if self._nvme is None:
             return reply
         for slot, reason in sorted(self._nvme.quarantined().items()):
@@ -65,8 +56,8 @@ class Quarantine:
         for slot in slots:
             assert self._nvme is not None
             self._nvme.free(slot)
-        if slots and self._sync is not None:
-            await self._sync()
+        if slots and self._store.writeback is not None:
+            await self._store.writeback.sync()
         return pb.ReleaseQuarantineReply(released=len(slots), released_bytes=sum(slot.nbytes for slot in slots))
 
     async def _name(self, slot: Slot, entry: pb.QuarantinedSlot) -> None:

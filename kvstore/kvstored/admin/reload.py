@@ -6,23 +6,26 @@ Owns the rules: a configuration that cannot be used changes nothing; of one that
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
-from kvstored.admin.named_files import Content, contents_of
-from kvstored.config import Config, ConfigError, TenantSection, Written
+from kvstored.config import Config, ConfigError, TenantSection, WrittenSetting
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
 log = logging.getLogger(__name__)
+Settings = tuple[WrittenSetting, ...]
 _FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capacity at most
+NEVER_READ = frozenset({"daemon.record"})  # written
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """As `reload`, for a caller that reads the log alone."""
+        """Do as `reload`, for a caller that reads the log alone."""
         try:
             self.reload()
         except KVStoreError:
@@ -87,22 +90,27 @@ class Reload:
 
 
 def differences(before: Config, after: Config) -> Iterator[Difference]:
-    """The settings in which two configurations differ, in the order of the file."""
-    for section in fields(Config):
-        old, new = getattr(before, section.name), getattr(after, section.name)
-        if section.name in ("tenants", "tenant_default"):
-            if old != new:
-                name = "[[tenant]]" if section.name == "tenants" else "tenants.default"
-                yield Difference(name, _shown(old), _shown(new))
-        elif section.name == "listed":
-            if [(each.name, each.KIND) for each in old] != [(each.name, each.KIND) for each in new]:
-                yield Difference("[[tier]]", _shown_tiers(old), _shown_tiers(new))
-            for tier in old:
-                changed = after.tier(tier.name)
-                if changed is not None and changed.KIND == tier.KIND:
-                    yield from _in_section(tier.name, tier, changed)
-        elif section.name not in ("source", "written"):
-            yield from _in_section(section.name, old, new)
+    """Yield the settings in which two configurations differ, in the order of the file."""
+    kinds, new_kinds = ({tier.name: tier.KIND for tier in config.listed} for config in (before, after))
+    if [*kinds.items()] != [*new_kinds.items()]:
+        yield Difference("[[tier]]", _shown_tiers(before.listed), _shown_tiers(after.listed))
+    new = {(section, field): value for section, field, value in after.fields()}
+    for section, field, old in before.fields():
+        key, value = field.removesuffix("_bytes"), new.get((section, field), old)
+        is_same_kind = kinds.get(section) == new_kinds.get(section)
+        follows = key in _FOLLOW_CAPACITY and _capacity(before, section) != _capacity(after, section)
+        if value != old and is_same_kind and not follows:
+            show = human_bytes if field.endswith("_bytes") else str
+            yield Difference(f"{section}.{key}", show(old), show(value))
+    if before.tenant_default != after.tenant_default:
+        yield Difference("tenants.default", before.tenant_default, after.tenant_default)
+    if before.tenants != after.tenants:
+        yield Difference("[[tenant]]", _shown_tenants(before.tenants), _shown_tenants(after.tenants))
+
+
+def _capacity(config: Config, section: str) -> int:
+    tier = config.tier(section)
+    return 0 if tier is None else tier.capacity_bytes
 
 
 def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -> Iterator[Difference]:
@@ -113,23 +121,8 @@ def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -
             yield Difference(name, old.seen, new.seen)
 
 
-def _in_section(section: str, old: Any, new: Any) -> Iterator[Difference]:
-    follows = isinstance(old, TierSection) and old.capacity_bytes != new.capacity_bytes
-    for field in fields(old):
-        key = field.name.removesuffix("_bytes")
-        name = f"{section}.{key}"
-        if follows and key in _FOLLOW_CAPACITY:
-            continue
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if before != after:
-            show = human_bytes if field.name.endswith("_bytes") else str
-            yield Difference(name, show(before), show(after))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(_shown_tenant, value)) or "none"
-    return str(value)
+def _shown_tenants(sections: tuple[TenantSection, ...]) -> str:
+    return ", ".join(map(_shown_tenant, sections)) or "none"
 
 
 def _shown_tiers(sections: tuple[TierSection, ...]) -> str:
@@ -154,28 +147,21 @@ def _shown_tenant(section: TenantSection) -> str:
 
 
 def _merged(old: Config, new: Config, applied: set[str]) -> Config:
-    """What is in force: the new settings that were applied, the old ones elsewhere. A setting that waits for a restart
-    is so named again at the next reload."""
-    chosen: dict[str, Any] = {}
-    for section in fields(Config):
-        before, after = getattr(old, section.name), getattr(new, section.name)
-        if section.name == "tenants":
-            chosen["tenants"] = after if "[[tenant]]" in applied else before
-        elif section.name == "tenant_default":
-            chosen["tenant_default"] = after if "tenants.default" in applied else before
-        elif section.name == "source":
-            chosen["source"] = after
-        elif section.name == "listed":
-            chosen["listed"] = tuple(_live(each.name, each, new.tier(each.name), applied) for each in before)
-        elif section.name == "written":
-            chosen["written"] = tuple(_written(before, after, applied))
-        else:
-            chosen[section.name] = _live(section.name, before, after, applied)
-    return Config(**chosen)
+    """Return what is in force: the new settings that were applied, the old ones elsewhere. A setting that waits for a
+    restart is so named again at the next reload."""
+    sections = {name: section for name, section in vars(old).items() if is_dataclass(section)}
+    return Config(
+        **{name: _live(name, section, getattr(new, name), applied) for name, section in sections.items()},
+        listed=tuple(_live(each.name, each, new.tier(each.name), applied) for each in old.listed),
+        tenants=new.tenants if "[[tenant]]" in applied else old.tenants,
+        tenant_default=new.tenant_default if "tenants.default" in applied else old.tenant_default,
+        source=new.source,
+        written=tuple(_written(old.written, new.written, applied)),
+    )
 
 
 def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
-    """A section as it is in force. `after` is None of a tier that is no longer listed."""
+    """Return a section as it is in force. `after` is None of a tier that is no longer listed."""
     live = {
         field.name: getattr(after, field.name)
         for field in fields(before)
@@ -184,11 +170,36 @@ def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
     return replace(before, **live)
 
 
-def _written(before: tuple[Written, ...], after: tuple[Written, ...], applied: set[str]) -> Iterator[Written]:
-    """What was written of the settings in force: a setting that waits for a restart is as it was."""
+def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[WrittenSetting]:
+    """Return what was written of the settings in force: a setting that waits for a restart is as it was."""
     latter = {each.name: each for each in after}
     for old in before:
         if not old.tenant:
             new = latter.get(old.name, old)
             yield new if new.name in applied or new.value == old.value else old
     yield from (each for each in (after if "[[tenant]]" in applied else before) if each.tenant)
+
+
+class Content(NamedTuple):
+    """`digest` identifies what a file held; `seen` says to people when it was written."""
+
+    path: Path
+    digest: bytes
+    seen: str
+
+
+def contents_of(config: Config) -> dict[str, Content]:
+    """Return what each file that a setting names holds now, by the setting's name: its path stays the same when that
+    changes."""
+    named = {f"{section}.{field}": value for section, field, value in config.fields() if isinstance(value, Path)}
+    return {name: _content(path) for name, path in named.items() if name not in NEVER_READ and not path.is_dir()}
+
+
+def _content(path: Path) -> Content:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    except OSError as error:
+        return Content(path, b"", f"{path}: {error.strerror}")
+    return Content(path, digest, f"{path} of {written}")

@@ -18,7 +18,7 @@ from kvstored.admin.drop import Drop
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
-from kvstored.clients.tenants.reach import Stored
+from kvstored.clients.tenants.reach import StoredAmounts
 from kvstored.config import ConfigError
 from kvstored.store.blocks import Residency
 
@@ -48,7 +48,8 @@ class RenameTenant:
         """Raises KVStoreError; then nothing has changed, or what `replace` drops has gone."""
         async with self._turn:
             identity = self._check(request.old, request.new)
-            stored, former = Stored(self._residency), self._tenants.keyring.identity_of(request.new) or request.new
+            stored = StoredAmounts(self._residency)
+            former = self._tenants.keyring.identity_of(request.new) or request.new
             if stored.blocks(former) and not request.replace:
                 raise KVStoreError(
                     ErrorKind.INVALID,
@@ -62,7 +63,7 @@ class RenameTenant:
             await self._bind(request.new, identity)
             reply.clients += self._hang_up(request)  # clients that connected meanwhile have the former roots
             await self._empty(former, reply)
-            stored = Stored(self._residency)
+            stored = StoredAmounts(self._residency)
             reply.blocks, reply.bytes = stored.blocks(identity), stored.nbytes(identity)
             log.warning("tenant %s is %s now: %s", request.old, request.new, stored.show(identity))
             return reply
@@ -73,7 +74,7 @@ class RenameTenant:
         identity, section = keyring.identity_of(old), tenants.section(new)
         if old == new:
             raise KVStoreError(ErrorKind.INVALID, "give two names: the former one and the new one")
-        if identity is None or not Stored(self._residency).blocks(identity):
+        if identity is None or not StoredAmounts(self._residency).blocks(identity):
             raise KVStoreError(ErrorKind.NOT_FOUND, f"nothing is stored as tenant {old!r}; see: kvctl tenants")
         if section is None:
             raise KVStoreError(
@@ -104,7 +105,7 @@ class RenameTenant:
         return self._handshake.hang_up(lambda session: session.tenant.name in (request.old, request.new))
 
     async def _empty(self, identity: str, reply: pb.RenameTenantReply) -> None:
-        number = Stored(self._residency).number(identity)
+        number = StoredAmounts(self._residency).number(identity)
         if number is None:
             return
         dropped = await self._drop.empty(number)

@@ -30,11 +30,12 @@ class Sampler:
 
     def __init__(self, parts: Parts, latencies: Latencies) -> None:
         self._parts = parts
+        self._store = parts.store
         self._latencies = latencies
-        self.history = History(parts.clock.monotonic_ns())
+        self.history = History(self._store.clock.monotonic_ns())
 
     def sample(self) -> None:
-        now_ns = self._parts.clock.monotonic_ns()
+        now_ns = self._store.clock.monotonic_ns()
         if self.history.due(now_ns):
             self.history.add(self._reading(now_ns), now_ns)
 
@@ -50,47 +51,47 @@ class Sampler:
         parts = self._parts
         for name, level in (
             ("clients", len(parts.sessions)),
-            ("blocks", len(parts.residency)),
-            ("leases", parts.leases.live),
-            ("limbo_bytes", parts.leases.limbo_bytes()),
+            ("blocks", len(self._store.residency)),
+            ("leases", self._store.leases.live),
+            ("limbo_bytes", self._store.leases.limbo_bytes()),
             ("rss_bytes", resident_bytes()),
         ):
             yield SeriesKey("daemon", "", name), level
 
     def _daemon_totals(self) -> _Total:
         for name in COUNTED:
-            yield SeriesKey("daemon", "", name), self._parts.counters[name]
-        for cause, blocks in self._parts.flows.misses_by_name().items():
+            yield SeriesKey("daemon", "", name), self._store.counters[name]
+        for cause, blocks in self._store.flows.misses_by_name().items():
             yield SeriesKey("miss", cause, "blocks"), blocks
 
     def _tier_levels(self) -> _Level:
-        for position, (name, tier) in enumerate(zip(self._parts.residency.tiers, self._parts.tiers, strict=True)):
+        for position, (name, tier) in enumerate(zip(self._store.residency.tiers, self._store.tiers, strict=True)):
             report = tier.statistics()
             yield SeriesKey("tier", name, "used_bytes"), report.used_bytes
             yield SeriesKey("tier", name, "capacity_bytes"), report.capacity_bytes
-            yield SeriesKey("tier", name, "blocks"), self._parts.residency.tier_blocks(position)
+            yield SeriesKey("tier", name, "blocks"), self._store.residency.tier_blocks(position)
 
     def _tier_totals(self) -> _Total:
-        for position, (name, tier) in enumerate(zip(self._parts.residency.tiers, self._parts.tiers, strict=True)):
-            report, flow = tier.statistics(), self._parts.flows.tiers[position]
+        for position, (name, tier) in enumerate(zip(self._store.residency.tiers, self._store.tiers, strict=True)):
+            report, flow = tier.statistics(), self._store.flows.tiers[position]
             yield SeriesKey("tier", name, "hits"), flow.hits
             yield SeriesKey("tier", name, "read_bytes"), report.bytes_read
             yield SeriesKey("tier", name, "written_bytes"), report.bytes_written
             yield SeriesKey("tier", name, "evicted_blocks"), flow.evicted_blocks
 
     def _lane_levels(self, now_ns: int) -> _Level:
-        for lane in self._parts.mover.lanes.values():
+        for lane in self._store.mover.lanes.values():
             report = lane.statistics(now_ns)
             yield SeriesKey("lane", report.name, "queued"), sum(report.queued) + sum(report.in_flight)
 
     def _lane_totals(self, now_ns: int) -> _Total:
-        for lane in self._parts.mover.lanes.values():
+        for lane in self._store.mover.lanes.values():
             report = lane.statistics(now_ns)
             yield SeriesKey("lane", report.name, "moved_bytes"), sum(report.moved_bytes)
             yield SeriesKey("lane", report.name, "moved_blocks"), sum(report.moved_blocks)
 
     def _tenants(self) -> _Total:
-        parts, residency = self._parts, self._parts.residency
+        parts, residency = self._parts, self._store.residency
         tiers = [
             ("host_bytes", residency.mapped),
             *([("nvme_bytes", residency.durable)] if residency.durable >= 0 else []),
@@ -99,6 +100,6 @@ class Sampler:
             name = parts.tenants.name_of_index(index.name) if number < NAMED_TENANTS else OTHER_TENANTS
             for what, position in tiers:
                 yield SeriesKey("tenant", name, what), residency.tenant_bytes(number, position)
-            flow = parts.flows.tenants[number]
+            flow = self._store.flows.tenants[number]
             yield SeriesKey("tenant", name, "hit_blocks"), flow.hit_blocks
             yield SeriesKey("tenant", name, "missed_blocks"), flow.missed_blocks

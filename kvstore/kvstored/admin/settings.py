@@ -9,35 +9,26 @@ from typing import Any
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.reload import Reload
-from kvstored.config import Config, Written
+from kvstored.config import Config, WrittenSetting
 
 
-class SettingsView:
-    """Answers the Config call. Shows the names of files with secrets and never what they hold."""
-
-    def __init__(self, reload: Reload) -> None:
-        self._reload = reload
-
-    def settings(self) -> pb.ConfigReply:
-        config = self._reload.config
-        waiting = {each.name: each.after for each in self._reload.waiting}
-        reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
-        for each in config.written:
-            reply.settings.add(
-                section=each.section,
-                key=each.key,
-                tenant=each.tenant,
-                written=toml_value(each.value),
-                in_force=in_force(config, each),
-                origin=each.origin,
-                waiting=waiting.get(each.name, ""),
-            )
-        return reply
+def settings(reload: Reload) -> pb.ConfigReply:
+    """Return the settings in force, and those that wait for a restart since the last `reload`. Shows the names of files
+    with secrets and never what they hold."""
+    config = reload.config
+    waiting = {each.name: each.after for each in reload.waiting}
+    reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
+    for each in config.written:
+        reply.settings.add(
+            section=each.section, key=each.key, tenant=each.tenant, written=toml_value(each.value),
+            in_force=in_force(config, each), origin=each.origin, waiting=waiting.get(each.name, ""),
+        )  # fmt: skip
+    return reply
 
 
-def in_force(config: Config, setting: Written) -> str:
-    """What became of a setting, where its text does not say it: a share, "auto", a relative path, a size that was cut.
-    Empty elsewhere."""
+def in_force(config: Config, setting: WrittenSetting) -> str:
+    """Return what became of a setting, where its text does not say it: a share, "auto", a relative path, a size that
+    was cut. Empty elsewhere."""
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
     if setting.tenant:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)

@@ -3,106 +3,83 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_tiers.base import Tier
 from kvstored import __version__
+from kvstored.admin.lifetime import Phase
 from kvstored.clients.reception import PROTOCOL_VERSION
-from kvstored.clients.sessions import SessionTable
+from kvstored.clients.sessions import Sessions
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
-from kvstored.clock import NS_PER_S, Clock
-from kvstored.config import Config
-from kvstored.health.integrity import IntegrityReport
+from kvstored.clock import NS_PER_S
+from kvstored.health.integrity import Integrity, IntegrityReport
+from kvstored.health.maintenance import Maintenance
+from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import DegradedModes, Mode
-from kvstored.store.endurance import EnduranceAccount
-from kvstored.store.leases import LeaseTable
-from kvstored.store.policies import Policy, ResidencyClass
-from kvstored.store.transfer.link import Mover
-from kvstored.store.transfer.writeback import WriteBack
-from kvstored.telemetry import Counters, Flows
+from kvstored.store.degraded import Mode
+from kvstored.store.policies import ResidencyClass
 from kvstored.unsaved import Unsaved
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
-    """Parts of the daemon that an operator sees. `tiers`, `policies`, `paths`: in the order of the residency index."""
+    """The parts of the daemon that an operator sees."""
 
-    config: Config
-    clock: Clock
-    residency: Residency
-    tiers: list[Tier]
-    policies: list[Policy]
-    paths: list[str]
-    sessions: SessionTable
-    leases: LeaseTable
+    store: Store
     tenants: TenantDirectory
-    mover: Mover
-    writeback: WriteBack | None
-    counters: Counters
-    flows: Flows
-    modes: DegradedModes
-    endurance: EnduranceAccount
+    sessions: Sessions
     unsaved: Unsaved
 
 
 class Views:
-    """`state()`, `ready_after_s()`, `prefault()` and `integrity()` come from the daemon, which alone knows them."""
+    """Answers of this moment. Reads `parts`, the daemon's `phase`, and what `maintenance` and `integrity` report."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        state: Callable[[], str],
-        ready_after_s: Callable[[], float],
-        prefault: Callable[[], tuple[int, int]],
-        integrity: Callable[[], IntegrityReport],
-    ) -> None:
+    def __init__(self, parts: Parts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
         self.parts = parts
-        self._state = state
-        self._ready_after_s = ready_after_s
-        self._prefault = prefault
+        self._phase = phase
+        self._maintenance = maintenance
         self._integrity = integrity
-        self._started_ns = parts.clock.monotonic_ns()
+        self._store = parts.store
+        self._started_ns = self._store.clock.monotonic_ns()
 
     def status(self) -> pb.StatusReply:
-        parts = self.parts
-        now_ns = parts.clock.monotonic_ns()
-        done_bytes, total_bytes = self._prefault()
+        parts, store = self.parts, self._store
+        now_ns = store.clock.monotonic_ns()
+        done_bytes, total_bytes = self._maintenance.prefaulted
         reply = pb.StatusReply(
             version=__version__,
             protocol_version=PROTOCOL_VERSION,
             pid=os.getpid(),
             uptime_s=(now_ns - self._started_ns) / NS_PER_S,
-            ready_after_s=self._ready_after_s(),
-            state=self._state(),
+            ready_after_s=self._phase.ready_after_s,
+            state=self._phase.state.value,
             rss_bytes=resident_bytes(),
             clients=len(parts.sessions),
-            blocks=len(parts.residency),
-            leases=parts.leases.live,
-            limbo_bytes=parts.leases.limbo_bytes(),
+            blocks=len(store.residency),
+            leases=store.leases.live,
+            limbo_bytes=store.leases.limbo_bytes(),
             prefault_done_bytes=done_bytes,
             prefault_total_bytes=total_bytes,
-            counters=parts.counters.snapshot(),
-            config_path=parts.config.source,
+            counters=store.counters.snapshot(),
+            config_path=store.config.source,
             warnings=[
-                *parts.modes.sentences(),
+                *store.modes.sentences(),
                 *self._other_tier_messages(),
-                *out_of_reach(parts.tenants, parts.residency),
+                *out_of_reach(parts.tenants, store.residency),
                 *parts.unsaved.sentences(),
                 *parts.sessions.containers.sentences(),
             ],
         )
-        for item in parts.modes.all():
+        for item in store.modes.all():
             reply.degraded.add(
                 part=item.part, mode=item.mode.value, reason=item.reason, for_s=(now_ns - item.since_ns) / NS_PER_S
             )
-        if parts.writeback is not None:
-            budget = parts.endurance.report()
+        if store.writeback is not None:
+            budget = store.endurance.report()
             reply.endurance.CopyFrom(
                 pb.EnduranceStatus(
                     bytes_per_day=budget.bytes_per_day,
@@ -114,8 +91,8 @@ class Views:
             )
             if budget.trouble:
                 reply.warnings.append(budget.trouble)
-        _describe_integrity(self._integrity(), reply)
-        for lane in parts.mover.lanes.values():
+        _describe_integrity(self._integrity.report, reply)
+        for lane in store.mover.lanes.values():
             report = lane.statistics(now_ns)
             reply.lanes.add(
                 name=report.name,
@@ -131,36 +108,37 @@ class Views:
 
     def _other_tier_messages(self) -> list[str]:
         """Messages of tiers that are in no degraded mode."""
-        parts = self.parts
-        degraded = {item.part for item in parts.modes.all()}
-        reports = [(name, tier.statistics()) for name, tier in zip(parts.residency.tiers, parts.tiers, strict=True)]
+        store = self._store
+        degraded = {item.part for item in store.modes.all()}
+        reports = [(name, tier.statistics()) for name, tier in zip(store.residency.tiers, store.tiers, strict=True)]
         return [f"{name}: {report.message}" for name, report in reports if report.message and name not in degraded]
 
     def _state_of(self, position: int) -> str:
         """The degraded mode of a tier, or the state that it reports."""
-        mode = self.parts.modes.mode(self.parts.residency.tiers[position])
-        return self.parts.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
+        store = self._store
+        mode = store.modes.mode(store.residency.tiers[position])
+        return store.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self, *, with_classes: bool = True) -> pb.TiersReply:
         """`with_classes`: how many blocks are hot, warm and cold too, which takes some 15 ms a million blocks."""
-        parts = self.parts
-        now_ns = parts.clock.monotonic_ns()
+        store = self._store
+        now_ns = store.clock.monotonic_ns()
         reply = pb.TiersReply()
-        for position, (tier, policy) in enumerate(zip(parts.tiers, parts.policies, strict=True)):
-            report, flow = tier.statistics(), parts.flows.tiers[position]
+        for position, (tier, policy) in enumerate(zip(store.tiers, store.policies, strict=True)):
+            report, flow = tier.statistics(), store.flows.tiers[position]
             used_by = dict(report.used_by)
-            if position == parts.residency.mapped or position in parts.residency.exported:
+            if position == store.residency.mapped or position in store.residency.exported:
                 containers = {report.container for report in tier.containers()}
-                used_by["limbo"] = parts.leases.limbo_in(containers.__contains__)  # the tier counts them as blocks
+                used_by["limbo"] = store.leases.limbo_in(containers.__contains__)  # the tier counts them as blocks
                 used_by["blocks"] -= used_by["limbo"]
             reply.tiers.add(
-                name=parts.residency.tiers[position],
+                name=store.residency.tiers[position],
                 kind=tier.info.kind,
-                path=parts.paths[position],
+                path=store.config.tiers[position].place,
                 state=self._state_of(position),
                 capacity_bytes=report.capacity_bytes,
                 used_bytes=report.used_bytes,
-                blocks=parts.residency.tier_blocks(position),
+                blocks=store.residency.tier_blocks(position),
                 hits=flow.hits,
                 bytes_read=report.bytes_read,
                 bytes_written=report.bytes_written,
@@ -177,12 +155,12 @@ class Views:
         return reply
 
     def tenants(self) -> pb.TenantsReply:
-        parts, residency = self.parts, self.parts.residency
+        parts, residency = self.parts, self._store.residency
         reply = pb.TenantsReply()
         for number, index in enumerate(residency.tenants):
             sessions = [session for session in parts.sessions.all() if session.tenant_id == number]
             tenant = parts.tenants.by_digest(bytes.fromhex(index.name))
-            flow = parts.flows.tenants[number]
+            flow = self._store.flows.tenants[number]
             reply.tenants.add(
                 name=parts.tenants.name_of_index(index.name),
                 blocks=residency.tenant_blocks(number),
@@ -194,7 +172,7 @@ class Views:
                 hit_blocks=flow.hit_blocks,
                 missed_blocks=flow.missed_blocks,
                 quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
-                limbo_bytes=parts.leases.limbo_bytes(number),
+                limbo_bytes=self._store.leases.limbo_bytes(number),
                 fingerprints=sorted(
                     parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(fingerprint))
                     for fingerprint in index.fingerprints
@@ -204,8 +182,8 @@ class Views:
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:
         """Fill in the status of a readable block."""
-        parts, residency = self.parts, self.parts.residency
-        now_ns = parts.clock.monotonic_ns()
+        parts, residency = self.parts, self._store.residency
+        now_ns = self._store.clock.monotonic_ns()
         kind = residency.kind(row)
         here = [position for position in range(len(residency.tiers)) if residency.has(row, position)]
         block.key = residency.key(row).hex()
@@ -217,15 +195,15 @@ class Views:
         block.payload_bytes = residency.payload_bytes(row)
         block.tiers.extend(residency.tiers[position] for position in here)
         block.state = residency.state(row, here[0]).name.lower()
-        durable = parts.writeback is not None and parts.writeback.is_durable(row)
+        durable = self._store.writeback is not None and self._store.writeback.is_durable(row)
         block.durability = "durable" if durable else "volatile"
         block.accesses = residency.accesses(row)
         block.idle_s = (now_ns - residency.last_access_ns(row)) / NS_PER_S
         block.leases = residency.pin_count(row)
         block.children = residency.children(row)
-        block.residency = parts.policies[here[0]].residency_class(row, now_ns).value
+        block.residency = self._store.policies[here[0]].residency_class(row, now_ns).value
         slot = residency.slot(row, here[-1])
-        block.location = parts.tiers[here[-1]].location(slot)
+        block.location = self._store.tiers[here[-1]].location(slot)
 
 
 def _describe_integrity(report: IntegrityReport, reply: pb.StatusReply) -> None:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands
 from kvstore_console.printable import printable
-from kvstored.cli.exits import failure, mistake
-from kvstored.cli.nvme_directory import what_is_wrong
-from kvstored.exits import EXIT_DAMAGE, EXIT_OK
+from kvstored.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_console.progress import Progress
@@ -146,3 +144,14 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "slab": finding.slab if finding.slab >= 0 else None,
         "slot": finding.slot if finding.slot >= 0 else None,
     }
+
+
+def what_is_wrong(directory: Path) -> str | None:
+    """One line, or None. A crash may have left either without the other: slabs, or the file that names the format."""
+    if not directory.is_dir():
+        return f"{directory} is not a directory"
+    if (directory / "slabs").is_dir() or (directory / "format").exists():
+        return None
+    below = directory / "nvme"  # an operator who gives the state directory means this
+    hint = f"; did you mean {below}?" if (below / "slabs").is_dir() else ""
+    return f"{directory} is not the directory of an NVMe tier: it has no slabs{hint}"

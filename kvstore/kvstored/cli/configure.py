@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 from kvstore_console.command_line import Commands
-from kvstored.cli.exits import mistake
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, mistake
 
 EXAMPLES = """\
 examples:
@@ -33,7 +32,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """What the command line sets, as `load_config` takes it."""
+    """Return what the command line sets, as `load_config` takes it."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from kvstore_console.command_line import Commands
 from kvstore_console.table import render_facts
-from kvstored.cli.exits import failure, mistake
-from kvstored.cli.nvme_directory import what_is_wrong
-from kvstored.exits import EXIT_OK
+from kvstored.cli.check import what_is_wrong
+from kvstored.exits import EXIT_OK, failure, mistake
 
 EXAMPLES = """\
 examples:

@@ -1,12 +1,11 @@
-"""What a simulation found goes to standard output, and as a page to a file: the last step of every mode."""
+"""The result of a simulation goes to standard output, and as a page to a file: the last step of every mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstored.cli.exits import failure
-from kvstored.exits import EXIT_OK
+from kvstored.exits import EXIT_OK, failure
 
 
 def hand_over(print_all: Callable[[], None], plot: Path | None, page: Callable[[], str]) -> int:

@@ -8,7 +8,7 @@ import signal
 
 from kvstore_console.command_line import Commands
 from kvstored.cli.configure import add_settings, overrides
-from kvstored.cli.exits import failure, mistake
+from kvstored.exits import failure, mistake
 
 EXAMPLES = """\
 examples:
@@ -93,7 +93,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """What the command line sets, these two included."""
+    """Return what the command line sets, these two included."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("record", arguments.record), ("log_level", arguments.log_level))

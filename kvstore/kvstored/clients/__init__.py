@@ -1,1 +1,1 @@
-"""How bytes and rights reach a client: handshake and descriptors, staging memory, leases, limbo."""
+"""The way of bytes and rights to a client: handshake and descriptors, staging memory, leases, limbo."""

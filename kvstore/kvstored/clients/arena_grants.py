@@ -1,43 +1,33 @@
-"""Which arenas a client may map: read-only those of its own tenant and no other's, and writable only those for puts in
+"""The arenas that a client may map: read-only its own tenant's and no other's, and writable only the ones for puts in
 place, where its tenant may do that. A client on a device may import memory of its tenant there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena import writable_owner
-from kvstore_tiers.host import HostTier
 from kvstored.clients.sessions import Session
 from kvstored.clients.tenants import Tenant
-from kvstored.config import Config
-
-if TYPE_CHECKING:
-    from kvstore_tiers.gpu import GpuTier
+from kvstored.store.assembly import Store
 
 
 class ArenaGrants:
-    """See the module."""
+    """Grants the memory of `store` to clients."""
 
-    def __init__(self, host: HostTier, config: Config, exporter_of: Callable[[int, int], GpuTier | None]) -> None:
-        """`exporter_of(number, tiers)`: the tier, one of `tiers`, of a chunk of device memory that clients may
-        import."""
-        self._host = host
-        self._config = config
-        self._exporter_of = exporter_of
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._host = store.host
 
     def puts_in_place(self, tenant: Tenant) -> bool:
-        return tenant.puts_in_place(self._config.put)
+        return tenant.puts_in_place(self._store.config.put)
 
     def prepare(self, tenant: Tenant) -> None:
         """The first client of a tenant is coming that may store: make arenas for it."""
         owner = writable_owner(tenant.index_name) if self.puts_in_place(tenant) else tenant.index_name
         if not self._arenas_of(owner):
-            self._host.precreate(owner, self._config.host.prefault_ahead_bytes)
+            self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
     def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
         """Enter into a welcome which arenas there are."""
@@ -50,7 +40,7 @@ class ArenaGrants:
     def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
         """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
         number, index_name = request.arena_id, session.tenant.index_name
-        exporter = self._exporter_of(number, session.device_tiers) if not request.writable else None
+        exporter = self._store.exporter_of(number, session.device_tiers) if not request.writable else None
         if exporter is not None and exporter.owner(number) == index_name:
             try:
                 descriptor, nbytes = exporter.export(number)

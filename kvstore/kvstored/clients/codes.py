@@ -1,4 +1,4 @@
-"""What the wire calls tiers, causes and steps."""
+"""The wire's codes for tiers, causes and steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = N
 
 
 def codes_by_mask(residency: ResidencyView, device_tiers: TierSet = NO_TIERS) -> bytes:
-    """By a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
+    """Return, by a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
     fastest = (residency.fastest_of(tiers, device_tiers) for tiers in TIER_SETS[1 : 2 ** len(residency.tiers)])
     return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 
@@ -30,5 +30,5 @@ def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
 
 
 def known_step(step: int) -> int:
-    """Why an engine stopped (a NextStep), unless only a newer one knows what it says."""
+    """Return why an engine stopped (a NextStep), unless only a newer one knows what it says."""
     return step if step in pb.NextStep.values() else pb.NEXT_STEP_UNSPECIFIED

@@ -103,7 +103,7 @@ class HandshakeServer:
             waiting[0].end()
 
     def _refusal(self, uid: int) -> KVStoreError | None:
-        """Why a new client is not taken now, if so."""
+        """Return why a new client is not taken now, if so."""
         if not self.accepting:
             return KVStoreError(
                 ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"

@@ -138,11 +138,7 @@ class LookupIndexes:
     """
 
     def __init__(
-        self,
-        slots: int,
-        total_bytes: int,
-        residency: Residency,
-        schedule: Callable[[Callable[[], None]], object],
+        self, slots: int, total_bytes: int, residency: Residency, schedule: Callable[[Callable[[], None]], object]
     ) -> None:
         self._residency = residency
         self._schedule = schedule

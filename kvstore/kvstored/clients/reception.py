@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -12,28 +11,13 @@ from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.lookup_index import LookupIndexes
-from kvstored.clients.session_factory import SessionFactory
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ReturningClients, Session, Sessions
 from kvstored.clients.tenants import Peer
-from kvstored.config import Config
-from kvstored.telemetry import Counters
-from kvstored.tier_set import NO_TIERS, TierSet
+from kvstored.store.assembly import Store
+from kvstored.tier_set import NO_TIERS
 
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
-
-
-class ReturningClients(Protocol):
-    """Clients of the daemon process before, whose leases still stand."""
-
-    @property
-    def epoch(self) -> bytes:
-        """Names the numbering of arenas."""
-        ...
-
-    def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client connects; numbers of its leases that still stand, if `token` is one that it had before."""
-        ...
 
 
 class Streams(Protocol):
@@ -45,31 +29,24 @@ class Streams(Protocol):
 
 
 class Reception:
-    """What the daemon does for a client of the handshake socket; refusals are KVStoreError. `on_end(session)` releases
-    what the session held elsewhere. `tiers_on(device_identity)`: the tiers that a client on that device reads
-    in place. `returning` is None without warm restart."""
+    """Receives clients of the handshake socket, and lets them go; refusals are KVStoreError. `former` is None without
+    warm restart."""
 
     def __init__(
         self,
-        config: Config,
-        factory: SessionFactory,
+        store: Store,
+        sessions: Sessions,
         arenas: ArenaGrants,
         indexes: LookupIndexes,
         streams: Streams,
-        counters: Counters,
-        on_end: Callable[[Session], None],
-        tiers_on: Callable[[int], TierSet],
-        returning: ReturningClients | None = None,
+        former: ReturningClients | None = None,
     ) -> None:
-        self._config = config
-        self._factory = factory
+        self._store = store
+        self._sessions = sessions
         self._arenas = arenas
         self._indexes = indexes
         self._streams = streams
-        self._counters = counters
-        self._on_end = on_end
-        self._tiers_on = tiers_on
-        self._returning = returning
+        self._former = former
         self._epoch = os.urandom(16)
         self._warned_of_unmapped = False
 
@@ -78,31 +55,31 @@ class Reception:
         try:
             session = self._open(peer, hello)
         except KVStoreError as error:
-            self._counters.add("sessions_refused")
+            self._store.counters.add("sessions_refused")
             is_news = (peer.has_no_uid or peer.has_no_gid) and not self._warned_of_unmapped
             self._warned_of_unmapped |= is_news
             level = logging.WARNING if is_news else logging.INFO
             log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
             raise
-        limits, staging, returning = self._config.limits, session.staging, self._returning
+        config, staging, former = self._store.config, session.staging, self._former
         welcome = hs.Welcome(
             protocol_version=PROTOCOL_VERSION,
             session_token=session.token,
             tenant=session.tenant.name,
             roots=list(session.roots.values()),
             staging_bytes=staging.size_bytes if staging is not None else 0,
-            lease_ttl_ms=limits.lease_ttl_ms,
+            lease_ttl_ms=config.limits.lease_ttl_ms,
             daemon_epoch=self._epoch,
-            data_socket=str(self._config.daemon.socket_dir / "data.sock"),
-            max_keys=limits.max_keys,
-            max_block_bytes=limits.max_block_bytes,
+            data_socket=str(config.daemon.socket_dir / "data.sock"),
+            max_keys=config.limits.max_keys,
+            max_block_bytes=config.limits.max_block_bytes,
             lookup_index=self._indexes.offered,
             direct_stream=True,
-            arena_epoch=self._epoch if returning is None else returning.epoch,
-            lease_ids=() if returning is None else returning.arrived(session, hello.former_token),
+            arena_epoch=self._epoch if former is None else former.epoch,
+            lease_ids=() if former is None else former.arrived(session, hello.former_token),
         )
         self._arenas.announce(session.tenant, welcome)
-        self._counters.add("sessions_opened")
+        self._store.counters.add("sessions_opened")
         log.debug(
             "client %s (pid %d uid %d cgroup %s) is tenant %s",
             session.client_name, peer.pid, peer.uid, peer.cgroup or "-", session.tenant.name,
@@ -123,10 +100,9 @@ class Reception:
         return self._streams.open(session)
 
     def farewell(self, session: Session) -> None:
+        """End the session of a client that has gone."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
-        self._factory.close(session)
-        self._on_end(session)
-        session.put_ended()
+        self._sessions.close(session)
 
     def _open(self, peer: Peer, hello: hs.Hello) -> Session:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -139,9 +115,9 @@ class Reception:
             fingerprint = parse_fingerprint(hello.fingerprint)
         except FingerprintError as error:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
-        tenant = self._factory.tenant_of(peer)
-        session = self._factory.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
-        session.device_tiers = self._tiers_on(hello.device_identity) if hello.device_identity else NO_TIERS
+        tenant = self._sessions.tenant_of(peer)
+        session = self._sessions.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
+        session.device_tiers = self._store.tiers_on(hello.device_identity) if hello.device_identity else NO_TIERS
         if session.staging is not None:
             self._arenas.prepare(tenant)
         return session

@@ -1,19 +1,29 @@
 """Sessions: one for each handshake connection, which is a client's identity and the anchor of all it holds.
 
-Owns loan and staging of each client; ends everything a client held when its connection ends. Never does
-I/O.
+Owns loan and staging of each client, and how a tenant, a fingerprint and staging memory become a session; ends all that
+a client held when its connection ends. Never speaks to a client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
 from kvstored.clients.containers import SeenContainers
-from kvstored.clients.staging import Staging
-from kvstored.clients.tenants import Peer, Tenant
+from kvstored.clients.shares import TenantShares
+from kvstored.clients.staging import Staging, StagingPool
+from kvstored.clients.tenants import Peer, Tenant, TenantDirectory
+from kvstored.clients.tenants.peer import has_exited
+from kvstored.clock import NS_PER_MS
+from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
+
+LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that its process has exited
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,20 +42,54 @@ class Session(Client):
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
-        """After the end: give the staging memory back, as soon as nothing copies from it any more."""
+        """Give the staging memory back after the end, as soon as nothing copies from it any more."""
         if self.closed and not self.copying and self.staging is not None:
             staging, self.staging = self.staging, None
             staging.forget_fd()
             self.give_back_staging(staging.size_bytes)
 
 
-class SessionTable:
-    """All live sessions by token. Tokens are 16 random bytes; an unknown one reveals nothing."""
+class ReturningClients(Protocol):
+    """Clients of the daemon process before, whose leases still stand."""
 
-    def __init__(self, last_session_id: int = 0) -> None:
+    keeps_leases: bool
+
+    @property
+    def epoch(self) -> bytes:
+        """Names the numbering of arenas."""
+        ...
+
+    def arrived(self, session: Session, token: bytes) -> list[int]:
+        """Return the numbers of the leases of a client that connects which still stand, if `token` is one that it had
+        before."""
+        ...
+
+    def left(self, session: Session) -> None:
+        """Forget a client, for good: it left while the daemon served."""
+        ...
+
+
+class Sessions:
+    """All live sessions by token: 16 random bytes, of which an unknown one reveals nothing. `former` is None without
+    warm restart. Session numbers go on after `last_id`."""
+
+    def __init__(
+        self,
+        store: Store,
+        tenants: TenantDirectory,
+        shares: TenantShares,
+        staging_pool: StagingPool,
+        former: ReturningClients | None = None,
+        last_id: int = 0,
+    ) -> None:
+        self._store = store
+        self._tenants = tenants
+        self._shares = shares
+        self._staging_pool = staging_pool
+        self._former = former
+        self._last_id = last_id
         self._by_token: dict[bytes, Session] = {}
         self.containers = SeenContainers()
-        self._last_session_id = last_session_id
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -56,15 +100,35 @@ class SessionTable:
     def find(self, token: bytes) -> Session | None:
         return self._by_token.get(token)
 
-    def next_id(self) -> int:
-        self._last_session_id += 1
-        return self._last_session_id
+    def tenant_of(self, peer: Peer) -> Tenant:
+        """Raises KVStoreError for a user without a tenant."""
+        tenant = self._tenants.resolve(peer)
+        if tenant is None:
+            raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
+        return tenant
 
-    def add(self, session: Session) -> None:
+    def open(self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int) -> Session:
+        """Return a session of a client that has connected, with as much staging memory as it wants and may have."""
+        staging = self._make_staging(staging_bytes, name)
+        session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
+        self._name(session)
         self._by_token[session.token] = session
+        self.containers.note(tenant.name, peer.uid, peer.cgroup)
+        return session
+
+    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
+        """Return a session for one unary call, in no table: nothing follows its end. Its fingerprint is not noted, so
+        that asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""
+        return self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+
+    def note_fingerprint(self, session: Session) -> None:
+        """Remember the fingerprint of a session that `open_call` made, and give it its number."""
+        self._tenants.remember(session.fingerprint)
+        self._name(session)
 
     def close(self, session: Session) -> None:
-        """Forget the session and run what was attached to its end. Idempotent."""
+        """End a session whose client has gone, run what was attached to its end, and give back what it held: staging
+        memory, reserved slots, and leases, but for those that the next process of the daemon is to find. Idempotent."""
         if session.closed:
             return
         session.closed = True
@@ -72,7 +136,58 @@ class SessionTable:
         actions, session.on_close = session.on_close, []  # they hold tasks, whose frames hold the session
         for action in actions:
             action()
+        clock, limits = self._store.clock, self._store.config.limits
+        self._free_reserved(session, clock.monotonic_ns() + limits.lease_ttl_ms * NS_PER_MS)
+        if self._former is None or not self._former.keeps_leases:
+            self._store.leases.release_session(session.session_id)
+            if self._former is not None:
+                self._former.left(session)
+        session.put_ended()
 
-    @staticmethod
-    def new_token() -> bytes:
-        return os.urandom(16)
+    def _free_reserved(self, session: Session, done_ns: int) -> None:
+        """Free the slots that a client had reserved. Its process may live on with the arenas mapped, a thread of it in
+        the middle of a write: they are freed when it has exited, or at `done_ns`. A process that ends closes its
+        sockets before the kernel says that it has exited: so look again."""
+        reservations = self._store.reservations
+        if has_exited(session.peer) or self._store.clock.monotonic_ns() >= done_ns:
+            reservations.end_session(session.session_id)
+        elif reservations.held_bytes(session.session_id):
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._free_reserved, session, done_ns)
+
+    def _session(
+        self, tenant: Tenant, fingerprint: Fingerprint, digest: bytes, peer: Peer, name: str, staging: Staging | None
+    ) -> Session:
+        tenant_id = self._store.residency.tenant(tenant.index_name)
+        self._shares.set(tenant, tenant_id)
+        self._last_id += 1
+        roots = zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
+        return Session(
+            session_id=self._last_id,
+            token=os.urandom(16),
+            peer=peer,
+            client_name=name,
+            tenant=tenant,
+            tenant_id=tenant_id,
+            fingerprint=fingerprint,
+            fingerprint_digest=digest,
+            fingerprint_id=self._tenants.known_number(digest),
+            family=self._tenants.family(fingerprint),
+            roots={group.group_id: root for group, root in roots},
+            staging=staging,
+            give_back_staging=self._staging_pool.give_back,
+        )
+
+    def _name(self, session: Session) -> None:
+        """Give a session the number of its fingerprint, which is remembered, and what belongs to it."""
+        session.fingerprint_id = self._tenants.fingerprint_number(session.fingerprint_digest)
+        session.family = self._tenants.family(session.fingerprint)
+
+    def _make_staging(self, wanted_bytes: int, name: str) -> Staging | None:
+        granted_bytes = self._staging_pool.take(wanted_bytes)
+        if not granted_bytes:
+            return None
+        try:
+            return Staging(granted_bytes, name)
+        except OSError as error:
+            self._staging_pool.give_back(granted_bytes)
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"no staging memory can be made: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""What each tenant is owed and allowed in each tier, handed to the tiers' policies."""
+"""The share of each tenant in each tier, owed and allowed, as the tiers' policies have it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TenantShares:
         self._policies = policies
 
     def set_all(self) -> None:
-        """For all tenants with limits, at the start: recovered blocks are protected before a client of the tenant
-        connects. After a change of the list, for all that have a share too."""
+        """Set the shares of all tenants with limits, at the start: recovered blocks are protected before a client of
+        the tenant connects. After a change of the list, for all that have a share too."""
         shares = {number for policy in self._policies for number in policy.shares}
         for tenant in self._tenants.all():
             limits = tenant.limits

@@ -1,7 +1,7 @@
-"""A client's staging memory: bytes that a client can write and the daemon reads.
+"""Blocks as a put takes them: from a client's staging memory, from slots that it had reserved, or from a message.
 
-Owns one memfd, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never trusts
-its content: the daemon copies first and checks the copy.
+Owns one memfd a client, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never
+trusts its content: the daemon copies first and checks the copy.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, Bytes
+from kvstore_tiers.base import Slot
+from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment
+from kvstored.store.reservations import Reservations
 
 SMALLEST_SHARE_BYTES = 4 << 20
-_F_ADD_SEALS = 1033
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Staging:
@@ -29,13 +32,13 @@ class Staging:
         self.fd = os.memfd_create(f"kvstored-staging-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, self.size_bytes)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         # The array keeps the mapping alive: a copy in flight survives the session that started it.
         self.view: Bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
-        """As the client wrote them, taken once: it may still be writing."""
+        """Return token ids as the client wrote them, taken once: it may still be writing."""
         return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
@@ -54,8 +57,8 @@ def tokens_in(header: bytes) -> bytes:
 
 
 class StagingPool:
-    """What all clients' staging together may take of the DRAM capacity. It is set aside at the start of the daemon, so
-    that a tier full of blocks never keeps a client from writing."""
+    """The part of the DRAM capacity that all clients' staging together may take. It is set aside at the start of the
+    daemon, so that a tier full of blocks never keeps a client from writing."""
 
     def __init__(self, size_bytes: int, per_client_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -63,8 +66,8 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """What a client gets: what it wants, up to its own limit and a quarter of what is left, so that later clients
-        can write too; 0 when nothing is left."""
+        """Return what a client gets: what it wants, up to its own limit and a quarter of what is left, so that later
+        clients can write too; 0 when nothing is left."""
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
         granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)
@@ -74,3 +77,46 @@ class StagingPool:
 
     def give_back(self, nbytes: int) -> None:
         self.used_bytes -= nbytes
+
+
+class ReservedBlocks:
+    """Implements `Staged`: the offset of a block is the place of its slot in the reservation."""
+
+    def __init__(self, slots: Mapping[int, Slot], tenant: int, host: HostTier, reservations: Reservations) -> None:
+        self._images = {place: host.slot_segment(slot) for place, slot in slots.items()}
+        self._left = dict(slots)
+        self._tenant = tenant
+        self._reservations = reservations
+
+    def tokens_at(self, offset: int) -> bytes:
+        return tokens_in(ctypes.string_at(self._images[offset].address, HEADER_BYTES))
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        return self._images[offset].part(HEADER_BYTES, nbytes)
+
+    def take(self, offset: int) -> Slot:
+        """The slot is a block's from now on: the caller attaches it in the same turn of the loop."""
+        slot = self._left.pop(offset)
+        self._reservations.used(self._tenant, slot)
+        return slot
+
+    def end(self) -> None:
+        """Free what no block has taken. Idempotent."""
+        left, self._left = self._left, {}
+        for slot in left.values():
+            self._reservations.free(self._tenant, slot)
+
+
+class InlineBlocks:
+    """Implements `Staged`: the offset of a block is its place in `tokens` and `payloads`."""
+
+    def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._payloads = payloads
+
+    def tokens_at(self, offset: int) -> bytes:
+        return self._tokens[offset]
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        payload = np.frombuffer(self._payloads[offset], np.uint8)
+        return Segment(int(payload.ctypes.data), nbytes, owner=payload)

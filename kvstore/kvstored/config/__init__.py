@@ -4,6 +4,6 @@ has a file for each kind of tier."""
 from kvstored.config.documents import reference_text
 from kvstored.config.mistakes import ConfigError
 from kvstored.config.parse import load_config
-from kvstored.config.schema import Config, TenantSection, Written
+from kvstored.config.schema import Config, TenantSection, WrittenSetting
 
-__all__ = ["Config", "ConfigError", "TenantSection", "Written", "load_config", "reference_text"]
+__all__ = ["Config", "ConfigError", "TenantSection", "WrittenSetting", "load_config", "reference_text"]

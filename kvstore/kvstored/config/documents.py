@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from kvstore_console.units import is_size_text
 from kvstored.config.mistakes import ConfigError, did_you_mean, need
+from kvstored.config.schema import WrittenSetting
 from kvstored.config.tiers import KINDS
 from kvstored.config.tiers.base import AUTO
-from kvstored.config.written import TENANT
 
 Table = dict[str, Any]
+TENANT = "tenant"  # the section of which there are any number, apart from tiers: [[tenant]]
 TIER, NEW_KIND = "tier", "memory"  # [[tier]], and what one is that does not say
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,15}\Z")
 _TAKEN = (TIER, TENANT, "absent", "remote", "gpu")  # a kind may be the name of a tier of that kind
+DEFAULT_ORIGIN = "default"
 
 
 def reference_text() -> str:
@@ -165,3 +167,20 @@ def _check_type(name: str, default: Any, value: Any) -> None:
     is_whole = wanted is float and isinstance(value, int) and not isinstance(value, bool)
     if not (fits or is_size or is_fraction or is_whole):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
+
+
+def names_in(sections: Table) -> Iterator[tuple[str, str]]:
+    """(section, key) of each setting; (TENANT, "") for all tenants."""
+    for section, keys in sections.items():
+        yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
+
+
+def written(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[WrittenSetting]:
+    """Every setting, with the origin of those that are not defaults. `merged` must have been checked."""
+    for section, keys in merged.items():
+        if section != TENANT:
+            for key, value in keys.items():
+                yield WrittenSetting(section, key, value, origins.get((section, key), DEFAULT_ORIGIN))
+    for entry in merged[TENANT]:
+        for key, value in entry.items():
+            yield WrittenSetting(TENANT, key, value, origins[TENANT, ""], entry["name"])

@@ -1,4 +1,4 @@
-"""What the section `[events]` may say."""
+"""The checks of the section `[events]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import string
 
 from kvstored.config.addresses import address_of
-from kvstored.config.mistakes import need, one_of
+from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.schema import EventsSection
 
 ENCODINGS = ("map", "array")
@@ -34,14 +34,8 @@ def check_events(events: EventsSection) -> None:
         not events.replay or events.replay != events.listen, "events.replay must be another address than events.listen"
     )
     one_of("events.encoding", events.encoding, ENCODINGS)
-    need(
-        1 <= events.buffer <= MAX_BUFFER_BATCHES,
-        f"events.buffer must be 1 to {MAX_BUFFER_BATCHES}, got {events.buffer}",
-    )
-    need(
-        1 <= events.connections <= MAX_CONNECTIONS,
-        f"events.connections must be 1 to {MAX_CONNECTIONS}, got {events.connections}",
-    )
+    need_within("events.buffer", events.buffer, 1, MAX_BUFFER_BATCHES)
+    need_within("events.connections", events.connections, 1, MAX_CONNECTIONS)
     _check_topic(events)
 
 

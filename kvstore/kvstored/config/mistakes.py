@@ -15,6 +15,11 @@ def need(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def need_within(name: str, value: float, least: float, most: float) -> None:
+    """Raise ConfigError where the setting `name` has a `value` that is not from `least` to `most`."""
+    need(least <= value <= most, f"{name} must be from {least} to {most}, got {value}")
+
+
 def one_of(name: str, value: str, known: Collection[str]) -> None:
     need(value in known, f"{name}: {value!r} is unknown; known: {', '.join(known)}")
 

@@ -1,4 +1,4 @@
-"""From TOML to Config: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
+"""Makes a Config of TOML: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
 
 Unknown keys are errors with a suggestion. Never does: touch the file system beyond reading the file and asking how
 large the machine's memory and the NVMe file system are.
@@ -9,22 +9,31 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kvstore_console.units import human_bytes
+from kvstore_console.units import human_bytes, parse_size
 from kvstored.config.addresses import address_of
-from kvstored.config.documents import in_order, lay_over, read_file, read_override, read_reference, tiers_in
+from kvstored.config.documents import (
+    TENANT,
+    in_order,
+    lay_over,
+    names_in,
+    read_file,
+    read_override,
+    read_reference,
+    tiers_in,
+    written,
+)
 from kvstored.config.events import check_events
-from kvstored.config.mistakes import ConfigError, need, one_of
-from kvstored.config.schema import Config, PrefetchSection, UnarySection
+from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
+from kvstored.config.schema import Config, PrefetchSection, TenantSection, UnarySection
 from kvstored.config.section_fields import section_of, size
-from kvstored.config.tenant_sections import tenant_sections
 from kvstored.config.tiers import KINDS, Machine
 from kvstored.config.tiers.remote import MODES
-from kvstored.config.written import TENANT, names_in, written
 from kvstored.predictor_names import LEARNED, PREDICTORS
 
 Table = dict[str, Any]
@@ -35,6 +44,11 @@ HORIZON_MAX_S = 86_400
 DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+_TENANT_KEYS = {
+    "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
+}  # fmt: skip
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+_UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
@@ -108,8 +122,7 @@ def _check_prefetch(prefetch: PrefetchSection) -> None:
         f"prefetch.horizon_s must be more than 0 and at most {HORIZON_MAX_S}, got {prefetch.horizon_s}",
     )
     for name in ("min_probability", "waste_limit"):
-        share = getattr(prefetch, name)
-        need(0 <= share <= 1, f"prefetch.{name} must be from 0 to 1, got {share}")
+        need_within(f"prefetch.{name}", getattr(prefetch, name), 0, 1)
 
 
 def _check(config: Config) -> None:
@@ -120,7 +133,7 @@ def _check(config: Config) -> None:
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
-    need(-20 <= config.daemon.nice <= 19, f"daemon.nice must be from -20 to 19, got {config.daemon.nice}")
+    need_within("daemon.nice", config.daemon.nice, -20, 19)
     need(config.scrub.rate_bytes >= 1 << 16, "scrub.rate must be at least 64KiB; scrub.enabled = false turns it off")
     for name, seconds in vars(config.scrub).items():
         if name.endswith("_s"):
@@ -141,7 +154,7 @@ def _check(config: Config) -> None:
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
     _check_prefetch(config.prefetch)
-    need(0 <= config.index.slots <= MAX_INDEX_SLOTS, f"index.slots must be 0 (no index) to {MAX_INDEX_SLOTS}")
+    need_within("index.slots", config.index.slots, 0, MAX_INDEX_SLOTS)
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
 
@@ -181,3 +194,60 @@ def _check_shares(config: Config) -> None:
             f"the tenants' host_min are {human_bytes(least_bytes)} together, host.capacity less staging is "
             f"{human_bytes(room_bytes)}: lower them, or raise host.capacity"
         )
+
+
+def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
+    """Percentages are of the tiers' capacities in `config`. Raises ConfigError."""
+    if not isinstance(raw, list):
+        raise ConfigError("tenant: write each one as [[tenant]]")
+    found: dict[str, TenantSection] = {}
+    owners: dict[str, str] = {}  # "uids 1001" -> the tenant that lists it
+    for entry in raw:
+        if not isinstance(entry, dict):
+            raise ConfigError("tenant: write each one as [[tenant]]")
+        unknown = set(entry) - _TENANT_KEYS
+        if unknown:
+            key = sorted(unknown)[0]
+            raise ConfigError(f"unknown key tenant.{key}{did_you_mean(key, _TENANT_KEYS)}")
+        name = entry.get("name", "")
+        if not isinstance(name, str) or not _TENANT_NAME.match(name):
+            raise ConfigError(f"tenant.name {name!r}: 1 to 64 letters, digits, '_', '.', '-'")
+        if name in found:
+            raise ConfigError(f"tenant {name!r} is listed twice")
+        if _UID_TENANT.match(name):
+            raise ConfigError(f"tenant.name {name!r} is kept for a user that no tenant lists; choose another name")
+        ids = {key: _ids(name, key, entry.get(key, [])) for key in ("uids", "gids")}
+        for member in (f"{key} {number}" for key in ids for number in ids[key]):
+            if owners.setdefault(member, name) != name:
+                raise ConfigError(f"tenant {name}: {member} is listed by tenant {owners[member]} already")
+        try:
+            found[name] = TenantSection(
+                name,
+                ids["uids"],
+                ids["gids"],
+                parse_size(entry.get("host_max", 0), config.host.capacity_bytes),
+                parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
+                parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
+                entry.get("durability", ""),
+                _flag(entry, "put_in_place"),
+                entry.get("remote", ""),
+                bool(_flag(entry, "unmapped")),
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"tenant {name}: {error}") from None
+        if found[name].unmapped and owners.setdefault("unmapped", name) != name:
+            raise ConfigError(f"tenant {name}: unmapped users are tenant {owners['unmapped']} already")
+    return tuple(found.values())
+
+
+def _flag(entry: dict[str, Any], key: str) -> bool | None:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def _ids(tenant: str, key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+        raise ConfigError(f"tenant {tenant}: {key} must be a list of numeric ids such as [1001], got {value!r}")
+    return tuple(value)

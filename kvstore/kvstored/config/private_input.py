@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from pathlib import Path
 
-from kvstored.config.mistakes import ConfigError
+from kvstore_proto.state_identity import SECRET_BYTES
+from kvstored.config.mistakes import ConfigError, need
 
 MAX_FILE_BYTES = 1 << 20
+_SETTING = "cluster.secret_file"
 
 
 def read_private(setting: str, path: Path) -> bytes:
-    """The file's bytes, if only its owner can read or change it, and that owner is us or root. Raises ConfigError that
-    names `setting`; OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{setting}: {path} is not a regular file")
-        if status.st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"{setting}: {path} belongs to uid {status.st_uid}: it must be ours or root's")
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"{setting}: {path} has mode {stat.S_IMODE(status.st_mode):04o}; others must not reach it: "
-                f"chmod 600 {path}"
-            )
-        raw = file.read(MAX_FILE_BYTES + 1)
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{setting}: {path} is larger than {MAX_FILE_BYTES} bytes")
+    """Return the bytes of the file `path`, if only its owner can read or change it, and that owner is us or root.
+    Raises ConfigError that names `setting`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            _require_private(setting, path, os.fstat(descriptor))
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from None
+    need(len(raw) <= MAX_FILE_BYTES, f"{setting}: {path} is larger than {MAX_FILE_BYTES} bytes")
     return raw
+
+
+def read_private_lines(setting: str, path: Path) -> list[str]:
+    """Return the lines of a file of text, otherwise as `read_private`."""
+    try:
+        return read_private(setting, path).decode().splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{setting}: {path} is not text") from None
+
+
+def _require_private(setting: str, path: Path, status: os.stat_result) -> None:
+    need(stat.S_ISREG(status.st_mode), f"{setting}: {path} is not a regular file")
+    is_ours = status.st_uid in (0, os.geteuid())
+    need(is_ours, f"{setting}: {path} belongs to uid {status.st_uid}: it must be ours or root's")
+    mode = stat.S_IMODE(status.st_mode)
+    need(
+        not mode & 0o077,
+        f"{setting}: {path} has mode {mode:04o}; others must not reach it: chmod 600 {path}",
+    )
+
+
+def read_cluster_secret(path: Path | None) -> bytes | None:
+    """Return the secret that the nodes of a cluster share: 32 bytes made of what the file `path` holds, less white
+    space around it; None where there is no file set. Raises ConfigError."""
+    if path is None:
+        return None
+    content = read_private(_SETTING, path).strip()
+    need(
+        len(content) >= SECRET_BYTES,
+        f"{_SETTING}: {path} has {len(content)} bytes, at least {SECRET_BYTES} are needed: "
+        f"head -c 32 /dev/urandom | base64 > {path}",
+    )
+    return hashlib.blake2b(content, digest_size=SECRET_BYTES, person=b"kvstore cluster").digest()

@@ -5,7 +5,8 @@ Defaults live in reference.toml alone; these classes have none, so that the two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -155,7 +156,7 @@ class TenantSection:
     unmapped: bool = False  # whether users that the daemon's user namespace does not map are this tenant
 
 
-class Written(NamedTuple):
+class WrittenSetting(NamedTuple):
     """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
     one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for one of a tier, `section` is its name."""
 
@@ -191,11 +192,11 @@ class Config:
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str
-    written: tuple[Written, ...] = ()
+    written: tuple[WrittenSetting, ...] = ()
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:
-        """Those that are not turned off."""
+        """Return the tiers that are not turned off."""
         return tuple(tier for tier in self.listed if tier.enabled)
 
     @property
@@ -211,7 +212,15 @@ class Config:
     def tier(self, name: str) -> TierSection | None:
         return next((tier for tier in self.listed if tier.name == name), None)
 
+    def fields(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield (section, field, value) of each field of each section, tiers included."""
+        for name, section in vars(self).items():
+            sections = [(tier.name, tier) for tier in self.listed] if name == "listed" else [(name, section)]
+            for title, each in sections:
+                if is_dataclass(each):
+                    yield from ((title, field, value) for field, value in vars(each).items())
+
     def with_tier(self, name: str, **changes: Any) -> Self:
-        """The same with other settings of one tier."""
+        """Return this configuration with other settings of one tier."""
         listed = (replace(tier, **changes) if tier.name == name else tier for tier in self.listed)
         return replace(self, listed=tuple(listed))

@@ -1,4 +1,4 @@
-"""From one table of a TOML document to the dataclass of its section: each field has the key of its name."""
+"""Makes the dataclass of a section of its table in a TOML document: each field has the key of its name."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ HASH_MASK = (1 << 63) - 1
 Encode = Callable[[float, Sequence["Stored | Removed | Cleared"]], bytes]
 
 
-class Place(NamedTuple):
-    """Where copies are, as events say it. `locality`: "" for this node."""
+class CopyPlace(NamedTuple):
+    """The place of copies, as events say it. `locality`: "" for this node."""
 
     medium: str
     locality: str = ""
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 class Stored:
     """Blocks of one chain, each the parent of the next. `tokens`: of all of them, or empty."""
 
-    place: Place
+    place: CopyPlace
     parent: int | None
     block_tokens: int
     group: int
@@ -37,7 +37,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Removed:
-    place: Place
+    place: CopyPlace
     group: int
     hashes: list[int] = field(default_factory=list)
 
@@ -48,12 +48,12 @@ class Cleared:
 
 
 def hash_of(key: bytes) -> int:
-    """What names a block in events."""
+    """Return what names a block in events."""
     return (int.from_bytes(key[:8], "big") ^ int.from_bytes(key[8:], "big")) & HASH_MASK
 
 
 def encoder(encoding: str) -> Encode:
-    """For "map" or "array"."""
+    """Return the encoder for "map" or "array"."""
     import msgspec
 
     pack, form = msgspec.msgpack.Encoder().encode, _as_map if encoding == "map" else _as_array

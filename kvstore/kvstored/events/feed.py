@@ -10,6 +10,7 @@ that the publisher knows otherwise than residency has it waits in `_rows`; a blo
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_proto.arena import MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_tiers.base import Tier
 from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
-from kvstored.events.token_columns import TokenColumns
 from kvstored.store.blocks import Residency
-from kvstored.tier_set import holding_any
+from kvstored.tier_set import NO_TIERS, TierSet, holding, holding_any
 
 log = logging.getLogger(__name__)
 DELAY_S = 0.1  # from the first change to sending it
@@ -32,10 +33,68 @@ ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are look
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
 KindText = Callable[[int], tuple[bytes, int] | None]
 Numbers = npt.NDArray[np.int64]
+_COUNT_AT, _IDS_AT = TOKEN_COUNT_OFFSET // 4, TOKENS_OFFSET // 4
+Integers = npt.NDArray[np.integer]
+
+
+class TokenColumns:
+    """Reads the token ids of many blocks at once, from the headers of their copies in memory. `tiers`: by position;
+    those in memory are where token ids are read. None where they are private. On the control thread, which gives no
+    slot away meanwhile. Clients may write some of these arenas: a count that cannot be is none."""
+
+    def __init__(self, residency: Residency, tiers: Sequence[Tier]) -> None:
+        self._residency = residency
+        self._tiers = tiers
+        self.readable = TierSet.of(*(position for position, tier in enumerate(tiers) if tier.info.is_in_memory))
+
+    def read(self, rows: Integers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
+        """Return how many each of `rows` has, and all of them, packed in order. None of a block that is not in
+        memory."""
+        counts = np.zeros(len(rows), np.uint16)
+        left = masks.copy()
+        parts: list[tuple[Integers, Integers, npt.NDArray[np.int32]]] = []  # which rows, their places, the memory
+        for position in self.readable:
+            here = np.flatnonzero(holding(left, position))
+            if len(here):
+                parts.extend(self._places(self._tiers[position], position, rows, here))
+                left[here] = NO_TIERS
+        for which, places, words in parts:
+            found = words[places + _COUNT_AT]
+            counts[which] = np.where((found >= 0) & (found <= MAX_TOKENS), found, 0)
+        ends = np.cumsum(counts, dtype=np.int64)
+        ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+        for which, places, words in parts:
+            of_each = counts[which]
+            for count in np.unique(of_each).tolist():
+                same = slice(None) if of_each[0] == count and (of_each == count).all() else of_each == count
+                numbers = np.arange(count)
+                to = (ends[which[same]] - count)[:, None] + numbers
+                ids[to] = words[(places[same] + _IDS_AT)[:, None] + numbers]
+        return counts, ids.tobytes()
+
+    def _places(
+        self, tier: Tier, position: int, rows: Integers, here: Integers
+    ) -> list[tuple[Integers, Integers, npt.NDArray[np.int32]]]:
+        """Return, of the rows that `here` picks, the words of each container's memory, and where in them each slot
+        begins."""
+        copies, wanted = self._residency.copies[position], rows[here]
+        containers = np.frombuffer(copies.container, np.uint32)[wanted]
+        offsets = np.frombuffer(copies.offset, np.uint64)[wanted].astype(np.int64)
+        found = []
+        for container in np.unique(containers).tolist():
+            mine = containers == container
+            picked, begins = here[mine], offsets[mine]
+            first = self._residency.slot(int(wanted[mine][0]), position)
+            base = tier.slot_segment(first).address - first.offset  # slots of a container are in one piece of memory
+            low, high = int(begins.min()), int(begins.max()) + TOKENS_OFFSET + 4 * MAX_TOKENS
+            nbytes = 2 ** (high - low - 1).bit_length()  # few lengths: ctypes makes a type of each; none read so far
+            memory = memoryview((ctypes.c_char * nbytes).from_address(base + low))
+            found.append((picked, (begins - low) // 4, np.frombuffer(memory, np.int32)))
+        return found
 
 
 class Outlet(Protocol):
-    """What takes messages. Sent to while it is not ready, it keeps them."""
+    """Takes messages. Sent to while it is not ready, it keeps them."""
 
     @property
     def ready(self) -> bool: ...
@@ -74,7 +133,7 @@ class EventFeed:
         return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """From now on notice changes. Let the publisher forget what it knows, and send it everything."""
+        """Notice changes from now on. Let the publisher forget what it knows, and send it everything."""
         rows = self._residency.rows
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
@@ -102,7 +161,7 @@ class EventFeed:
         self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
 
     def _wait_once(self) -> None:
-        """What was noted twice waits once."""
+        """Let what was noted twice wait once."""
         is_noted = np.zeros(self._residency.rows.capacity, np.bool_)  # sorting millions of rows would take seconds
         is_noted[np.frombuffer(self._rows[self._taken :], np.uint32)] = True
         self._wait_for(np.flatnonzero(is_noted))
@@ -148,7 +207,7 @@ class EventFeed:
     # One slice
 
     def _send(self, noted: Numbers) -> None:
-        """What these rows are now."""
+        """Send what these rows are now."""
         columns = self._residency.rows
         self._grow(columns.capacity)
         self._learn_kinds()
@@ -179,7 +238,7 @@ class EventFeed:
     def _stored_columns(
         self, rows: Numbers, kind: npt.NDArray[np.uint32], mask: npt.NDArray[np.uint8]
     ) -> tuple[bytes, bytes, bytes]:
-        """Of blocks that are stored: what each has, the keys of parents, token ids."""
+        """Return, of blocks that are stored, what each has, the keys of parents, token ids."""
         if not len(rows):
             return b"", b"", b""
         counts, ids = self._tokens.read(rows, mask)
@@ -224,7 +283,7 @@ class EventFeed:
         return found
 
     def _is_news(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
+        """Return whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
         columns = self._residency.rows
         stored = np.frombuffer(columns.mask, np.uint8)[rows] != 0
         other = np.frombuffer(columns.generation, np.uint32)[rows] != self._generation[rows]
@@ -232,7 +291,7 @@ class EventFeed:
         return found
 
     def _learn_kinds(self) -> None:
-        """Which kinds of rows are published; the publisher hears of them first."""
+        """Find out which kinds of rows are published; the publisher hears of them first."""
         kinds = self._residency.kinds
         if len(kinds) == len(self._published):
             return

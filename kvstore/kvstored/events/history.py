@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from kvstore_tiers.replaced_file import replace_file
 
 log = logging.getLogger(__name__)
 FILE = "events.json"
@@ -65,12 +66,9 @@ class PublishedBefore:
         """Not synced: after a loss of power the wall clock orders the numbers."""
         if self._path is None:
             return
-        fresh = self._path.with_suffix(".tmp")
+        content = json.dumps({"epoch": self._epoch, "topics": self.topics})
         try:
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"epoch": self._epoch, "topics": self.topics}, file)
-            fresh.replace(self._path)
+            replace_file(self._path, content.encode(), durable=False)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

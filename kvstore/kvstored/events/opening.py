@@ -17,7 +17,7 @@ from kvstored.config import ConfigError
 from kvstored.config.addresses import address_of, numeric
 from kvstored.config.events import TCP
 from kvstored.config.schema import EventsSection
-from kvstored.events.encoding import Place
+from kvstored.events.encoding import CopyPlace
 from kvstored.events.feed import EventFeed
 from kvstored.events.history import PublishedBefore
 from kvstored.events.publisher import EXTRA, Publisher, PublisherError
@@ -28,13 +28,13 @@ LOCAL = ("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 
 
-def place_of(info: TierInfo) -> Place:
-    """How events name a tier."""
+def place_of(info: TierInfo) -> CopyPlace:
+    """Return how events name a tier."""
     if info.kind == "keyed":
-        return Place("STORAGE", "REMOTE")
+        return CopyPlace("STORAGE", "REMOTE")
     if info.kind == "gpu":
-        return Place("GPU")
-    return Place("CPU" if info.is_in_memory else "STORAGE")
+        return CopyPlace("GPU")
+    return CopyPlace("CPU" if info.is_in_memory else "STORAGE")
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,8 @@ def open_events(
 
     call_later = asyncio.get_running_loop().call_later
     feed = EventFeed(residency, store.tiers if section.tokens else (), kind_text, publisher, call_later)
-    publisher.at_restart(feed.announce_all)
     stack.callback(feed.stop)
-    feed.announce_all()
+    publisher.start(feed.announce_all)
     log.info("KV events are published on %s", section.listen)
 
 

@@ -35,14 +35,13 @@ class PublisherError(ValueError):
 
 
 class Publisher:
-    """`settings`: as the worker takes them, less what `before` says of the processes before."""
+    """`start` it once. `settings`: as the worker takes them, less what `before` says of the processes before."""
 
     def __init__(self, settings: Mapping[str, Any], before: PublishedBefore, counters: Counters) -> None:
         self._settings = settings
         self._before = before
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self._announce_all: Callable[[], None] = lambda: None
         self._waiting = bytearray()
         self._is_writing = self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,7 +49,24 @@ class Publisher:
         self._coming: socket.socket | None = None  # of one that has not answered yet
         self._timer: asyncio.TimerHandle | None = None  # of the next start, or of the end of waiting for one
         self._statistics = (0, 0, 0)
-        self._start()
+
+    def start(self, announce_all: Callable[[], None]) -> None:
+        """Start the first process, and wait for it. `announce_all` is called whenever a new process knows nothing, from
+        now on. Raises PublisherError."""
+        self._announce_all = announce_all
+        ours = self._launch()
+        ours.settimeout(START_S)
+        try:
+            answer = _line(ours)
+        except OSError:
+            answer = ""
+        if answer != "ready":
+            ours.close()
+            self._leave()
+            raise PublisherError(
+                answer or f"the process for KV events did not start; is there `pip install 'kvstored[{EXTRA}]'`?"
+            )
+        self._use(ours)
 
     @property
     def pid(self) -> int:
@@ -58,15 +74,11 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a process, and it has taken everything so far."""
+        """Return whether there is a process, and it has taken everything so far."""
         return self._socket is not None and not self._waiting
 
-    def at_restart(self, announce_all: Callable[[], None]) -> None:
-        """Call this whenever a new process knows nothing."""
-        self._announce_all = announce_all
-
     def send(self, message: bytes) -> None:
-        """Without a process it is lost: everything is announced to the next one."""
+        """Send `message`. Without a process it is lost: everything is announced to the next one."""
         if self._socket is None:
             return
         self._waiting += message
@@ -93,26 +105,11 @@ class Publisher:
         ours.sendall(struct.pack("<I", len(raw)) + raw)  # which a new socket takes at once
         return ours
 
-    def _start(self) -> None:
-        """The first process; waits for it. Raises PublisherError."""
-        ours = self._launch()
-        ours.settimeout(START_S)
-        try:
-            answer = _line(ours)
-        except OSError:
-            answer = ""
-        if answer != "ready":
-            ours.close()
-            self._leave()
-            raise PublisherError(
-                answer or f"the process for KV events did not start; is there `pip install 'kvstored[{EXTRA}]'`?"
-            )
-        self._use(ours)
-
     def _use(self, ours: socket.socket) -> None:
         ours.setblocking(False)
         self._socket, self._statistics = ours, (0, 0, 0)
         self._loop.add_reader(ours.fileno(), self._receive)
+        self._announce_all()
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -137,7 +134,7 @@ class Publisher:
             self._timer = self._loop.call_later(AGAIN_S, self._start_again)
 
     def _start_again(self) -> None:
-        """As `_start`, but nothing waits for the answer."""
+        """Do as `start`, but wait for no answer."""
         self._counters.add("event_restarts")
         try:
             self._coming = self._launch()
@@ -162,7 +159,6 @@ class Publisher:
         ours, self._coming, self._timer = self._coming, None, None
         self._loop.remove_reader(ours.fileno())
         self._use(ours)
-        self._announce_all()
 
     def _failed(self, why: str) -> None:
         log.error("no KV events: %s", why)

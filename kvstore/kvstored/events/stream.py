@@ -1,4 +1,4 @@
-"""From records to batches of events: what each topic's subscribers have been sent, and what they are sent again.
+"""Makes batches of events of records: what each topic's subscribers have been sent, and what they are sent again.
 
 Owns a plain model of what is stored where, by topic, the sequence numbers and the batches kept for replay. Never sends.
 Invariants: numbers of a topic have no gap; its first event says that nothing is stored; a subscriber
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstored.events.encoding import Cleared, Encode, Place, Removed, Stored, hash_of
+from kvstored.events.encoding import Cleared, CopyPlace, Encode, Removed, Stored, hash_of
 from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock
 from kvstored.tier_set import TIER_SETS
 
@@ -26,7 +26,7 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 class Block(NamedTuple):
     """`places`: where there is a copy."""
 
-    places: frozenset[Place]
+    places: frozenset[CopyPlace]
     parent: bytes
     tokens: bytes
     kind: int
@@ -59,7 +59,7 @@ class EventStream:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[CopyPlace],
         encode: Encode,
         buffer: int,
         now_s: Callable[[], float],
@@ -110,7 +110,7 @@ class EventStream:
                     topic.last_key = b""
 
     def batches(self) -> Iterator[Batch]:
-        """What is to be published now, in order; one batch a topic."""
+        """Return what is to be published now, in order; one batch a topic."""
         for topic in self._topics.values():
             if topic.events:
                 events, topic.events, topic.last_key = topic.events, [], b""
@@ -188,7 +188,8 @@ class EventStream:
             self._kept = deque(filter(self._is_kept, self._kept))
 
     def _is_kept(self, topic: _Topic) -> bool:
-        """Whether the topic's oldest entry in the order of all, which is taken out of it now, is of a kept batch."""
+        """Return whether the topic's oldest entry in the order of all, which is taken out of it now, is of a kept
+        batch."""
         if not topic.forgotten:
             return True
         topic.forgotten -= 1
@@ -223,14 +224,14 @@ class EventStream:
             del topic.blocks[key]
         self._announce(topic, key, block, before.places)
 
-    def _announce(self, topic: _Topic, key: bytes, block: Block, known: frozenset[Place]) -> None:
+    def _announce(self, topic: _Topic, key: bytes, block: Block, known: frozenset[CopyPlace]) -> None:
         for place in self._places:
             if place in block.places and place not in known:
                 self._add_stored(topic, key, block, place)
             elif place in known and place not in block.places:
                 self._add_removed(topic, key, block, place)
 
-    def _add_stored(self, topic: _Topic, key: bytes, block: Block, place: Place) -> None:
+    def _add_stored(self, topic: _Topic, key: bytes, block: Block, place: CopyPlace) -> None:
         kind, last = self._kinds[block.kind], topic.events[-1] if topic.events else None
         size = kind.block_tokens or len(block.tokens) // 4
         continues = (
@@ -251,7 +252,7 @@ class EventStream:
         last.tokens += block.tokens
         topic.last_key = key
 
-    def _add_removed(self, topic: _Topic, key: bytes, block: Block, place: Place) -> None:
+    def _add_removed(self, topic: _Topic, key: bytes, block: Block, place: CopyPlace) -> None:
         group, last = self._kinds[block.kind].group, topic.events[-1] if topic.events else None
         if not (isinstance(last, Removed) and last.place == place and last.group == group):
             last = Removed(place, group)

@@ -6,29 +6,131 @@ Composes and reports; each part decides for itself. No request waits for any of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from kvstored.clock import NS_PER_S
-from kvstored.health.invariants import InvariantChecker, InvariantReport
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
 from kvstored.health.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
-from kvstored.health.scrub.verification import Verification
-from kvstored.health.scrub.worker import Settings
+from kvstored.health.scrub.worker import ScrubSettings
 from kvstored.store.assembly import Store
+from kvstored.store.blocks.check import Walk, check
 from kvstored.store.blocks.orphans import find, none_of, snapshot
 from kvstored.unsaved import Unsaved
 
+log = logging.getLogger(__name__)
 Task = Callable[[], Coroutine[Any, Any, None]]
 ORPHANS_S = 1.0  # how soon after a block was taken by force its descendants are the first to leave
 ORPHANS_REST = 50  # ... or this multiple of the time that finding them takes
+SLICE_NS = 500_000
+PAUSE_S = 0.005
+BUSY_S, LAST_BUSY_S = 1.0, 60.0  # before the next try, longer after each walk during which something moved
+MAX_REPORTED = 8
+SLICE_ROWS = 4096
+
+
+@dataclass
+class InvariantReport:
+    """The findings of the walks over the daemon's books."""
+
+    walks: int = 0
+    last_walk_s: float = 0.0
+    rows: int = 0
+    broken: list[str] = field(default_factory=list)
+
+
+class InvariantChecker:
+    """Compares, when the daemon is idle, as `is_idle()` says, residency with itself and with the tiers' slots. `run` is
+    a task until it is cancelled.
+
+    Owns when to walk and what is reported; the judgement is `residency.check` and the tier's own (`check_books`,
+    `check_held`). The walk is cut into slices of half a millisecond; what takes longer in one piece is done in a
+    thread, on a copy. What changes meanwhile would look like a broken invariant: a walk during which anything moved
+    counts for nothing, and a finding is looked for a second time, at once and in one piece, before it is reported. A
+    broken invariant is a mistake of ours: it is logged once, loudly, and shown until the restart."""
+
+    def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
+        self._store = store
+        self._is_idle = is_idle
+        self.report = InvariantReport()
+
+    async def run(self, interval_s: float) -> None:
+        """Walk every `interval_s`, as soon as the daemon is idle."""
+        while True:
+            await asyncio.sleep(interval_s)
+            pause_s = BUSY_S
+            while not self._is_idle() or not await self.walk():
+                await asyncio.sleep(pause_s)
+                pause_s = min(LAST_BUSY_S, 2 * pause_s)
+
+    async def walk(self) -> bool:
+        """One walk; False when something moved meanwhile."""
+        store, now_ns = self._store, self._store.clock.monotonic_ns
+        before = self._state()
+        walk = Walk(store.residency)
+        slice_ended_ns = now_ns() + SLICE_NS
+        held: list[str] = []
+        for _ in chain(walk.steps(), self._check_held(held)):
+            if now_ns() >= slice_ended_ns:
+                await asyncio.sleep(PAUSE_S)
+                if self._state() != before:
+                    return False
+                slice_ended_ns = now_ns() + SLICE_NS
+        shared = await asyncio.to_thread(walk.shared)
+        if self._state() != before:
+            return False
+        faults = walk.faults or held or shared
+        if faults:  # seen twice, the second time in one piece: then it is true
+            held = []
+            deque(self._check_held(held), maxlen=0)
+            faults = check(store.residency) + held
+        report = self.report
+        report.walks += 1
+        report.rows = walk.rows
+        report.last_walk_s = store.clock.wall_ns() / NS_PER_S
+        self._report_faults(faults)
+        return True
+
+    def _report_faults(self, faults: list[str]) -> None:
+        new = [fault for fault in faults if fault not in self.report.broken]
+        if not new:
+            return
+        self._store.counters.add("broken_invariants", len(new))
+        self.report.broken = (self.report.broken + new)[:MAX_REPORTED]
+        log.critical(
+            "the daemon's own books do not agree, please report this as a bug (%d findings): %s",
+            len(new), "; ".join(new[:MAX_REPORTED]),
+        )  # fmt: skip
+
+    def _state(self) -> object:
+        """Return what differs whenever something moved. What only reads, the scrubber above all, moves nothing."""
+        return self._store.residency.changes
+
+    def _check_held(self, faults: list[str]) -> Iterator[None]:
+        """Ask the NVMe tier whether it agrees that each copy's slot is taken, in that generation; adds to `faults`."""
+        store, copies = self._store, self._store.residency.copies[-1]
+        if store.nvme is None:
+            return
+        faults += store.nvme.check_books()
+        for first in range(0, len(copies.state), SLICE_ROWS):
+            rows = first + np.flatnonzero(np.frombuffer(copies.state, np.uint8)[first : first + SLICE_ROWS])
+            faults += store.nvme.check_held(
+                np.frombuffer(copies.container, np.uint32)[rows],
+                np.frombuffer(copies.offset, np.uint64)[rows],
+                np.frombuffer(copies.generation, np.uint64)[rows],
+            )
+            yield
 
 
 @dataclass
 class IntegrityReport:
-    """What `kvctl status` shows."""
+    """The integrity of the store, as `kvctl status` shows it."""
 
     scrub: ScrubReport = field(default_factory=ScrubReport)
     books: InvariantReport = field(default_factory=InvariantReport)
@@ -42,16 +144,16 @@ class Integrity:
         self._store = store
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
-        self.scrubber = self._make_scrubber()
+        self.scrubber = self._make_scrubber(unsaved or Unsaved())
         if self.scrubber is not None:
-            self.scrubber.unsaved = unsaved or self.scrubber.unsaved
             self.report.scrub = self.scrubber.report
-        self.device_scrubber = self._make_device_scrubber()
+        has_devices = bool(store.device_check.tiers) and store.config.scrub.enabled
+        self.device_scrubber = DeviceScrubber(store) if has_devices else None
         self.books = InvariantChecker(store, is_idle)
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:
-        """By name, what to run."""
+        """Return what to run, by name."""
         scrub = self._store.config.scrub
         wanted: dict[str, Task] = {"orphans": self._watch_orphans}
         if scrub.books_s:
@@ -64,33 +166,17 @@ class Integrity:
             wanted["device-scrubber"] = self.device_scrubber.run
         return wanted
 
-    def _make_device_scrubber(self) -> DeviceScrubber | None:
-        store = self._store
-        if not store.device_check.tiers or not store.config.scrub.enabled:
-            return None
-        return DeviceScrubber(store.config.scrub, store.residency, store.device_check, store.counters)
-
-    def _make_scrubber(self) -> Scrubber | None:
+    def _make_scrubber(self, unsaved: Unsaved) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub
-        if store.nvme is None or store.writeback is None or store.breaker is None or not scrub.enabled:
+        if store.writeback is None or not scrub.enabled:
             return None
-        settings = Settings(
+        settings = ScrubSettings(
             directory=str(store.config.nvme.path),
             position=str(store.config.daemon.state_dir / POSITION_FILE),
             rate_bytes=scrub.rate_bytes,
             interval_s=scrub.interval_s,
         )
-        verification = Verification(
-            store.residency,
-            store.nvme,
-            store.mover,
-            store.breaker,
-            partial(store.damage.found, store.residency.durable),
-        )
-        return Scrubber(
-            settings, store.residency, store.nvme, verification, store.writeback.sync, store.clock, store.counters,
-            start_s=scrub.start_s,
-        )  # fmt: skip
+        return Scrubber(settings, store, unsaved)
 
     async def _watch_orphans(self) -> None:
         now_ns = self._store.clock.monotonic_ns

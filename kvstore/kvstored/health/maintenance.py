@@ -12,13 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvstore_tiers.host import HostTier
-from kvstored.clock import Clock
 from kvstored.lifetime.notify import notify, watchdog_interval_s
-from kvstored.store.leases import LeaseTable
-from kvstored.store.policies import Policy
-from kvstored.store.transfer.room import Room
-from kvstored.telemetry import Counters
+from kvstored.store.assembly import Store
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -29,33 +24,16 @@ PREFAULT_SLICE_BYTES = 8 << 20
 class Maintenance:
     """`run` and `prefault` are tasks until they are cancelled."""
 
-    def __init__(
-        self,
-        leases: LeaseTable,
-        policies: Sequence[Policy],
-        rooms: Sequence[Room],
-        host: HostTier,
-        clock: Clock,
-        counters: Counters,
-        sample: Callable[[], None],
-        watches: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self._leases = leases
-        self._policies = policies
-        self._rooms = rooms
-        self._host = host
-        self._clock = clock
-        self._counters = counters
-        self._sample = sample
-        self._watches = watches  # over media and memory: whether anything has to be shed
+    def __init__(self, store: Store, watches: Sequence[Callable[[], None]]) -> None:
+        """`watches` are called each tick: looks at media, memory and files, and samples."""
+        self._store = store
+        self._watches = watches
         self._failed: set[str] = set()  # what was logged already
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
         """Each part by itself: one that fails takes none of the others with it."""
-        for part in (
-            self._expire_leases, self._expire_blocks, *self._watches, self._sample
-        ):  # fmt: skip
+        for part in (self._expire_leases, self._expire_blocks, *self._watches):
             try:
                 part()
             except Exception as error:  # a mistake of ours; it may come again each tick, so it is logged once
@@ -65,11 +43,12 @@ class Maintenance:
                     log.exception("maintenance failed (%s); it goes on", failure)
 
     def _expire_leases(self) -> None:
-        self._counters.add("expired_leases", self._leases.expire(self._clock.monotonic_ns()))
+        store = self._store
+        store.counters.add("expired_leases", store.leases.expire(store.clock.monotonic_ns()))
 
     def _expire_blocks(self) -> None:
-        now_ns = self._clock.monotonic_ns()
-        for policy, room in zip(self._policies, self._rooms, strict=True):
+        now_ns = self._store.clock.monotonic_ns()
+        for policy, room in zip(self._store.policies, self._store.rooms, strict=True):
             for row in policy.expired(now_ns, EXPIRED_A_TICK):
                 room.expire(row)
 
@@ -85,13 +64,10 @@ class Maintenance:
             await asyncio.sleep(TICK_S)
 
     async def prefault(self, still_wanted: Callable[[], bool]) -> None:
-        """Touch arena pages ahead of puts, a slice at a time."""
-        loop = asyncio.get_running_loop()
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread,
-            contextlib.suppress(RuntimeError),
-        ):
+        """Touch arena pages ahead of puts, a slice at a time, while `still_wanted()`."""
+        loop, host = asyncio.get_running_loop(), self._store.host
+        with ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread, contextlib.suppress(RuntimeError):
             while still_wanted():
-                self.prefaulted = await loop.run_in_executor(thread, self._host.prefault_slice, PREFAULT_SLICE_BYTES)
+                self.prefaulted = await loop.run_in_executor(thread, host.prefault_slice, PREFAULT_SLICE_BYTES)
                 done_bytes, total_bytes = self.prefaulted
                 await asyncio.sleep(TICK_S if done_bytes == total_bytes else 0)

@@ -1,1 +1,1 @@
-"""From start to stop: one daemon a directory, what the last one left, what the next one gets."""
+"""The daemon from start to stop: one daemon a directory, what the last one left, what the next one gets."""

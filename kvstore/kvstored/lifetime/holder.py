@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -33,6 +32,7 @@ import time
 
 from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.notify import notify
+from kvstored.process import file_identity, raise_descriptor_limit
 
 LOOK_S = 1.0  # between two looks at whether there is still reason to live
 DEFAULT_LINGER_S = 600.0
@@ -50,7 +50,7 @@ class Holder:
         self._listener = listener
         self._path = path
         self._stays = stays
-        self._inode = _inode(path)
+        self._inode = file_identity(path)
         self._held: dict[bytes, int] = {}
         self._connections: dict[socket.socket, bool] = {}  # oldest first; whether it has said something
         self._selector = selectors.DefaultSelector()
@@ -89,7 +89,7 @@ class Holder:
         return not self._held or alone_s >= self._linger_s or not self._can_be_found()
 
     def _can_be_found(self) -> bool:
-        return self._inode is not None and _inode(self._path) == self._inode
+        return self._inode is not None and file_identity(self._path) == self._inode
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -102,7 +102,8 @@ class Holder:
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _has_room(self) -> bool:
-        """Whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at once."""
+        """Return whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at
+        once."""
         if len(self._connections) >= MAX_CONNECTIONS:
             is_silent = (each for each, has_spoken in self._connections.items() if not has_spoken and not _speaks(each))
             if (oldest := next(is_silent, None)) is not None:
@@ -173,20 +174,12 @@ class Holder:
 
 
 def _speaks(connection: socket.socket) -> bool:
-    """Whether something of it waits to be read, its end included."""
+    """Return whether something of it waits to be read, its end included."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
         return False
     return True
-
-
-def _inode(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _listening(path: str) -> socket.socket:
@@ -221,9 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give --listen FD or --stay")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will send Q
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor over the limit would vanish unseen
+    raise_descriptor_limit()  # a descriptor over the limit would vanish unseen
     try:
         listener = _listening(chosen.path) if chosen.stay else socket.socket(fileno=chosen.listen)
     except OSError as error:

@@ -30,7 +30,7 @@ class AlreadyRunning(Exception):
 
 
 def who_else_can_change(directory: Path) -> str | None:
-    """Which other user can replace what is in a directory, and the cure; None when no other can."""
+    """Return which other user can replace what is in a directory, and the cure; None when no other can."""
     status = directory.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to uid {status.st_uid} and must be ours or root's (chown it)"

@@ -82,20 +82,20 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """How many descriptors the manager keeps; it closes those beyond silently. None when it does not
+    """Return how many descriptors the manager keeps; it closes those beyond silently. None when it does not
     say. systemd says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE."""
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def offers_descriptor_store() -> bool:
-    """Whether the unit has a store for descriptors, as far as the environment says."""
+    """Return whether the unit has a store for descriptors, as far as the environment says."""
     return any(os.environ.get(name, "0") != "0" for name in ("FDSTORE", "KVSTORED_FDSTORE"))
 
 
 def store_is_preserved() -> bool:
-    """Whether the store outlives a stop of the unit. systemd 254, the first to set $FDSTORE, is the first that can
-    (FileDescriptorStorePreserve=yes, as in our unit)."""
+    """Return whether the store outlives a stop of the unit. systemd 254, the first to set $FDSTORE, is the first that
+    can (FileDescriptorStorePreserve=yes, as in our unit)."""
     return os.environ.get("FDSTORE", "0") != "0"
 
 

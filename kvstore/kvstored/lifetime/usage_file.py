@@ -145,13 +145,13 @@ class UsageFile:
         return Origin(np.array(numbers, np.int64), later_ns, self._clock.monotonic_ns())
 
     def _ahead_ns(self) -> int:
-        """Of the wall clock before the monotonic one, which begins anew with the machine."""
+        """Return how far the wall clock is before the monotonic one, which begins anew with the machine."""
         return self._clock.wall_ns() - self._clock.monotonic_ns()
 
     # While it serves
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Save now and then, until it is cancelled."""
         pause_s = INTERVAL_S
         while True:
             await asyncio.sleep(pause_s)
@@ -208,7 +208,7 @@ class UsageFile:
         yield _TENANTS, np.array([index.name.encode() for index in residency.tenants], "S")  # last: none is missing
 
     def _write(self, parts: dict[str, list[Array]]) -> None:
-        """As `np.savez` would, but piece by piece: a large copy would hold the GIL."""
+        """Write the file as `np.savez` would, but piece by piece: a large copy would hold the GIL."""
         with self._writing, replaced_file(self._path, durable=False) as file:
             with zipfile.ZipFile(file, "w") as archive:
                 for name, pieces in parts.items():

@@ -1,3 +1,3 @@
-"""What clients and operators call: streams (direct, and gRPC on data.sock), unary calls, the Admin service. Translates;
-decides nothing.
+"""The calls of clients and operators: streams (direct, and gRPC on data.sock), unary calls, the Admin service.
+Translates; decides nothing.
 """

@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 
+from kvstore_console.units import human_blocks
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
-from kvstored.admin.accounts import Accounts
-from kvstored.admin.block_list import BlockList
-from kvstored.admin.block_totals import BlockTotals
-from kvstored.admin.drop import Drop
-from kvstored.admin.explain import Explain
-from kvstored.admin.history import HistoryView
-from kvstored.admin.lifetime import Lifetime
-from kvstored.admin.predictor import PredictorView
-from kvstored.admin.quarantine import Quarantine
-from kvstored.admin.reload import Reload
-from kvstored.admin.rename import RenameTenant
-from kvstored.admin.settings import SettingsView
-from kvstored.admin.views import Views
-from kvstored.rpc.audit import audit
 
 Call = Callable[[Any], Any]
 METHODS = frozenset(method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods)
-
-
-def admin_calls(
-    views: Views,
-    explain: Explain,
-    history: HistoryView,
-    drop: Drop,
-    rename: RenameTenant,
-    lifetime: Lifetime,
-    quarantine: Quarantine,
-    reload: Reload,
-    predictor: PredictorView,
-) -> dict[str, Call]:
-    """What answers each call, by its name: a request in; out, the reply or an awaitable of it."""
-    accounts, blocks, settings = Accounts(views.parts), BlockList(views), SettingsView(reload)
-    return {
-        "Status": lambda _: views.status(),
-        "Tiers": lambda _: views.tiers(),
-        "Tenants": lambda _: accounts.add_to(views.tenants()),
-        "Blocks": blocks.blocks,
-        "BlockTotals": BlockTotals(views.parts, blocks).totals,
-        "Explain": explain.explain,
-        "History": history.history,
-        "Drop": drop.drop,
-        "Invalidate": drop.invalidate,
-        "Quarantine": lambda _: quarantine.list(),
-        "ReleaseQuarantine": quarantine.release,
-        "Config": lambda _: settings.settings(),
-        "Reload": lambda _: reload.reload(),
-        "RenameTenant": rename.rename,
-        "Flush": lifetime.flush,
-        "Drain": lifetime.drain,
-        "Shutdown": lifetime.shutdown,
-        "Predictor": predictor.predictor,
-    }
+log = logging.getLogger("kvstored.audit")
+CALLER_METADATA = "kvstored-caller"
+MAX_CALLER_CHARACTERS = 64
 
 
 def serve_admin(calls: Mapping[str, Call], server: grpc.aio.Server) -> None:
@@ -84,3 +40,60 @@ def _handler(name: str, call: Call) -> Callable[[Any, Any], Any]:
             await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message)
 
     return handle
+
+
+def _drop(request: Any, reply: Any) -> str:
+    place = "all tiers" if request.all else request.tier
+    whose = f" of {request.tenant}" if request.tenant else ""
+    return (
+        f"drop from {place}{whose}: {human_blocks(reply.dropped_blocks, reply.dropped_bytes)}, {reply.kept_blocks} kept"
+    )
+
+
+def _invalidate(request: Any, reply: Any) -> str:
+    return f"invalidate {request.fingerprint}: {human_blocks(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept"
+
+
+def _drain(request: Any, reply: Any) -> str:
+    return "drain --undo" if request.undo else f"drain: {reply.clients_left} clients left"
+
+
+def _rename(request: Any, reply: Any) -> str:
+    lost = f", {human_blocks(reply.replaced_blocks, reply.replaced_bytes)} replaced" if reply.replaced_blocks else ""
+    return f"tenants rename {request.old} {request.new}: {human_blocks(reply.blocks, reply.bytes)}{lost}"
+
+
+def _reload(request: Any, reply: Any) -> str:
+    return f"reload: {', '.join(each.name for each in reply.applied) or 'nothing'} changed"
+
+
+AUDITED: dict[str, Callable[[Any, Any], str]] = {
+    "Drop": _drop,
+    "Invalidate": _invalidate,
+    "Drain": _drain,
+    "Shutdown": lambda request, reply: "shutdown --now" if request.now else "shutdown",
+    "Flush": lambda request, reply: f"flush: {reply.written_blocks} blocks written",
+    "ReleaseQuarantine": lambda request, reply: "quarantine release",
+    "RenameTenant": _rename,
+    "Reload": _reload,
+    "Predictor": lambda request, reply: f"predictor {'on' if reply.enabled else 'off'}" if request.switch else "",
+}
+
+
+# The audit log: gRPC does not know the peer of a socket. The socket's mode admits operators only; uid and pid are what
+# kvctl claims, and the line says so.
+
+
+def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, Any]] | None) -> None:
+    """Log a call that went well, if it is one of those."""
+    describe = AUDITED.get(method)
+    said = describe(request, reply) if describe is not None else ""
+    if said:
+        log.info("%s, by %s", said, _caller(metadata))
+
+
+def _caller(metadata: Iterable[tuple[str, Any]] | None) -> str:
+    said = next((value for key, value in metadata or () if key == CALLER_METADATA), None)
+    if not isinstance(said, str):
+        return "an unnamed caller"
+    return f"{said[:MAX_CALLER_CHARACTERS]} (claimed)"

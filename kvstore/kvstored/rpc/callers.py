@@ -32,7 +32,7 @@ class Callers:
 
     @property
     def takes_own(self) -> bool:
-        """Whether calls without a token are taken, since only the daemon's own user reaches the socket."""
+        """Return whether calls without a token are taken, since only the daemon's own user reaches the socket."""
         return self._own is not None
 
     def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:

@@ -196,7 +196,7 @@ class _DirectStream(asyncio.Protocol):
             raise StreamOver
 
     def _write(self, reply: pb.Response) -> bool:
-        """Whether it will be sent, as far as is known now."""
+        """Return whether it will be sent, as far as is known now."""
         transport = self._transport
         assert transport is not None
         is_first = not transport.get_write_buffer_size()

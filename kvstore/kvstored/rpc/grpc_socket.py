@@ -35,7 +35,7 @@ _DEPARTURES = _Departures()
 
 
 def expect_departures() -> None:
-    """From now on, in this process. To call it again does nothing."""
+    """Let failed sends be no news from now on, in this process. To call it again does nothing."""
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 
 
@@ -60,20 +60,20 @@ def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.a
             *connection_options(connections),
         ]
     )
-    try:
-        add_unix_port(server, path)
-    except (RuntimeError, OSError) as error:
-        raise SocketError(f"cannot listen on {path}: {error}") from None
+    add_unix_port(server, path)
     return server
 
 
 def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
     """Bind `server` to `path`, under another name first: gRPC removes the name that it was given when the server stops,
-    and another server may have the path by then. Raises RuntimeError, OSError."""
+    and another server may have the path by then. Raises SocketError."""
     made = path.with_name(f"{path.name}.new")  # no longer than the name of the longest socket
-    with private_umask():
-        server.add_insecure_port(f"unix:{made}")
-    made.rename(path)
+    try:
+        with private_umask():
+            server.add_insecure_port(f"unix:{made}")
+        made.rename(path)
+    except (RuntimeError, OSError) as error:
+        raise SocketError(f"cannot listen on {path}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from kvstored.admin.lifetime import Lifetime, State
+from kvstored.admin.lifetime import Phase, State
 from kvstored.store.degraded import DegradedModes
 from kvstored.store.degraded.modes import SHEDDING
 
@@ -26,16 +26,16 @@ TIER_PREFIX = "kvstored."
 class Health:
     """Answers Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
 
-    def __init__(self, lifetime: Lifetime, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
-        self._lifetime = lifetime
+    def __init__(self, phase: Phase, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
+        self._phase = phase
         self._modes = modes
         self._tiers = tuple(tiers)
-        modes.on_change.append(self._follow)
         self._servicer = health.HealthServicer()
         self._services = ("", *services)
         self._updates: set[asyncio.Task[None]] = set()
-        lifetime.on_change.append(self._follow)
-        self._follow(lifetime.state)
+        for followed in (phase, modes):
+            followed.on_change.append(self._follow)
+        self._follow(phase.state)
 
     def serve_on(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
@@ -48,10 +48,10 @@ class Health:
 
     async def _update(self) -> None:
         status = health_pb2.HealthCheckResponse
-        is_serving = self._lifetime.state is State.SERVING
+        is_serving = self._phase.state is State.SERVING
         for tier in self._tiers:
             is_up = is_serving and self._modes.mode(tier) not in SHEDDING
             await self._servicer.set(f"{TIER_PREFIX}{tier}", status.SERVING if is_up else status.NOT_SERVING)
         for service in self._services:  # the state of this moment: of two tasks the later one is right
-            is_serving = self._lifetime.state is State.SERVING
+            is_serving = self._phase.state is State.SERVING
             await self._servicer.set(service, status.SERVING if is_serving else status.NOT_SERVING)

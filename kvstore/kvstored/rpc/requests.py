@@ -31,7 +31,8 @@ class StreamOver(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamServices:
-    """What a stream needs to answer requests. `inflight_limit` bounds the tasks of one client, over all its streams."""
+    """The needs of a stream to answer requests. `inflight_limit` bounds the tasks of one client, over all its
+    streams."""
 
     verbs: Verbs
     inflight_limit: int
@@ -94,9 +95,7 @@ class Requests:
                 return quick
             if self._session.in_flight >= self._inflight_limit:
                 raise KVStoreError(
-                    ErrorKind.THROTTLED,
-                    f"{self._inflight_limit} requests of this client are waiting already",
-                    5,
+                    ErrorKind.THROTTLED, f"{self._inflight_limit} requests of this client are waiting already", 5
                 )
             replies = self._verbs.slow(self._session, op, request)
         except KVStoreError as error:

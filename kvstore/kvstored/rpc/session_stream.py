@@ -14,7 +14,7 @@ import grpc
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
-from kvstored.clients.sessions import Session, SessionTable
+from kvstored.clients.sessions import Session, Sessions
 from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices
 
 TOKEN_METADATA = "kvstored-session-bin"
@@ -23,7 +23,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
     """See the module."""
 
-    def __init__(self, sessions: SessionTable, answering: StreamServices) -> None:
+    def __init__(self, sessions: Sessions, answering: StreamServices) -> None:
         self._sessions = sessions
         self._answering = answering
 

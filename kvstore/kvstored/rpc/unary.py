@@ -1,7 +1,8 @@
 """The KVStoreUnary service: the store for any language with gRPC, with the bytes in the messages.
 
 Translates: the caller into a tenant, its chain into keys, its errors into gRPC status. Owns the bound on calls at once.
-Never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
+Owns its sockets too: unary.sock for the daemon's own user, and a TCP port if one is configured, which is never served
+without tokens. Never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+import grpc
+from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
-from kvstored.admin.lifetime import Lifetime, State
-from kvstored.clients.session_factory import SessionFactory
-from kvstored.clients.sessions import Session
+from kvstored.admin.lifetime import Phase, State
+from kvstored.clients.certificates import Certificates
+from kvstored.clients.sessions import Session, Sessions
 from kvstored.clients.tenants import Tenant
-from kvstored.rpc.callers import Callers, end_with
+from kvstored.clients.tenants.tokens import Tokens
+from kvstored.config import ConfigError
+from kvstored.config.schema import UnarySection
+from kvstored.rpc import health
+from kvstored.rpc.callers import Callers, Guard, end_with
+from kvstored.rpc.grpc_socket import add_unix_port, connection_options
+from kvstored.rpc.health import Health
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
@@ -27,10 +39,13 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
+AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
+_ANSWER_SLACK_BYTES = 64 << 10
 
 
 class CallLimit:
-    """How many calls may be under way at once, over all sockets."""
+    """A bound on the calls that are under way at once, over all sockets."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
@@ -49,18 +64,12 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """`callers` finds the tenant of a caller on the socket that this instance serves."""
 
     def __init__(
-        self,
-        calls: InlineCalls,
-        callers: Callers,
-        factory: SessionFactory,
-        lifetime: Lifetime,
-        limit: CallLimit,
-        max_keys: int,
+        self, calls: InlineCalls, callers: Callers, sessions: Sessions, phase: Phase, limit: CallLimit, max_keys: int
     ) -> None:
         self._calls = calls
         self._callers = callers
-        self._factory = factory
-        self._lifetime = lifetime
+        self._sessions = sessions
+        self._phase = phase
         self._limit = limit
         self._max_keys = max_keys
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -71,7 +80,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def put(session: Session, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
             if len(request.payloads) == len(blocks) and not blocks.are_given:
-                self._factory.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
+                self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
         return await self._answer(request, context, put)
@@ -91,8 +100,8 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         """The call's answer, with the keys where the caller gave none; a KVStoreError ends it with its status."""
         try:
             tenant = self._callers.tenant_of(context.invocation_metadata())
-            if self._lifetime.state is not State.SERVING:
-                raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._lifetime.state.value}")
+            if self._phase.state is not State.SERVING:
+                raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
             self._under_way.add(work)
@@ -111,7 +120,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     ) -> Reply:
         with self._limit:
             named = request.chain
-            session = self._factory.open_call(tenant, fingerprint_of(named), "unary call")
+            session = self._sessions.open_call(tenant, fingerprint_of(named), "unary call")
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = call(session, blocks, request)
             if inspect.isawaitable(reply):
@@ -124,3 +133,56 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self._under_way.discard(work)
         if not work.cancelled():
             work.exception()  # its caller may have given up: then nothing else takes it
+
+
+@dataclass(frozen=True)
+class UnaryDoors:
+    """`make_service` gives the service for the callers of one socket; `own` finds the tenant of our own user."""
+
+    config: UnarySection
+    make_service: Callable[[Callers], UnaryService]
+    own: Callable[[], Tenant | None]
+    tokens: Tokens | None
+    certificates: Certificates | None
+    health: Health
+
+    def bind_local(self, path: Path) -> grpc.aio.Server:
+        """A server that is bound to `path`, for our own user alone, and not yet started. Raises SocketError."""
+        local = self._server(Callers(self.tokens, self.own))
+        add_unix_port(local, path)
+        return local
+
+    def bind_remote(self) -> grpc.aio.Server:
+        """A server that is bound to the TCP port, for callers with a token, and not yet started. Raises ConfigError."""
+        remote = self._server(Callers(self.tokens, None))
+        _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
+        return remote
+
+    def _server(self, callers: Callers) -> grpc.aio.Server:
+        message_bytes = self.config.message_bytes
+        server = grpc.aio.server(
+            interceptors=(Guard(callers),),
+            options=[
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", message_bytes + _ANSWER_SLACK_BYTES),
+                ("grpc.so_reuseport", 0),  # a port that another process has must fail, not be shared
+                ("grpc.max_connection_age_ms", AGE_MS),  # its client connects again; a message that trickles in ends
+                ("grpc.max_connection_age_grace_ms", GRACE_MS),
+                *connection_options(self.config.connections),
+            ],
+            maximum_concurrent_rpcs=self.config.calls + CALLS_BESIDE,
+        )
+        unary_pb2_grpc.add_KVStoreUnaryServicer_to_server(self.make_service(callers), server)
+        self.health.serve_on(server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
+        return server
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from None

@@ -29,7 +29,7 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the daemon. When a client dies, `PutVerb` calls `end_session`. `free_slot` is
+    """All reservations of the daemon. When a client dies, its session calls `end_session`. `free_slot` is
     the host tier's; `count(tenant, nbytes)` adds to what a tenant holds for blocks to come."""
 
     def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:

@@ -2,10 +2,9 @@
 
 from kvstored.telemetry.counters import COUNTERS, Counters
 from kvstored.telemetry.deletions import DeletionLog
-from kvstored.telemetry.flows import Flows, TenantFlow, TierFlow
+from kvstored.telemetry.flows import Flows, Miss, RecentMisses, TenantFlow, TierFlow
 from kvstored.telemetry.history import History
 from kvstored.telemetry.latency import Latencies
-from kvstored.telemetry.misses import Miss, RecentMisses
 
 __all__ = [
     "COUNTERS",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvstore_console.printable import printable
 from kvstore_console.units import human_blocks
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.telemetry.caller import Caller
+from kvstored.telemetry.flows import Caller
 
 log = logging.getLogger("kvstored.audit")
 INTERVAL_NS = NS_PER_S

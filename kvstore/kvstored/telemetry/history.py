@@ -81,7 +81,7 @@ class History:
         return sum(ring.nbytes for ring in self._rings)
 
     def due(self, now_ns: int) -> bool:
-        """Whether any ring wants a reading."""
+        """Return whether any ring wants a reading."""
         return any(ring.due(now_ns) for ring in self._rings)
 
     def add(self, reading: Reading, now_ns: int) -> None:

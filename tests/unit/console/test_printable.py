@@ -16,7 +16,7 @@ from kvstore_console.printable import printable, printable_lines
 from kvstore_console.terminal import Line
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.cli import main as kvstored
-from kvstored.cli.exits import failure
+from kvstored.exits import failure
 from tests.reference.fake_admin import FakeAdmin
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202egnp\r\x9b31m"  # a title, a cleared screen, a reversal, C1

@@ -214,14 +214,14 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_killed_compilation_left_is_removed_and_what_another_makes_is_not(tmp_path: Path) -> None:
     target = tmp_path / "cuda-1.cubin"
-    left, folder, made = tmp_path / "a.partial", tmp_path / "b.partial", tmp_path / "c.partial"
+    left, folder, made = tmp_path / "a.new", tmp_path / "b.new", tmp_path / "c.new"
     folder.mkdir()
     for path in (left, folder / "object.o", made):
         path.write_bytes(b"half")
     for path in (left, folder):
         os.utime(path, (1e9, 1e9))
     kernel_cache.keep(target, b"whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.partial", "cuda-1.cubin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.new", "cuda-1.cubin"]
     assert target.read_bytes() == b"whole"
 
 

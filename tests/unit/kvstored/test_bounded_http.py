@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstored.admin import bounded_http
-from kvstored.admin.bounded_http import MAX_HEAD_BYTES, BoundedHttp
+from kvstored.admin import metrics_endpoint
+from kvstored.admin.metrics_endpoint import MAX_HEAD_BYTES, BoundedHttp
 from tests.reference.running_daemon import eventually
 
 MOST = 4
@@ -72,7 +72,7 @@ def test_half_open_connections_keep_nobody_out(port: int, says: bytes) -> None:
 
 @pytest.mark.parametrize(("limit", "says"), [("REQUEST_S", b"GET /"), ("ANSWER_S", asking("/large"))])
 def test_a_peer_that_waits_is_cut_off(port: int, limit: str, says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_http, limit, 0.05)
+    monkeypatch.setattr(metrics_endpoint, limit, 0.05)
     with connected(port, says) as connection:
 
         def is_cut_off() -> bool:

@@ -33,7 +33,7 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
             slot = await small.store.rooms[HOST].allocate(SLOT_BYTES, tenant)
             assert slot is not None
             residency.attach(row, HOST, slot, small.clock.monotonic_ns(), filling=True)
-            drop = Drop(residency, DIRECTORY, small.writeback, small.store.discard, small.clock, small.store.sync_keyed)
+            drop = Drop(small.store, DIRECTORY)
 
             async def take_away() -> tuple[int, int]:
                 if how == "drop":
@@ -53,7 +53,7 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
 
 
 def ready(small: SmallStore) -> Drop:
-    return Drop(small.residency, DIRECTORY, small.writeback, small.store.discard, small.clock, small.store.sync_keyed)
+    return Drop(small.store, DIRECTORY)
 
 
 def counts(reply: pb.DropReply) -> tuple[int, int, int, int]:

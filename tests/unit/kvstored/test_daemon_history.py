@@ -168,13 +168,11 @@ def test_tenants_beyond_the_first_few_are_summed_up() -> None:
     flows = Flows(1)
     for number in range(len(tenants)):
         flows.tenants[number].hit_blocks = 10
+    residency = SimpleNamespace(tenants=tenants, mapped=0, durable=-1, tenant_bytes=lambda number, tier: 100 + number)
     parts: Any = SimpleNamespace(
-        clock=ManualClock(), tiers=[object()], flows=flows,
-        residency=SimpleNamespace(
-            tenants=tenants, mapped=0, durable=-1, tenant_bytes=lambda number, tier: 100 + number
-        ),
+        store=SimpleNamespace(clock=ManualClock(), tiers=[object()], flows=flows, residency=residency),
         tenants=SimpleNamespace(name_of_index=lambda name: f"tenant {name}"),
-    )  # fmt: skip
+    )
     found: dict[SeriesKey, int] = {}
     for key, value in Sampler(parts, Latencies())._tenants():
         found[key] = found.get(key, 0) + value

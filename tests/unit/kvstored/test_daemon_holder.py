@@ -18,10 +18,9 @@ import pytest
 
 from kvstore_tiers.passing import receive_packet, send_packet
 from kvstored.lifetime.holder import MAX_CONNECTIONS
-from kvstored.lifetime.warm import holder_keeper
-from kvstored.lifetime.warm.holder_keeper import HolderKeeper
+from kvstored.lifetime.warm import keepers
 from kvstored.lifetime.warm.keeper import KeeperError
-from kvstored.lifetime.warm.keepers import choose_keeper
+from kvstored.lifetime.warm.keepers import HolderKeeper, choose_keeper
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import eventually
 
@@ -168,7 +167,7 @@ def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.M
     descriptor = memory(b"kept")
     assert first.keep("a1", descriptor)
     first.close(forget=False)
-    monkeypatch.setattr(holder_keeper, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(keepers, "_ANSWER_TIMEOUT_S", 0.3)
     with stopped(place) as former:
         second = HolderKeeper(place, 60.0)
         assert second.fetch() == {}
@@ -180,7 +179,7 @@ def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.M
 
 
 def test_what_half_an_answer_gave_is_kept_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder_keeper, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(keepers, "_ANSWER_TIMEOUT_S", 0.3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
         stuck.bind(str(place / "holder.sock"))
         stuck.listen(1)
@@ -305,7 +304,7 @@ def test_it_outlives_the_process_that_started_it(place: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from kvstored.lifetime.warm.holder_keeper import HolderKeeper
+from kvstored.lifetime.warm.keepers import HolderKeeper
 keeper = HolderKeeper(Path({str(place)!r}), 60.0)
 descriptor = os.memfd_create("test")
 os.write(descriptor, b"kept")

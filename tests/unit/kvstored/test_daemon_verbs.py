@@ -14,7 +14,10 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import SessionTable
+from kvstored.clients.sessions import Sessions
+from kvstored.clients.staging import StagingPool
+from kvstored.clients.tenants import Peer
+from kvstored.clock import ManualClock
 from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
 
 ROWS = st.lists(st.sampled_from([-1, 3]), max_size=12)
@@ -66,19 +69,54 @@ def test_groups_and_sizes() -> None:
     assert kind_of(payload_size, SESSION, 0, 1024, 1000) is ErrorKind.TOO_LARGE
 
 
+class Holdings:
+    """What sessions hold in the store: the test sees what is given back."""
+
+    def __init__(self) -> None:
+        self.given_back: list[str] = []
+        self.clock = ManualClock()
+        self.config = SimpleNamespace(limits=SimpleNamespace(lease_ttl_ms=1000))
+        self.leases = SimpleNamespace(release_session=lambda number: self.given_back.append("leases"))
+        self.reservations = SimpleNamespace(
+            held_bytes=lambda number: 0, end_session=lambda number: self.given_back.append("slots")
+        )
+        self.residency = SimpleNamespace(tenant=lambda name: 0)
+
+
+DIRECTORY: Any = SimpleNamespace(
+    remember=lambda print_: b"digest", known_number=lambda digest: 9, fingerprint_number=lambda digest: 3,
+    family=lambda print_: frozenset(),
+)  # fmt: skip
+TENANT: Any = SimpleNamespace(name="t", index_name="t", roots=lambda print_: [b"", b""])
+
+
+def table(held: Any, former: Any = None, last_id: int = 0) -> Sessions:
+    return Sessions(held, DIRECTORY, SimpleNamespace(set=lambda *_: None), StagingPool(0, 0), former, last_id)  # type: ignore[arg-type]
+
+
 def test_a_closed_session_is_removed_and_its_streams_are_notified_once() -> None:
-    table = SessionTable()
-    notices: list[str] = []
-    session: Any = SimpleNamespace(token=table.new_token(), closed=False, on_close=[lambda: notices.append("end")])
-    table.add(session)
-    assert table.find(session.token) is session and len(table) == 1
-    assert table.find(bytes(16)) is None and table.find(b"") is None
-    table.close(session)
-    table.close(session)
-    assert notices == ["end"] and table.find(session.token) is None and not table.all()
+    held = Holdings()
+    sessions = table(held)
+    session = sessions.open(TENANT, FIXED, Peer(0, 1, 1), "a", 0)
+    session.on_close.append(lambda: held.given_back.append("stream"))
+    assert sessions.find(session.token) is session and len(sessions) == 1 and session.fingerprint_id == 3
+    assert sessions.find(bytes(16)) is None and sessions.find(b"") is None
+    sessions.close(session)
+    sessions.close(session)
+    assert held.given_back == ["stream", "leases"] and sessions.find(session.token) is None and not sessions.all()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_leases_end_with_their_client_unless_the_next_process_is_to_find_them(keeps: bool) -> None:
+    held, left = Holdings(), list[Any]()
+    sessions = table(held, SimpleNamespace(keeps_leases=keeps, left=left.append))
+    session = sessions.open(TENANT, FIXED, Peer(0, 1, 1), "a", 0)
+    sessions.close(session)
+    assert (held.given_back, left) == (([], []) if keeps else (["leases"], [session]))
 
 
 def test_ids_are_never_given_twice() -> None:
-    table = SessionTable()
-    assert len({table.next_id() for _ in range(100)}) == 100
-    assert len({table.new_token() for _ in range(100)}) == 100
+    sessions = table(Holdings(), last_id=7)
+    found = [sessions.open_call(TENANT, FIXED, "call") for _ in range(100)]
+    assert {session.session_id for session in found} == set(range(8, 108))
+    assert len({session.token for session in found}) == 100 and found[0].fingerprint_id == 9 and not sessions.all()

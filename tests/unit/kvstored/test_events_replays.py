@@ -14,12 +14,12 @@ pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not
 
 import zmq
 
-from kvstored.events import replays
-from kvstored.events.encoding import Place, encoder
+from kvstored.events import worker
+from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.endpoint import Endpoint, Sent
 from kvstored.events.records import Changes, KindRecord, StoredBlock
-from kvstored.events.replays import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
 from kvstored.events.stream import NO_PARENT, EventStream
+from kvstored.events.worker import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
 from tests.reference.running_daemon import eventually, free_port
 
 TOPIC = b"kv@n.t@m"
@@ -32,7 +32,7 @@ class Node:
 
     def __init__(self, context: Any, address: str, most: int = 8) -> None:
         self.now_s = 0.0
-        self.stream = EventStream([Place("CPU")], encoder("map"), BATCHES, lambda: 0.0)
+        self.stream = EventStream([CopyPlace("CPU")], encoder("map"), BATCHES, lambda: 0.0)
         self.endpoint = Endpoint(context, zmq.ROUTER, address, most, 1000)
         self.replays = Replays(self.endpoint, self.stream, lambda: self.now_s)
         self.stream.apply([KindRecord(0, 1024, 0, TOPIC)])
@@ -116,11 +116,11 @@ def test_one_that_never_reads_costs_a_window_and_delays_nobody(node: Node, conte
     silent = asking(context, tmp_path, reads=False)
     for _ in range(100):
         ask(silent)
-    assert node.turns_until(lambda: node.replays.held_bytes >= replays.WINDOW_BYTES)
+    assert node.turns_until(lambda: node.replays.held_bytes >= worker.WINDOW_BYTES)
     for _ in range(100):
         node.turn()
     largest_bytes = max(len(batch.payload) for batch in node.stream.replay(0))
-    assert node.replays.held_bytes <= replays.WINDOW_BYTES + largest_bytes
+    assert node.replays.held_bytes <= worker.WINDOW_BYTES + largest_bytes
     (peer,) = node.replays._peers.values()
     assert len(peer.waiting) <= WAITING_A_PEER, "of a hundred requests"
     honest = asking(context, tmp_path, reads=True)
@@ -133,16 +133,16 @@ def test_one_that_never_reads_costs_a_window_and_delays_nobody(node: Node, conte
 def test_many_that_never_read_are_bounded_together(
     node: Node, context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replays, "MOST_BYTES", 3 << 20)
+    monkeypatch.setattr(worker, "MOST_BYTES", 3 << 20)
     silent = [asking(context, tmp_path, reads=False) for _ in range(7)]
     for each in silent:
         ask(each)
-    assert node.turns_until(lambda: node.replays.held_bytes >= replays.MOST_BYTES)
+    assert node.turns_until(lambda: node.replays.held_bytes >= worker.MOST_BYTES)
     honest = asking(context, tmp_path, reads=True)
     ask(honest)
     for _ in range(20):
         node.turn()
-    assert node.replays.held_bytes < replays.MOST_BYTES + replays.WINDOW_BYTES
+    assert node.replays.held_bytes < worker.MOST_BYTES + worker.WINDOW_BYTES
     node.now_s += STALL_S
     assert numbers_read(node, honest) == list(range(BATCHES)), "those that do not read made room"
 

@@ -10,7 +10,7 @@ pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') 
 
 import msgspec
 
-from kvstored.events.encoding import Place, encoder, hash_of
+from kvstored.events.encoding import CopyPlace, encoder, hash_of
 from kvstored.events.records import (
     CHANGES,
     CHANGES_HEAD,
@@ -26,7 +26,7 @@ from kvstored.events.records import (
 from kvstored.events.stream import LEAST_STALE, NO_PARENT, EventStream
 from tests.reference.vllm_kv_events import Subscriber
 
-CPU, STORAGE, REMOTE = Place("CPU"), Place("STORAGE"), Place("STORAGE", "REMOTE")
+CPU, STORAGE, REMOTE = CopyPlace("CPU"), CopyPlace("STORAGE"), CopyPlace("STORAGE", "REMOTE")
 PLACES = (CPU, CPU, STORAGE, REMOTE)  # DRAM, slow memory, NVMe, a remote tier
 TOPIC = b"kv@n.t@m"
 KIND = KindRecord(0, 2, 0, TOPIC)

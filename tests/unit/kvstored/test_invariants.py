@@ -16,7 +16,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, put
 from kvstored.clock import SystemClock
-from kvstored.health.invariants import InvariantChecker
+from kvstored.health.integrity import InvariantChecker
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters
@@ -106,7 +106,7 @@ def test_a_broken_invariant_is_logged_once(scene: Scene, spoil: Any, caplog: pyt
 
 
 def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.health.invariants.SLICE_NS", 0)  # a pause after every step
+    monkeypatch.setattr("kvstored.health.integrity.SLICE_NS", 0)  # a pause after every step
 
     async def disturbed() -> bool:
         walking = asyncio.create_task(scene.walk.walk())
@@ -126,7 +126,7 @@ def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monke
 def test_the_scrubber_reading_on_does_not_keep_a_walk_from_its_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstored.health.invariants.SLICE_NS", 0)  # a pause after every step
+    monkeypatch.setattr("kvstored.health.integrity.SLICE_NS", 0)  # a pause after every step
 
     async def scrubbed() -> bool:
         walking = asyncio.create_task(scene.walk.walk())
@@ -151,7 +151,7 @@ def test_a_walk_that_is_disturbed_is_tried_again_after_longer_each_time(
     async def disturbed() -> bool:
         return False
 
-    monkeypatch.setattr("kvstored.health.invariants.asyncio.sleep", sleep)
+    monkeypatch.setattr("kvstored.health.integrity.asyncio.sleep", sleep)
     monkeypatch.setattr(scene.walk, "walk", disturbed)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(scene.walk.run(600))

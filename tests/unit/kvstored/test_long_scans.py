@@ -79,7 +79,7 @@ def test_saving_looks_at_the_loop_while_it_finds_out_what_is_safe(shelf: Shelf) 
 
 
 def test_a_listing_that_finds_little_looks_at_the_loop(shelf: Shelf) -> None:
-    parts: Any = SimpleNamespace(residency=shelf.residency)
+    parts: Any = SimpleNamespace(store=SimpleNamespace(residency=shelf.residency), tenants=None)
     blocks = BlockList(SimpleNamespace(parts=parts))  # type: ignore[arg-type]
     wanted = pb.BlocksRequest(key_prefix="ffff")
     reply, looks = with_looks(blocks.blocks(wanted))

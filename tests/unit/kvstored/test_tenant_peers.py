@@ -12,8 +12,8 @@ import pytest
 from kvstored.clients.containers import MAX_CONTAINERS, MAX_USERS, SeenContainers, container_of
 from kvstored.clients.tenants import Peer, TenantDirectory, ourselves, read_peer
 from kvstored.clients.tenants.peer import read_cgroup
-from kvstored.clients.tenants.user_namespace import is_unmapped
 from kvstored.config import TenantSection
+from kvstored.process import is_unmapped
 
 OVERFLOW = 65534
 STRANGER = Peer(9, OVERFLOW, OVERFLOW, has_no_uid=True, has_no_gid=True)

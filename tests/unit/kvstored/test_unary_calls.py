@@ -14,7 +14,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import unary_pb2 as unary
-from kvstored.clients.staged_blocks import InlineBlocks
+from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.unary import CallLimit
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.inline import InlineCalls

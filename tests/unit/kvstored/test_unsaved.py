@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.replaced_file import remove_leftover
 from kvstore_proto.state_identity import IDENTITY_FILE, read_identity
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme import lock_file
-from kvstore_tiers.replaced_file import remove_leftover, replace_file, replaced_file
+from kvstore_tiers.replaced_file import replace_file, replaced_file
 from kvstored import sockets
 from kvstored.clients.tenants import Peer, TenantDirectory, keyring, names
 from kvstored.clients.tenants.keyring import Keyring

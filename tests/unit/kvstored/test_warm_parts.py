@@ -21,8 +21,8 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.lifetime.recovery import ArenaImport
 from kvstored.lifetime.warm import restart
-from kvstored.lifetime.warm.arena_import import ArenaImport
 from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
 from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
@@ -126,8 +126,8 @@ def test_what_falls_behind_while_nothing_was_is_kept_before_the_next_look(
 def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = host.allocate(SLOT, OWNER)
     assert slot is not None
-    unused: Any = None
-    arenas = ArenaGrants(host, unused, lambda _number, _tiers: None)
+    store: Any = SimpleNamespace(host=host, exporter_of=lambda _number, _tiers: None)
+    arenas = ArenaGrants(store)
     monkeypatch.setattr(host, "containers", lambda: pytest.fail("a report of all arenas"))
     session: Any = SimpleNamespace(tenant=SimpleNamespace(index_name=OWNER), device_tiers=0)
     grant, descriptor = arenas.grant(session, hs.ArenaRequest(arena_id=slot.container))

@@ -20,12 +20,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore_proto.replaced_file import remove_leftover, sync_directory
 from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.nvme.lock_file import LOCK, lock_directory, open_lock, read_holder, write_holder
-from kvstore_tiers.replaced_file import remove_leftover, replace_file, sync_directory
+from kvstore_tiers.replaced_file import replace_file
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"

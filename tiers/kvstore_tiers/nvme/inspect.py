@@ -7,7 +7,6 @@ clear text: they are counted, never shown; payload is verified, never shown.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,9 +16,11 @@ import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+from kvstore_proto.lock_holder import lock_holder
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
 from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
+from kvstore_tiers.nvme.lock_file import LOCK
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 MIN_DIGITS = 6
@@ -58,7 +59,7 @@ class Inspector:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.holder_pid = _holder(path)
+        self.holder_pid = lock_holder(path / LOCK)
         self._slabs = path / "slabs"
 
     def slot(self, number: int, index: int) -> Report:
@@ -204,28 +205,6 @@ class Inspector:
         if isinstance(superblock, str):
             raise NotThere(f"slab {number} cannot be read: {superblock}")
         return superblock
-
-
-def _holder(path: Path) -> int:
-    """The process that has the directory open, -1 when it is not visible from here, 0 when none has. Takes no lock: a
-    daemon that starts meanwhile would take us for another one."""
-    try:
-        status = (path / "lock").stat()
-    except FileNotFoundError:
-        return 0
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()
-        if fields[1] == "FLOCK" and _is_file(fields[5], status):
-            return int(fields[4]) or -1
-    return 0
-
-
-def _is_file(device_and_inode: str, status: os.stat_result) -> bool:
-    """Whether major:minor:inode, as /proc/locks has it, is the file of `status`. Where devices are anonymous (btrfs) a
-    file's is not its file system's; the inode must do there."""
-    major, minor, inode = device_and_inode.split(":")
-    device, own = (int(major, 16), int(minor, 16)), (os.major(status.st_dev), os.minor(status.st_dev))
-    return int(inode) == status.st_ino and (device == own or device[0] == own[0] == 0)
 
 
 def _names(place: _Place, key: bytes, *states: RecordState) -> bool:

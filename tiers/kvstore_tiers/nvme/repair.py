@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers.base import Outcome
 from kvstore_tiers.nvme.check import check_directory, temporary_files
 from kvstore_tiers.nvme.check_slab import Progress
@@ -25,7 +26,6 @@ from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.findings import Finding, Kind
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.nvme.tier import NvmeTier
-from kvstore_tiers.replaced_file import sync_directory
 
 _REPAIRED_BY = {
     Kind.FORMAT_MISSING: "write the format's version",

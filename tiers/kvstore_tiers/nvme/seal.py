@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore_tiers.replaced_file import replace_file, sync_directory
+from kvstore_proto.replaced_file import sync_directory
+from kvstore_tiers.replaced_file import replace_file
 
 SEAL = "seal"
 _TEXT = b"no record waits to be synced\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
+from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers import failpoints
 from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct
@@ -29,7 +30,6 @@ from kvstore_tiers.nvme.layout import (
     Superblock,
     read_superblock,
 )
-from kvstore_tiers.replaced_file import sync_directory
 from kvstore_tiers.sizes import aligned_up
 
 _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there

@@ -42,7 +42,7 @@ class Tenant:
     limits: TenantSection
 
     def puts_in_place(self, put: PutSection) -> bool:
-        """Whether its clients may write blocks in place."""
+        """Return whether its clients may write blocks in place."""
         own = self.limits.put_in_place
         return put.in_place if own is None else own
 
@@ -70,7 +70,8 @@ def tenant_digest(identity: str) -> bytes:
 
 
 class TenantDirectory:
-    """Resolves callers to tenants; remembers the names behind digests."""
+    """Resolves callers to tenants; remembers the names behind digests. `listed` and `default` are what the
+    configuration says of tenants."""
 
     def __init__(
         self,
@@ -80,33 +81,33 @@ class TenantDirectory:
         keyring: Keyring | None = None,
         unsaved: Unsaved | None = None,
     ) -> None:
-        self._keyring = Keyring(state_dir) if keyring is None else keyring
-        self._listed = listed
-        self._default = default
+        self.keyring = Keyring(state_dir) if keyring is None else keyring
+        self.listed = listed
+        self.default = default
         self._tenants: dict[str, Tenant] = {}
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._families: dict[tuple[str, str, int], set[int]] = {}
         self._names = Names(state_dir / "names.json", lambda: list(self._tenants), unsaved or Unsaved())
-        for name in (*self._names.load(), *self._keyring.bound()):
-            if self._keyring.identity_of(name) is not None:
+        for name in (*self._names.load(), *self.keyring.bound()):
+            if self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
         for section in listed:
-            self._keyring.claim(section.name)
+            self.keyring.claim(section.name)
             self._tenant(section)
         self._names.save()
 
     async def run(self) -> None:
         """A task: new names are saved as they come, and what could not be written is tried again."""
-        await asyncio.gather(self._names.run(), self._keyring.run())
+        await asyncio.gather(self._names.run(), self.keyring.run())
 
     def close(self) -> None:
         self._names.close()
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
         """Let the configuration's tenants be these. Sessions are the caller's."""
-        left = {section.name for section in self._listed} - {section.name for section in listed}
-        self._listed, self._default = listed, default
+        left = {section.name for section in self.listed} - {section.name for section in listed}
+        self.listed, self.default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
             self._tenant(section)
         self._names.changed()
@@ -115,18 +116,18 @@ class TenantDirectory:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused, `why_refused` says why.
         A number that may stand for any user, or any group, selects only a tenant that says `unmapped`."""
         if peer.has_no_uid:
-            strangers = next((section for section in self._listed if section.unmapped), None)
+            strangers = next((section for section in self.listed if section.unmapped), None)
             return None if strangers is None else self._callable(strangers)
-        for section in self._listed:
+        for section in self.listed:
             if peer.uid in section.uids:
                 return self._callable(section)
-        for section in self._listed:
+        for section in self.listed:
             if peer.gid in section.gids:
                 return None if peer.has_no_gid and not section.unmapped else self._callable(section)
-        if self._default == "refuse":
+        if self.default == "refuse":
             return None
         name = f"uid-{peer.uid}"
-        if self._keyring.identity_of(name) is None:
+        if self.keyring.identity_of(name) is None:
             return None  # its blocks are those of another name
         known = self._tenants.get(name)
         if known is None:
@@ -138,10 +139,10 @@ class TenantDirectory:
         """Return a sentence for a caller for whom `resolve` found no tenant: what is wrong, and what to do."""
         if peer.has_no_uid:
             what, number = "user", peer.uid
-        elif peer.has_no_gid and any(peer.gid in section.gids for section in self._listed):
+        elif peer.has_no_gid and any(peer.gid in section.gids for section in self.listed):
             what, number = "group", peer.gid
-        elif not self._keyring.is_settled:
-            return f"{self._keyring.path} cannot be written, and a new tenant is closed until it is: free room there"
+        elif not self.keyring.is_settled:
+            return f"{self.keyring.path} cannot be written, and a new tenant is closed until it is: free room there"
         else:
             return f"uid {peer.uid} belongs to no tenant; list it under [[tenant]] uids"
         return (
@@ -162,51 +163,43 @@ class TenantDirectory:
     def is_named(self, name: str) -> bool:
         """Return whether `named` finds a tenant of this name, if not now then later."""
         if (section := self.section(name)) is not None:
-            return not self._keyring.is_kept(name) or self._callable(section) is not None
-        return self._default != "refuse" and uid_of(name) is not None and self._keyring.identity_of(name) is not None
-
-    @property
-    def keyring(self) -> Keyring:
-        return self._keyring
-
-    @property
-    def default(self) -> str:
-        """`tenants.default`."""
-        return self._default
-
-    @property
-    def listed(self) -> tuple[TenantSection, ...]:
-        return self._listed
+            return not self.keyring.is_kept(name) or self._callable(section) is not None
+        return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
 
     def section(self, name: str) -> TenantSection | None:
-        """What the configuration says of a tenant; None for one that it does not list."""
-        return next((section for section in self._listed if section.name == name), None)
+        """Return what the configuration says of a tenant; None for one that it does not list."""
+        return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
         """The tenant that lists a user."""
-        return next((section for section in self._listed if uid in section.uids), None)
+        return next((section for section in self.listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
-        """Whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
+        """Return whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
         uid = uid_of(name)
         if uid is None:
             return self.section(name) is not None
-        return self._default != "refuse" and self.lister(uid) is None
+        return self.default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
         """Names stand for other identities than before; `names` are known from now on."""
         for name, tenant in list(self._tenants.items()):
-            if self._keyring.identity_of(name) is None:
+            if self.keyring.identity_of(name) is None:
                 del self._tenants[name]
             else:
                 self._tenant(tenant.limits)
-        for name in (*names, *self._keyring.bound()):
-            if name not in self._tenants and self._keyring.identity_of(name) is not None:
+        for name in (*names, *self.keyring.bound()):
+            if name not in self._tenants and self.keyring.identity_of(name) is not None:
                 self._tenant(self.section(name) or TenantSection(name))
         self._names.changed()
 
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
+
+    def remote_mode(self, digest: bytes) -> str:
+        """Return what the tenant with this digest says of its blocks in remote tiers; "" where it says nothing."""
+        tenant = self.by_digest(digest)
+        return tenant.limits.remote if tenant is not None else ""
 
     def number(self, name: str, residency: Residency) -> int:
         """The residency's number of a tenant by name. Raises KVStoreError when there is no such tenant."""
@@ -217,7 +210,7 @@ class TenantDirectory:
         return residency.tenant(tenant.index_name)
 
     def name_of_index(self, index_name: str) -> str:
-        """What people call the tenant that the residency index knows by `index_name`."""
+        """Return what people call the tenant that the residency index knows by `index_name`."""
         return self.name_of(bytes.fromhex(index_name))
 
     def name_of(self, digest: bytes) -> str:
@@ -260,7 +253,7 @@ class TenantDirectory:
         self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
-        """The same for one that may have no number of its own: one that no block has, then."""
+        """Return the number of a fingerprint that may have none of its own: one that no block has, then."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
@@ -282,17 +275,17 @@ class TenantDirectory:
     def _callable(self, section: TenantSection) -> Tenant | None:
         """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
         list: `follow_users` ends that; or for what is not on the medium yet, where a restart would not find it."""
-        uid = uid_of(self._keyring.claim(section.name))
-        if not self._keyring.is_kept(section.name):
+        uid = uid_of(self.keyring.claim(section.name))
+        if not self.keyring.is_kept(section.name):
             return None
         return self._tenant(section) if uid is None or uid in section.uids else None
 
     def _tenant(self, section: TenantSection) -> Tenant:
         known = self._tenants.get(section.name)
-        identity = self._keyring.claim(section.name)
+        identity = self.keyring.claim(section.name)
         digest = tenant_digest(identity)
         if known is None or known.limits != section or known.digest != digest:
-            secret = hmac.new(self._keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
+            secret = hmac.new(self.keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
             known = Tenant(section.name, digest, secret, section)
             self._tenants[section.name] = known
         return known

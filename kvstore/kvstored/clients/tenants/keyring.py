@@ -16,6 +16,7 @@ import os
 import threading
 from pathlib import Path
 
+from kvstore_proto.replaced_file import remove_leftover
 from kvstore_proto.state_identity import (
     IDENTITY_FILE,
     SECRET_BYTES,
@@ -26,7 +27,7 @@ from kvstore_proto.state_identity import (
     secret_check,
 )
 from kvstore_tiers import failpoints
-from kvstore_tiers.replaced_file import remove_leftover, replace_file
+from kvstore_tiers.replaced_file import replace_file
 from kvstored.config import ConfigError
 from kvstored.unsaved import RETRY_S, Unsaved
 
@@ -82,7 +83,7 @@ class Keyring:
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
-        """What a tenant's name stands for; None where its own name is another tenant's identity."""
+        """Return what a tenant's name stands for; None where its own name is another tenant's identity."""
         bound = self._identities.get(name)
         if bound is not None:
             return bound

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def is_plain(name: str) -> bool:
-    """Whether it can be a tenant's name, listed or made of a user's number."""
+    """Return whether it can be a tenant's name, listed or made of a user's number."""
     return name.isascii() and name.isprintable()
 
 

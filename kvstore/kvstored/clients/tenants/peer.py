@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstored.clients.containers import container_of
-from kvstored.clients.tenants.user_namespace import is_unmapped
+from kvstored.process import is_unmapped
 
 _SO_PEERPIDFD = 77  # Linux 6.5; missing from Python's socket module
 _UCRED = struct.Struct("3i")
@@ -53,7 +53,7 @@ def ourselves() -> Peer:
 
 
 def has_exited(peer: Peer) -> bool:
-    """Whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
+    """Return whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
     if peer.pid <= 0:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which stored blocks no caller can reach, because the configuration calls their users by another name; and those that
+"""Stored blocks that no caller can reach, because the configuration calls their users by another name, and blocks that
 follow their user to a new name by themselves.
 
 The rule: what user N stored as tenant uid-N is never given to a tenant that does not list N. A tenant that is newly
@@ -23,8 +23,8 @@ from kvstored.store.blocks import Residency
 log = logging.getLogger(__name__)
 
 
-class Stored:
-    """How much is stored under identities. A look at the moment."""
+class StoredAmounts:
+    """The amounts stored under identities, as they are at the moment."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -39,7 +39,7 @@ class Stored:
         return 0 if number is None else self._residency.tenant_blocks(number)
 
     def nbytes(self, identity: str) -> int:
-        """In the tier that has most of it."""
+        """Return the bytes in the tier that has most of it."""
         number, tiers = self.number(identity), range(len(self._residency.tiers))
         return 0 if number is None else max(self._residency.tenant_bytes(number, tier) for tier in tiers)
 
@@ -51,7 +51,7 @@ class Stored:
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
     """Names stand for what their users stored, as far as the rule goes; on the medium when it returns. `with_tokens`:
     names of tenants that others than their users can be. Raises OSError, with names as they were."""
-    keyring, stored = tenants.keyring, Stored(residency)
+    keyring, stored = tenants.keyring, StoredAmounts(residency)
     before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
     known = [name for name in known if stored.blocks(name)]
@@ -83,7 +83,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
 
 def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
     """A sentence for each tenant that has blocks and no callers: why, and what to do."""
-    stored = Stored(residency)
+    stored = StoredAmounts(residency)
     found = []
     for tenant in tenants.all():
         identity = tenants.keyring.identity_of(tenant.name)
@@ -97,7 +97,7 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
     return found
 
 
-def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stored) -> str | None:
+def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: StoredAmounts) -> str | None:
     """The identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring
     if (
@@ -113,7 +113,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
 
 
 def _reasons(name: str, tenants: TenantDirectory) -> Iterator[tuple[str, str]]:
-    """Why no caller is this tenant, and which one is in its place."""
+    """Return why no caller is this tenant, and which one is in its place."""
     uid = uid_of(name)
     if uid is None:
         if tenants.section(name) is None:

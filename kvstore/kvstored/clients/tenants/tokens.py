@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstored.clients.tenants.directory import Tenant
 from kvstored.config import ConfigError
-from kvstored.config.private_input import read_private
+from kvstored.config.private_input import read_private_lines
 
 _OF_NOTHING = frozenset(hashlib.sha256(text).digest() for text in (b"", b"\n"))
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
@@ -31,7 +31,7 @@ class Tokens:
         return len(self._entries)
 
     def replace(self, entries: list[tuple[bytes, str]]) -> None:
-        """From now on these are the tokens."""
+        """Let these be the tokens from now on."""
         self._entries = entries
 
     def tenant_of(self, token: str) -> Tenant | None:
@@ -54,15 +54,9 @@ def load_tokens(
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
     """Digests of tokens and the tenants' names. Raises ConfigError that names the line: who can read the file, its
     form, a tenant that there is not."""
-    try:
-        text = read_private("unary.tokens_file", path).decode()
-    except OSError as error:
-        raise ConfigError(f"unary.tokens_file: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"unary.tokens_file: {path} is not text") from None
     entries: list[tuple[bytes, str]] = []
     seen: dict[bytes, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_private_lines("unary.tokens_file", path), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue

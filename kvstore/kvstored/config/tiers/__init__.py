@@ -6,11 +6,10 @@ A new kind costs its file, its import and its entry in `KINDS`.
 from typing import Final
 
 from kvstored.config.tiers.base import Cluster, Machine, Start, TierSection
+from kvstored.config.tiers.dram import MemorySection, SharedSection
 from kvstored.config.tiers.gpu import GpuSection
-from kvstored.config.tiers.memory import MemorySection
 from kvstored.config.tiers.nvme import NvmeSection
 from kvstored.config.tiers.remote import RemoteSection
-from kvstored.config.tiers.shared import SharedSection
 
 __all__ = [
     "KINDS",
@@ -26,12 +25,5 @@ __all__ = [
 ]
 
 KINDS: Final[dict[str, type[TierSection]]] = {
-    kind.KIND: kind
-    for kind in (
-        SharedSection,
-        GpuSection,
-        MemorySection,
-        NvmeSection,
-        RemoteSection,
-    )
+    kind.KIND: kind for kind in (SharedSection, GpuSection, MemorySection, NvmeSection, RemoteSection)
 }

@@ -1,4 +1,4 @@
-"""What the configuration says of a tier of any kind: the settings that all have, and what a kind adds.
+"""The settings of a tier of any kind: the settings that all have, and what a kind adds.
 
 A kind is a file of this package: the keys that its tiers have, their meaning, how one is opened. `KINDS` lists
 them. A kind imports the code of its tiers when it opens one, not before: the configuration is read first of all.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore_console.units import human_bytes
-from kvstored.config.mistakes import need, one_of
+from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, size
 from kvstored.policy_names import POLICIES
 
@@ -39,8 +39,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a tier on another machine needs: the secret of the node or its cluster, and what a tenant's section says of
-    remote tiers, by its digest ("" where it says nothing)."""
+    """The needs of a tier on another machine: the secret of the node or its cluster, and what a tenant's section says
+    of remote tiers, by its digest ("" where it says nothing)."""
 
     secret: bytes
     mode_of: Callable[[bytes], str]
@@ -48,9 +48,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Start:
-    """What a start of the daemon has for a tier to open with: the witness of memory that a restart keeps, the number
-    of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe directory,
-    and the cluster."""
+    """The things that a start of the daemon has for a tier to open with: the witness of memory that a restart keeps,
+    the number of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe
+    directory, and the cluster."""
 
     witness: ChunkWitness | None = None
     first_arena: int = 1
@@ -76,13 +76,13 @@ class TierSection(ABC):
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
-        """Whether a tier with these keys stands before the one that clients map."""
+        """Return whether a tier with these keys stands before the one that clients map."""
         return False
 
     @classmethod
     @abstractmethod
     def read(cls, name: str, table: Table, machine: Machine) -> Self:
-        """From the keys of reference.toml or `DEFAULTS`, every one of them there. Raises ConfigError."""
+        """Make a section of the keys of reference.toml or `DEFAULTS`, every one of them there. Raises ConfigError."""
 
     def check(self, machine: Machine) -> None:
         """Raises ConfigError for what cannot be."""
@@ -96,7 +96,7 @@ class TierSection(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where its blocks are, for a listing."""
+        """Return where its blocks are, for a listing."""
 
     def _need_amount(self, key: str, value: float, unit: str) -> None:
         need(
@@ -112,7 +112,7 @@ class TierSection(ABC):
         )
 
     def _need_one(self, key: str, nbytes: int, staging_bytes: int = 0) -> None:
-        """That an arena or slab fits."""
+        """Raise ConfigError where an arena or slab does not fit."""
         less = f" less staging {human_bytes(staging_bytes)}" if staging_bytes else ""
         need(
             self.capacity_bytes - staging_bytes >= nbytes,
@@ -121,7 +121,7 @@ class TierSection(ABC):
         )
 
     def _need_threads(self, key: str, threads: int) -> None:
-        need(1 <= threads <= MAX_THREADS, f"{self.name}.{key} must be 1..{MAX_THREADS}")
+        need_within(f"{self.name}.{key}", threads, 1, MAX_THREADS)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:

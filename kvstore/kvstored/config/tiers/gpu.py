@@ -90,9 +90,7 @@ class GpuSection(TierSection):
         from kvstore_tiers.gpu import GpuTier, WorkerSettings
 
         settings = WorkerSettings(
-            checks=self.verify,
-            from_files=self.from_nvme if self.before_host else OFF,
-            registers=self.register_host,
+            checks=self.verify, from_files=self.from_nvme if self.before_host else OFF, registers=self.register_host
         )
         try:
             return GpuTier(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from kvstore_console.units import human_bytes
-from kvstored.config.mistakes import need, one_of
+from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection, container
 from kvstored.policy_names import ADMISSIONS
@@ -48,10 +48,7 @@ class NvmeSection(TierSection):
         self._need_threads("io_threads", self.io_threads)
         need(self.endurance_wait_ms >= 0, f"{name}.endurance_wait_ms must not be negative")
         one_of(f"{name}.admission", self.admission, ADMISSIONS)
-        need(
-            0 <= self.quarantine_slots <= MAX_QUARANTINE_SLOTS,
-            f"{name}.quarantine_slots must be 0 (none is kept) to {MAX_QUARANTINE_SLOTS}",
-        )
+        need_within(f"{name}.quarantine_slots", self.quarantine_slots, 0, MAX_QUARANTINE_SLOTS)
         super().check(machine)
         if not self.enabled:
             return

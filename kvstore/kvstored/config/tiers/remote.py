@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from kvstored.config.mistakes import ConfigError, need, one_of
-from kvstored.config.private_input import read_private
+from kvstored.config.mistakes import ConfigError, need, need_within, one_of
+from kvstored.config.private_input import read_private_lines
 from kvstored.config.section_fields import Table, section_of, size
 from kvstored.config.tiers.base import Machine, Start, TierSection
 from kvstored.policy_names import ADMISSIONS, SHARES
@@ -65,10 +65,7 @@ class RemoteSection(TierSection):
         secret = next((option for option, _ in parse_qsl(urlsplit(self.url).query) if _SECRET.search(option)), "")
         need(not secret, f"{name}.url has {secret}, which others would see: write it into {name}.credentials_file")
         need(self.capacity_bytes > 0, f"{name}.capacity must be more than 0")
-        need(
-            MIN_TIMEOUT_MS <= self.timeout_ms <= MAX_TIMEOUT_MS,
-            f"{name}.timeout_ms must be {MIN_TIMEOUT_MS} to {MAX_TIMEOUT_MS}, got {self.timeout_ms}",
-        )
+        need_within(f"{name}.timeout_ms", self.timeout_ms, MIN_TIMEOUT_MS, MAX_TIMEOUT_MS)
         need(
             MIN_EXCHANGE_BYTES <= self.exchange_bytes <= machine.memory_bytes // 4,
             f"{name}.exchange must be at least 4MiB, and at most a quarter of this machine's memory",
@@ -85,8 +82,8 @@ class RemoteSection(TierSection):
             need(not mistake, f"{name}.url: {mistake}")
 
     def _wrong_option(self) -> str:
-        """What the library of an object store does not understand in the URL. The other drivers have few options, and a
-        worker that refuses them says so in the log."""
+        """Return what the library of an object store does not understand in the URL. The other drivers have few
+        options, and a worker that refuses them says so in the log."""
         from kvstore_tiers.remote.check import mistake_in
         from kvstore_tiers.remote.drivers import DRIVERS
 
@@ -123,14 +120,8 @@ def read_credentials(setting: str, path: Path | None) -> dict[str, str]:
     """The lines `name = value` of a file; none without a file. Raises ConfigError that names `setting`."""
     if path is None:
         return {}
-    try:
-        text = read_private(setting, path).decode()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{setting}: {path} is not text") from None
     found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_private_lines(setting, path), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.match(line.strip())

@@ -13,23 +13,20 @@ import asyncio
 import numpy as np
 
 from kvstore_tiers.base import OutcomeKind
-from kvstored.config.schema import ScrubSection
-from kvstored.store.blocks import Residency
-from kvstored.store.transfer.device_check import DeviceCheck
-from kvstored.telemetry import Counters
+from kvstored.store.assembly import Store
 from kvstored.tier_set import holding
 
 SLICE_ROWS = 4096  # looked through in one piece
 
 
 class DeviceScrubber:
-    """Of the tiers of `check`. `run` is a task until it is cancelled."""
+    """Scrubs the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
 
-    def __init__(self, settings: ScrubSection, residency: Residency, check: DeviceCheck, counters: Counters) -> None:
-        self._settings = settings
-        self._residency = residency
-        self._check = check
-        self._counters = counters
+    def __init__(self, store: Store) -> None:
+        self._settings = store.config.scrub
+        self._residency = store.residency
+        self._check = store.device_check
+        self._counters = store.counters
 
     async def run(self) -> None:
         await asyncio.sleep(self._settings.start_s)

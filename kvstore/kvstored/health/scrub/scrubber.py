@@ -14,18 +14,17 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore_tiers.base import Tier
-from kvstored.clock import NS_PER_S, Clock
-from kvstored.health.scrub.position import load
-from kvstored.health.scrub.verification import Verification
-from kvstored.health.scrub.worker import Settings
-from kvstored.store.blocks import Residency
-from kvstored.telemetry import Counters
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind
+from kvstore_tiers.segments import AlignedBuffer
+from kvstored.clock import NS_PER_S
+from kvstored.health.scrub.worker import ScrubSettings, load
+from kvstored.store.assembly import Store
+from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.transfer.link import Transfer, lane_name
 from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
@@ -50,47 +49,78 @@ class ScrubReport:
     message: str = ""
 
 
-class Scrubber:
-    """`run` is a task until it is cancelled; it starts the first worker after `start_s`. `sync` makes durable what the
-    tier published."""
+class Verification:
+    """Verifies one block on NVMe through the daemon's own read path, at the priority of maintenance. Owns a buffer of
+    one block for as long as that runs; what it reads is discarded. Invariant: the row is pinned while its slot is read,
+    so the answer is about that very block."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        residency: Residency,
-        nvme: Tier,
-        verification: Verification,
-        sync: Callable[[], Awaitable[bool]],
-        clock: Clock,
-        counters: Counters,
-        *,
-        start_s: float,
-    ) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def verify(self, row: int) -> Outcome | None:
+        """Return how reading the NVMe copy of `row` ended, None when that cannot be said now. A bad one is dealt
+        with; the breaker judges these reads as all others."""
+        residency, nvme, breaker = self._store.residency, self._store.nvme, self._store.breaker
+        if nvme is None or breaker is None or not breaker.serves_reads:
+            return None
+        durable = residency.durable
+        lane = lane_name(residency.tiers, durable, residency.mapped)
+        slot, key, token = residency.slot(row, durable), residency.key(row), residency.token(row)
+        buffer = AlignedBuffer(slot.nbytes)
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = 0
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            number = breaker.began()
+            nvme.read(slot, key, [buffer.segment(slot.nbytes)], done)
+
+        def done(outcome: Outcome) -> None:
+            breaker.ended(number, "read", outcome)
+            ended.set_result(outcome)
+
+        residency.pin(row)
+        try:
+            ticket = self._store.mover.submit(lane, Priority.MAINTENANCE, slot.nbytes, Transfer(start, done))
+            if isinstance(ticket, Refused):
+                return None
+            outcome = await asyncio.shield(ended)
+        finally:
+            if residency.current(token) == row:
+                residency.unpin(row)
+        if outcome.kind is not OutcomeKind.CORRUPT:
+            return outcome if outcome.ok else None
+        if residency.current(token) == row and residency.has(row, durable) and residency.slot(row, durable) == slot:
+            if residency.being_filled(row):
+                return None  # it is being promoted: that read finds it out, and deals with it
+            self._store.damage.found(durable, row, outcome.message)
+        return outcome
+
+
+class Scrubber:
+    """`run` is a task until it is cancelled. `store` has an NVMe tier."""
+
+    def __init__(self, settings: ScrubSettings, store: Store, unsaved: Unsaved) -> None:
         self._settings = settings
-        self.unsaved = Unsaved()
-        self._start_s = start_s
-        self._residency = residency
-        self._nvme = nvme
-        self._verification = verification
-        self._sync = sync
-        self._clock = clock
-        self._counters = counters
+        self._store = store
+        self._unsaved = unsaved
+        self._verification = Verification(store)
         self._deaths_ns: deque[int] = deque()
         self.report = ScrubReport("starting")
         self.report.last_pass_s = load(Path(settings.position)).last_pass_s
 
     async def run(self) -> None:
-        await asyncio.sleep(self._start_s)
+        await asyncio.sleep(self._store.config.scrub.start_s)
         while self._may_start():
             status = await self._run_worker()
-            self._deaths_ns.append(self._clock.monotonic_ns())
+            self._deaths_ns.append(self._store.clock.monotonic_ns())
             log.warning("the scrubber's worker ended with status %s; starting it again", status)
         self.report.state, self.report.pid = "failed", 0
         self.report.message = f"the scrubber's worker died {RESTARTS} times within an hour; it is off until a restart"
         log.error("%s", self.report.message)
 
     def _may_start(self) -> bool:
-        now_ns = self._clock.monotonic_ns()
+        now_ns = self._store.clock.monotonic_ns()
         while self._deaths_ns and now_ns - self._deaths_ns[0] > RESTARTS_IN_S * NS_PER_S:
             self._deaths_ns.popleft()
         return len(self._deaths_ns) < RESTARTS
@@ -127,7 +157,7 @@ class Scrubber:
             report.state = "reading"
             report.read_bytes += int(fields["bytes"])
             report.read_slots += int(fields["slots"])
-            self._counters.add("scrubbed_bytes", int(fields["bytes"]))
+            self._store.counters.add("scrubbed_bytes", int(fields["bytes"]))
         elif what == "pass":
             report.state = "waiting"
             report.last_pass_s = float(fields["ended_s"])
@@ -135,9 +165,9 @@ class Scrubber:
             log.info("scrubbed %d slots, %d bytes", report.last_pass_slots, report.last_pass_bytes)
         elif what == "unsaved":
             error = OSError(fields["errno"], fields["error"])
-            self.unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
+            self._unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
         elif what == "saved":
-            self.unsaved.saved(Path(self._settings.position))
+            self._unsaved.saved(Path(self._settings.position))
         elif what == "suspect":
             report.suspects += 1
             await self._judge(fields)
@@ -147,7 +177,8 @@ class Scrubber:
             raise ValueError(f"no message is called {what!r}")
 
     async def _judge(self, suspect: dict[str, Any]) -> None:
-        residency = self._residency
+        residency, nvme, writeback = self._store.residency, self._store.nvme, self._store.writeback
+        assert nvme is not None and writeback is not None
         row = residency.row_at(residency.durable, int(suspect["slab"]), int(suspect["offset"]))
         if row < 0 or not residency.has(row, residency.durable):
             return
@@ -160,12 +191,12 @@ class Scrubber:
         if outcome is None or (outcome.ok and suspect["key"]):
             return
         self.report.corrupt += 1
-        self._counters.add("scrub_corrupt")
+        self._store.counters.add("scrub_corrupt")
         still_there = residency.current(token) == row and residency.has(row, residency.durable)
         if outcome.header is not None and still_there and residency.slot(row, residency.durable) == slot:
             key = residency.key(row).hex()
-            self._nvme.publish_again(slot, outcome.header)
-            if await self._sync():
+            nvme.publish_again(slot, outcome.header)
+            if await writeback.sync():
                 log.warning(
                     "the record of block %s on NVMe was damaged (slab %s slot %s): written again from the slot",
                     key, suspect["slab"], suspect["slot"],

@@ -109,7 +109,7 @@ class SlabReader:
         return Suspect(self._number, index, superblock.slot_offset(index), 0, "", "the record does not hold")
 
     def _judge(self, slot_fd: int, superblock: Superblock, index: int, nbytes: int, record: bytes) -> str:
-        """What is wrong with a slot's bytes; empty when nothing is."""
+        """Return what is wrong with a slot's bytes; empty when nothing is."""
         if self._buffer.nbytes < nbytes:
             self._buffer = AlignedBuffer(nbytes)
         address = self._buffer.address

@@ -17,12 +17,21 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvstore_tiers.nvme.directory_files import slab_numbers
-from kvstored.health.scrub.position import load, save
+from kvstore_tiers.replaced_file import replace_file
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
+
+REPORTED_EVERY_S = 1.0
+SAVED_EVERY_S = 5.0
+LONGEST_WAIT_S = 60.0
+NICE = 19
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # glibc has no wrapper
+_IOPRIO_IDLE = 3 << 13
+_END = 2**63  # above every number that is meant
 
 
 class Pace:
@@ -39,13 +48,49 @@ class Pace:
         return start_s - now_s
 
 
-REPORTED_EVERY_S = 1.0
-SAVED_EVERY_S = 5.0
-LONGEST_WAIT_S = 60.0
-NICE = 19
-_PR_SET_PDEATHSIG = 1
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # glibc has no wrapper
-_IOPRIO_IDLE = 3 << 13
+@dataclass
+class Position:
+    """The slot that comes next, by `slab` and `slot`, and when passes began and ended: wall-clock seconds, 0 for never.
+    It is kept over restarts in a small file. Losing it costs a pass from the front, nothing else, so it is not synced
+    and anything odd in it counts as lost."""
+
+    slab: int = 0
+    slot: int = 0
+    pass_began_s: float = 0.0  # of the pass under way; 0 between passes
+    pass_bytes: int = 0
+    pass_slots: int = 0
+    last_pass_s: float = 0.0  # when a whole pass last ended
+    last_pass_began_s: float = 0.0
+
+    def due_in_s(self, interval_s: float, now_s: float) -> float:
+        """Seconds until a pass should begin; 0 when one is under way. A clock that was set back does not stop us."""
+        if self.pass_began_s:
+            return 0.0
+        waited_s = now_s - self.last_pass_began_s
+        return max(0.0, interval_s - waited_s) if waited_s >= 0 else 0.0
+
+    def begin(self, now_s: float) -> None:
+        if not self.pass_began_s:
+            self.slab = self.slot = self.pass_bytes = self.pass_slots = 0
+            self.pass_began_s = now_s
+
+    def end(self, now_s: float) -> None:
+        self.last_pass_s, self.last_pass_began_s, self.pass_began_s = now_s, self.pass_began_s, 0.0
+        self.slab = self.slot = 0
+
+
+def load(path: Path) -> Position:
+    try:
+        raw = json.loads(path.read_bytes())
+        position = Position(**{field.name: type(field.default)(raw[field.name]) for field in fields(Position)})  # type: ignore[misc]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return Position()
+    return position if all(0 <= value < _END for value in asdict(position).values()) else Position()
+
+
+def save(path: Path, position: Position) -> None:
+    """Raises OSError."""
+    replace_file(path, json.dumps(asdict(position)).encode(), durable=False)
 
 
 class Ended(Exception):
@@ -53,17 +98,19 @@ class Ended(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScrubSettings:
+    """The worker's orders from the daemon."""
+
     directory: str
     position: str
     rate_bytes: int
     interval_s: float
 
 
-class Worker:
+class ScrubWorker:
     """Passes over the slabs until `Ended`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScrubSettings) -> None:
         self._slabs = Path(settings.directory) / "slabs"
         self._position_path = Path(settings.position)
         self._interval_s = settings.interval_s
@@ -83,7 +130,7 @@ class Worker:
     def _pass(self) -> None:
         position = self._position
         position.begin(time.time())
-        for number in self._numbers():
+        for number in slab_numbers(self._slabs):
             if number < position.slab:
                 continue
             first = position.slot if number == position.slab else 0
@@ -117,9 +164,6 @@ class Worker:
             self._report()
             say("suspect", asdict(visit.suspect))
         self._now_and_then()
-
-    def _numbers(self) -> list[int]:
-        return slab_numbers(self._slabs)
 
     def _wait(self, nbytes: int) -> None:
         pause(self._pace.take(nbytes, time.monotonic()))
@@ -180,9 +224,9 @@ def main(argv: list[str]) -> int:
         return 0  # it died before we were tied to it
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon too, whose end is ours
         signal.signal(number, signal.SIG_IGN)
-    settings = Settings(**json.loads(argv[1]))
+    settings = ScrubSettings(**json.loads(argv[1]))
     try:
-        Worker(settings).run()
+        ScrubWorker(settings).run()
     except Ended:
         return 0
     return 0

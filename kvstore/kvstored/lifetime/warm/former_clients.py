@@ -14,12 +14,12 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.clients.sessions import Session
 from kvstored.lifetime.warm.ledger import FormerSession, Ledger, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, Place
+from kvstored.process import start_ticks
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
@@ -39,7 +39,8 @@ class _Absent:
 
 
 class FormerClients:
-    """See the module. On the control loop; `restore` once, before any client is served."""
+    """See the module. On the control loop; `restore` once, before any client is served. `keeps_leases`: the daemon
+    stops, and who leaves from now on may come back to the next process for its leases."""
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger
@@ -47,6 +48,7 @@ class FormerClients:
         self._counters = counters
         self._absent: dict[int, _Absent] = {}
         self._by_token: dict[bytes, int] = {}
+        self.keeps_leases = False
 
     @property
     def epoch(self) -> bytes:
@@ -170,13 +172,3 @@ def _watch(former: FormerSession) -> int | None:
         os.close(pidfd)
         return None  # another process has that number now
     return pidfd
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process was started: a later one of the same number has another value. None if that cannot be seen."""
-    if not pid:
-        return None
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None

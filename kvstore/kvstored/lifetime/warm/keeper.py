@@ -29,7 +29,7 @@ class KeeperError(Exception):
 
 
 def no_listener() -> None:
-    """For `Keeper.on_behind` while no task retries."""
+    """Stand in for `Keeper.on_behind` while no task retries."""
 
 
 class Keeper(ABC):
@@ -48,12 +48,12 @@ class Keeper(ABC):
 
     @property
     def after_stop(self) -> str:
-        """What becomes of DRAM when the daemon is stopped in order, in a sentence for an operator."""
+        """Return what becomes of DRAM when the daemon is stopped in order, in a sentence for an operator."""
         return f"{self.name} keeps DRAM for the next start"
 
     @abstractmethod
     def fetch(self) -> dict[str, int]:
-        """What the process before had kept, once, before anything else. The descriptors are the caller's."""
+        """Return what the process before had kept, once, before anything else. The descriptors are the caller's."""
 
     @abstractmethod
     def _send(self, name: str, descriptor: int) -> bool:
@@ -67,7 +67,8 @@ class Keeper(ABC):
         """Begin anew after `lost`, with nothing kept. Raises KeeperError."""
 
     def keep(self, name: str, descriptor: int) -> bool:
-        """Whether it is kept from now on; else `retry` will try again. The caller's descriptor stays his, and open."""
+        """Return whether it is kept from now on; else `retry` will try again. The caller's descriptor stays his, and
+        open."""
         return self._try(name, descriptor)
 
     def drop(self, name: str) -> None:
@@ -104,7 +105,7 @@ class Keeper(ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Whether something waits that the other side has room for and would take soon."""
+        """Return whether something waits that the other side has room for and would take soon."""
         with self._sending:
             return not self.lost and any(self._has_room(name, descriptor) for name, descriptor in self._wanted.items())
 

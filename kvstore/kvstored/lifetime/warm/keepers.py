@@ -1,17 +1,29 @@
 """Keepers of descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
 
-Owns the choice, and systemd's way of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start. Never knows what a
-descriptor is.
+Owns the choice, and both ways of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start; or the connection to a
+holder (see `holder`), its start and its end. Never knows what a descriptor is. Waits for an answer of a holder at the
+start only; one that gives none is given up, with its socket's file.
 Invariant: systemd never has two descriptors of ours under one name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import resource
+import select
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from kvstore_tiers.arena import empty_memory
+from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
+from kvstored.lifetime.holder import BACKLOG, MAX_DESCRIPTORS
 from kvstored.lifetime.notify import (
     notify_about,
     offers_descriptor_store,
@@ -20,11 +32,195 @@ from kvstored.lifetime.notify import (
     stored_descriptors,
     wait_for_manager,
 )
-from kvstored.lifetime.warm.holder_keeper import HOLDER_SOCKET, HolderKeeper
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError
 
 log = logging.getLogger(__name__)
 HOLDER_SERVICE = "KVSTORED_HOLDER"  # in the environment: the socket of kvstored-holder.service
+HOLDER_SOCKET = "holder.sock"
+_ANSWER_TIMEOUT_S = 10.0
+_OWN_DESCRIPTORS = 32  # the holder's sockets and what Python opens
+_NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it is there, and behind
+
+
+class HolderKeeper(Keeper):
+    """The process of `kvstored.lifetime.holder`, which is started when nothing answers at its socket. With `service`,
+    the name of its socket, it is the one that runs as a service of its own, and is never started here."""
+
+    name = "holder"
+
+    def __init__(self, directory: Path, linger_s: float, *, may_start: bool = True, service: str = "") -> None:
+        super().__init__(_holder_limit())
+        self.is_service = bool(service)
+        may_start = may_start and not service
+        self._linger_s = linger_s
+        self._may_start = may_start
+        try:
+            self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise KeeperError(f"{directory}: {error.strerror}") from None
+        self._path = directory / (service or HOLDER_SOCKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        connection = self._connect()
+        if connection is None:
+            if not may_start:
+                os.close(self._directory)
+                raise KeeperError("nothing answers there")
+            connection = self._start()
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._say(b"S%d" % round(linger_s))
+
+    @property
+    def after_stop(self) -> str:
+        if self.is_service:
+            return "the holder service keeps DRAM for the next start"
+        if os.environ.get("NOTIFY_SOCKET"):
+            return (
+                "DRAM is lost: the service manager ends the holder together with this unit; kvstored-holder.service "
+                "would keep it"
+            )
+        return f"the holder keeps DRAM for the next start, {self._linger_s:.0f} s long"
+
+    def reopen(self) -> None:
+        with self._sending:
+            self._wanted.clear()
+            self._kept.clear()
+            self._socket.close()
+            connection = self._connect()
+            if connection is None:
+                if not self._may_start:
+                    raise KeeperError("the holder service does not answer")
+                connection = self._start()
+            self._socket = connection
+            self._socket.setblocking(False)
+            self.lost = False
+            self._say(b"S%d" % round(self._linger_s))
+
+    def fetch(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            self._socket.send(b"L")
+            while (answer := receive_packet(self._socket, 128))[0] != b"E":
+                packet, descriptors = answer
+                if packet[:1] != b"F" or not descriptors:
+                    raise ConnectionError("it stopped in the middle" if not packet else "out of descriptors")
+                found[packet[1:].decode(errors="replace")] = descriptors[0]
+        except OSError as error:
+            log.warning("the holder of the memory does not answer (%s): going on without what it has not given", error)
+            self._replace(found)
+        else:
+            self._kept.update(found)
+            self._socket.setblocking(False)
+        return found
+
+    def _replace(self, found: dict[str, int]) -> None:
+        """Give up a holder that does not answer, which ends with its socket's file; another keeps what it gave."""
+        self._socket.setblocking(False)
+        self._quit()
+        self.lost = True
+        if not self._may_start:
+            return
+        with contextlib.suppress(KeeperError):  # then `reopen` is due still
+            self.reopen()
+            for name, descriptor in found.items():
+                self.keep(name, descriptor)
+
+    def retry(self) -> list[str]:
+        if self._socket.fileno() < 0:  # `reopen` did not succeed
+            self.lost = True
+            return []
+        hangup = select.poll()
+        hangup.register(self._socket, select.POLLRDHUP)
+        if hangup.poll(0):
+            self.lost = True
+        return super().retry()
+
+    def _send(self, name: str, descriptor: int) -> bool:
+        if descriptor < 0:
+            return self._say(b"D" + name.encode())
+        return self._say(b"K" + name.encode(), descriptor)
+
+    def close(self, *, forget: bool) -> None:
+        self._forget_late()
+        if forget:
+            self._quit()
+        else:
+            self.settle()
+        self._socket.close()
+        os.close(self._directory)
+        if self._process is not None and self._process.poll() is None:
+            self._process.returncode = 0  # it is meant to outlive us: Popen is not to complain of that
+
+    def _quit(self) -> None:
+        """Let it drop everything and end; one that does not listen ends when it misses its file. A service stays."""
+        self._say(b"Q")
+        if not self.is_service:
+            with contextlib.suppress(OSError):  # on a file system that cannot be written: nothing answers there
+                self._path.unlink(missing_ok=True)
+
+    def _say(self, packet: bytes, descriptor: int = -1) -> bool:
+        try:
+            send_packet(self._socket, packet, [] if descriptor < 0 else [descriptor], socket.MSG_DONTWAIT)
+        except OSError as error:
+            self.lost = self.lost or error.errno not in _NOT_NOW
+            return False
+        return True
+
+    def _near_path(self) -> str:
+        """The socket by way of our descriptor of its directory: paths of sockets are limited to 107 bytes."""
+        return f"/proc/self/fd/{self._directory}/{self._path.name}"
+
+    def _connect(self) -> socket.socket | None:
+        """A connection to the holder of a former daemon; None when there is none, or when another user listens there,
+        which would be given every arena."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(_ANSWER_TIMEOUT_S)
+            connection.connect(self._near_path())
+            if is_of_our_user(connection):
+                return connection
+        except OSError:
+            pass
+        connection.close()
+        return None
+
+    def _start(self) -> socket.socket:
+        """Listen, let a new process answer, and connect: nothing waits until that process runs."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._path.unlink(missing_ok=True)  # of a holder that died: one that lives had answered
+            listener.bind(self._near_path())
+            os.chmod(self._near_path(), 0o600)
+            listener.listen(BACKLOG)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "kvstored.lifetime.holder", "--listen", str(listener.fileno()),
+                    "--path", self._path,
+                ],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+                env=variables_of_children(), pass_fds=[listener.fileno()], start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise KeeperError(
+                f"no holder for warm restarts can be started: {self._path}: {error.strerror or error}; "
+                'set host.warm_restart = "off" to do without',
+                is_for_want_of_room=error.errno in CANNOT_WRITE,
+            ) from None
+        finally:
+            listener.close()
+        connection = self._connect()
+        if connection is None:
+            raise KeeperError(
+                'the holder for warm restarts does not answer; set host.warm_restart = "off" to do without'
+            )
+        return connection
+
+
+def _holder_limit() -> int:
+    """The holder may open as many descriptors as the daemon; the kernel silently drops those beyond."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return MAX_DESCRIPTORS if hard < 0 else max(0, min(MAX_DESCRIPTORS, hard - _OWN_DESCRIPTORS))
 
 
 class SystemdKeeper(Keeper):

@@ -66,7 +66,7 @@ Place = tuple[int, int]
 
 
 class ForeignLedger(ValueError):
-    """What was kept cannot be used; the message says why."""
+    """The ledger that was kept cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Ledger:
     # Arenas
 
     def arenas(self) -> list[ArenaRecord]:
-        """Those that the process before had, by number."""
+        """Return the arenas that the process before had, by number."""
         found = [_ARENA.unpack_from(self._memory, at) for at in self._rows_of_arena.values()]
         return [ArenaRecord(number, nbytes, owner.hex(), *rest) for number, nbytes, owner, *rest in sorted(found)]
 
@@ -184,7 +184,7 @@ class Ledger:
     # Clients
 
     def sessions(self) -> list[FormerSession]:
-        """Those that did not end while the process before ran, with the leases that they held."""
+        """Return the sessions that did not end while the process before ran, with the leases that they held."""
         leases: dict[int, list[FormerLease]] = {}
         for lease_id, rows in list(self._rows_of_lease.items()):
             session_id, places = self._read_lease(rows)

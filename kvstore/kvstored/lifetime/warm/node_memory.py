@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """In this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over a
-    restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
+    """Call, in this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over
+    a restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
     """
 
     def __init__(self, config: Config) -> None:
@@ -63,11 +63,11 @@ class NodeMemory:
 
     @property
     def last_session_id(self) -> int:
-        """Of the process before; 0 where nothing is known of one."""
+        """Return that of the process before; 0 where nothing is known of one."""
         return self.warm.ledger.last_session_id if self.warm is not None else 0
 
     def start_of_device(self, start: Start, first_chunk: int) -> Start:
-        """For a tier whose chunks of device memory, if it has any, are numbered from `first_chunk`."""
+        """Return the start of a tier whose chunks of device memory, if it has any, are numbered from `first_chunk`."""
         if self.warm is None:
             return replace(start, first_chunk=first_chunk)
         return replace(start, first_chunk=self.warm.ledger.next_chunk(first_chunk), witness=self.warm)
@@ -104,7 +104,7 @@ class NodeMemory:
         return former
 
     def after_stop(self) -> str:
-        """What becomes of DRAM, and of device memory where blocks are there, in a sentence."""
+        """Return what becomes of DRAM, and of device memory where blocks are there, in a sentence."""
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
         text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop

@@ -34,7 +34,7 @@ from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.config.tiers import SharedSection
-from kvstored.lifetime.warm.arena_import import ArenaImport
+from kvstored.lifetime.recovery import ArenaImport
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
 from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
 from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger, tier_of_chunk
@@ -58,7 +58,7 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Adopted:
-    """What was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants;
+    """All that was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants;
     `containers`: the arenas and chunks, whose other slots are free."""
 
     rows: dict[Place, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class WarmRestart:
         return adopted
 
     def _keep_chunk(self, shadow: Arena | None, descriptor: int, memory: int) -> None:
-        """Of an adopted chunk: the keeper has its descriptors already."""
+        """Keep the descriptors of an adopted chunk, which the keeper has already."""
         assert shadow is not None
         os.close(descriptor)  # the shadow has its own
         self._arenas[shadow.number] = shadow
@@ -223,7 +223,8 @@ class WarmRestart:
                 os.close(memory)
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        """On a thread of the tier's. Where no descriptor is left, the chunk's blocks end with this process."""
+        """Keep a chunk's memory, on a thread of the tier's. Where no descriptor is left, the chunk's blocks end with
+        this process."""
         with self._of_devices, contextlib.suppress(OSError):
             if number in self._arenas:  # not given up meanwhile
                 memory = self._memories[number] = os.dup(descriptor)
@@ -258,7 +259,7 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """What `host.warm_restart` asks for; None for nothing. With `forget` what a process before left is
+    """Return what `host.warm_restart` asks for; None for nothing. With `forget` what a process before left is
     given back, because nothing reaches it. Raises KeeperError.
 
     What a process before left with another keeper, or in a form that this one cannot use, is given back.
@@ -313,8 +314,8 @@ def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
 
 
 def _take_over(tier: Tier | None, record: ArenaRecord, descriptor: int, memory: int) -> tuple[AdoptedArena | None, str]:
-    """What is in an arena or chunk that `tier` has taken over; None, and why it has not. A host tier has the descriptor
-    then; those of a chunk stay the caller's."""
+    """Return what is in an arena or chunk that `tier` has taken over; None, and why it has not. A host tier has the
+    descriptor then; those of a chunk stay the caller's."""
     if descriptor < 0 or (memory < 0 and record.number >= DEVICE_ARENAS):
         return None, "its descriptor was not kept"
     try:
@@ -338,5 +339,5 @@ def _worker_name(process: int) -> str:
 
 
 def _memory_name(number: int) -> str:
-    """Of the device memory whose shadow is arena `number`."""
+    """Return the name of the device memory whose shadow is arena `number`."""
     return f"{_MEMORY}{number}"

@@ -82,10 +82,6 @@ class Verbs:
         elif reply.HasField("reserve_slots"):
             self._puts.undo(session, reply.reserve_slots)
 
-    def left(self, session: Session) -> None:
-        """End what a session held that has ended."""
-        self._puts.leave(session)
-
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """Yield the answers of a request that waits for bytes; a store may have two, and has begun when this returns;
         an acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""

@@ -23,7 +23,7 @@ from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Segment
 from kvstored.clients.codes import miss_reason
 from kvstored.clients.sessions import Session
-from kvstored.clients.staged_blocks import InlineBlocks
+from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.naming import NamedBlocks
 from kvstored.rpc.verbs.validate import payload_size

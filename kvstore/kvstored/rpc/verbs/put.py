@@ -19,8 +19,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.clients.sessions import Session
-from kvstored.clients.staged_blocks import ReservedBlocks
-from kvstored.clients.tenants.peer import has_exited
+from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS
 from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
 from kvstored.store.assembly import Store
@@ -29,7 +28,6 @@ from kvstored.store.operations.put import Put
 from kvstored.store.operations.records import NO_EXTRA_FIELD, NOWHERE, Offer, PutAnswer, Reserved, Staged, StoreStatus
 from kvstored.store.reservations import Reservation
 
-LOOK_AGAIN_S = 0.25
 AHEAD_SHARE = 128  # at most one part in so many of DRAM is held for puts that may follow
 SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
@@ -176,19 +174,6 @@ class PutVerb:
     def undo(self, session: Session, reply: pb.ReserveSlotsReply) -> None:
         """Take back slots of a reply that could not be sent."""
         self._reservations.give_back(session.session_id, reply.reservation)
-
-    def leave(self, session: Session) -> None:
-        """End a session. Its process may live on with the arenas mapped, a thread of it in the middle of a
-        write: its slots are freed when the process has exited, or at the latest one lease's time later."""
-        self._leave(session, self._clock.monotonic_ns() + self._limits.lease_ttl_ms * NS_PER_MS)
-
-    def _leave(self, session: Session, done_ns: int) -> None:
-        """Free the slots, if that may be. A process that ends closes its sockets before the kernel says that it has
-        exited: so look again."""
-        if has_exited(session.peer) or self._clock.monotonic_ns() >= done_ns:
-            self._reservations.end_session(session.session_id)
-        elif self._reservations.held_bytes(session.session_id):
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._leave, session, done_ns)
 
     async def _fill(self, session: Session, reservation: Reservation, request: pb.ReserveSlots) -> None:
         """Find slots one by one, evicting for them; fewer where there is no room for more."""

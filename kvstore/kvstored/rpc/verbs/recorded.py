@@ -65,9 +65,6 @@ class RecordedVerbs(Verbs):
     def undelivered(self, session: Session, reply: pb.Response) -> None:
         self._verbs.undelivered(session, reply)
 
-    def left(self, session: Session) -> None:
-        self._verbs.left(session)
-
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         answers = self._verbs.slow(session, op, request)
         if op == "store":

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
-from kvstored.telemetry.caller import Process
+from kvstored.telemetry.flows import Process
 from kvstored.tier_set import NO_TIERS, TierSet
 
 

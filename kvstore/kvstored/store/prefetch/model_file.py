@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from kvstore_predictor.base import Array
 from kvstore_predictor.learned import Learned
 from kvstore_predictor.return_trees import ReturnTrees
+from kvstore_proto.replaced_file import replaced_file, usual_mode
 
 BYTES_MAX = 16 << 20  # of all arrays, unpacked
 ARRAYS_MAX = 64
@@ -62,13 +62,6 @@ def _array(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
 
 
 def write_model(path: Path, arrays: Mapping[str, Array]) -> None:
-    """As a whole or not at all. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as out:
-            np.savez_compressed(out, allow_pickle=False, **arrays)
-            out.flush()
-            os.fsync(out.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    """Replace `path` by a model of `arrays`, as a whole or not at all. Raises OSError."""
+    with replaced_file(path, mode=usual_mode(), is_shared=True) as out:
+        np.savez_compressed(out, allow_pickle=False, **arrays)

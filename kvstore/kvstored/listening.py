@@ -1,0 +1,175 @@
+"""The daemon's sockets: what is served on each, and who may connect.
+
+Serves what `daemon.py` has made: the gRPC servers and the handshake socket are bound last, when all parts are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from kvstore_proto.v1 import kvstore_pb2_grpc
+from kvstored.admin.accounts import add_accounts
+from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_totals import BlockTotals
+from kvstored.admin.drop import Drop
+from kvstored.admin.explain import Explain
+from kvstored.admin.history import history
+from kvstored.admin.lifetime import Lifetime, Phase
+from kvstored.admin.predictor import predictor
+from kvstored.admin.quarantine import Quarantine
+from kvstored.admin.reload import Reload
+from kvstored.admin.rename import RenameTenant
+from kvstored.admin.sampler import Sampler
+from kvstored.admin.settings import settings
+from kvstored.admin.views import Views
+from kvstored.clients.certificates import Certificates
+from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.sessions import Sessions
+from kvstored.clients.shares import TenantShares
+from kvstored.clients.tenants import ourselves
+from kvstored.clients.tenants.tokens import Tokens, names_in
+from kvstored.health.integrity import Integrity
+from kvstored.health.maintenance import Maintenance
+from kvstored.rpc.admin import Call, serve_admin
+from kvstored.rpc.callers import Callers
+from kvstored.rpc.direct_stream import DirectStreams
+from kvstored.rpc.grpc_socket import bind_grpc
+from kvstored.rpc.health import Health
+from kvstored.rpc.requests import StreamServices
+from kvstored.rpc.session_stream import SessionService
+from kvstored.rpc.unary import CallLimit, UnaryDoors, UnaryService
+from kvstored.rpc.verbs.inline import InlineCalls
+from kvstored.socket_files import SocketFiles, serve_grpc, start_server
+from kvstored.sockets import clear_stale, listen_seqpacket, open_to_group, restrict_to_admins
+from kvstored.store.operations.delete import Delete
+from kvstored.store.transfer.resize import TierResize
+from kvstored.telemetry import Latencies
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts that serve clients and look after the store, not yet reachable."""
+
+    phase: Phase
+    views: Views
+    explain: Explain
+    sampler: Sampler
+    latencies: Latencies
+    maintenance: Maintenance
+    integrity: Integrity
+    host_resize: TierResize
+    delete: Delete
+    answering: StreamServices
+    streams: DirectStreams
+    sessions: Sessions
+    shares: TenantShares
+    handshake: HandshakeServer
+
+
+@dataclass(frozen=True)
+class Control:
+    """The parts that change while the daemon serves: settings, and with them tokens and certificates."""
+
+    reload: Reload
+    tokens: Tokens | None
+    certificates: Certificates | None
+    health: Health
+
+
+async def listen(
+    services: Services, control: Control, lifetime: Lifetime, files: SocketFiles, stack: AsyncExitStack
+) -> None:
+    """Bind all sockets, and serve what `services` and `control` answer there until `stack` ends that."""
+    handshake, store = services.handshake, services.views.parts.store
+    config, limits, group = store.config, store.config.limits, store.config.daemon.socket_group
+    names = ("handshake", "admin", "data", *(("unary",) if config.unary.enabled else ()))
+    paths = {name: config.daemon.socket_dir / f"{name}.sock" for name in names}
+    for path in paths.values():
+        clear_stale(path)
+    calls = _operators_calls(services, control, lifetime)
+
+    def bind(name: str, connections: int) -> grpc.aio.Server:
+        server = bind_grpc(paths[name], max_message_bytes=limits.message_bytes, connections=connections)
+        control.health.serve_on(server)
+        return server
+
+    def admin() -> grpc.aio.Server:
+        serve_admin(calls, server := bind("admin", limits.admin_connections))
+        return server
+
+    def data() -> grpc.aio.Server:
+        service = SessionService(services.sessions, services.answering)
+        kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, server := bind("data", limits.stream_connections))
+        return server
+
+    async def bind_handshake() -> None:
+        handshake.start(listen_seqpacket(handshake.path, group))
+
+    await serve_grpc(files, paths["admin"], admin, partial(restrict_to_admins, group=config.daemon.admin_group), stack)
+    await serve_grpc(files, paths["data"], data, partial(open_to_group, group=group), stack)
+    if config.unary.enabled:
+        await _listen_to_unary(services, control, files, paths["unary"], stack)
+    if config.metrics.listen:
+        from kvstored.admin.metrics_endpoint import serve_metrics  # 40 ms and 3 MB, only where it is asked for
+
+        metrics = serve_metrics(config.metrics, services.views, services.latencies)
+        stack.push_async_callback(asyncio.to_thread, metrics.close)
+    await files.bind(handshake.path, bind_handshake)
+    stack.push_async_callback(services.streams.close)
+    stack.callback(handshake.close)
+    stack.push_async_callback(files.close)
+
+
+def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -> dict[str, Call]:
+    """Return what answers each call of the Admin service: a request in; out, the reply or an awaitable of it."""
+    views, reload, parts = services.views, control.reload, services.views.parts
+    store, tenants = parts.store, parts.tenants
+    tokens_file = store.config.unary.tokens_in_use
+    drop, quarantine, blocks = Drop(store, tenants), Quarantine(store, tenants), BlockList(views)
+    rename = RenameTenant(tenants, store.residency, drop, services.handshake, lambda: names_in(tokens_file))
+    return {
+        "Status": lambda _: views.status(),
+        "Tiers": lambda _: views.tiers(),
+        "Tenants": lambda _: add_accounts(parts, views.tenants()),
+        "Blocks": blocks.blocks,
+        "BlockTotals": BlockTotals(parts, blocks).totals,
+        "Explain": services.explain.explain,
+        "History": lambda request: history(request, services.sampler.history, store, reload.config),
+        "Drop": drop.drop,
+        "Invalidate": drop.invalidate,
+        "Quarantine": lambda _: quarantine.list(),
+        "ReleaseQuarantine": quarantine.release,
+        "Config": lambda _: settings(reload),
+        "Reload": lambda _: reload.reload(),
+        "RenameTenant": rename.rename,
+        "Flush": lifetime.flush,
+        "Drain": lifetime.drain,
+        "Shutdown": lifetime.shutdown,
+        "Predictor": partial(predictor, store.prefetcher, store.residency),
+    }
+
+
+async def _listen_to_unary(
+    services: Services, control: Control, files: SocketFiles, path: Path, stack: AsyncExitStack
+) -> None:
+    store, tenants = services.views.parts.store, services.views.parts.tenants
+    config, max_keys = store.config.unary, store.config.limits.max_keys
+    verbs = services.answering.verbs
+    calls = InlineCalls(verbs, services.delete, store, message_bytes=config.message_bytes)
+    limit = CallLimit(config.calls)
+
+    def service(callers: Callers) -> UnaryService:
+        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
+
+    doors = UnaryDoors(
+        config, service, lambda: tenants.resolve(ourselves()), control.tokens, control.certificates, control.health
+    )
+    await serve_grpc(files, path, partial(doors.bind_local, path), lambda _path: None, stack)
+    if config.listen:
+        await start_server(doors.bind_remote(), stack)

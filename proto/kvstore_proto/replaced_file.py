@@ -1,0 +1,84 @@
+"""Files that are replaced as a whole: written beside the old one, synced where that matters, renamed.
+
+The one place that does this. A crash leaves the old file or the new one. A write that fails leaves the old one and
+nothing beside it, and names the file: also where the system call that failed knew a descriptor only.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
+from pathlib import Path
+
+BESIDE = ".new"  # ends the name of what is not whole yet
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def replaced_file(
+    path: Path,
+    *,
+    durable: bool = True,
+    mode: int = 0o600,
+    is_shared: bool = False,
+    before_rename: Callable[[], None] = _nothing,
+) -> Iterator[BufferedWriter]:
+    """Yield a file that takes the place of `path` once it is written. `durable`: over a crash of the machine too.
+    `is_shared`: other processes may write this file at the same moment, and each writes beside it under a name of its
+    own. Raises OSError that names `path`."""
+    temporary = path.with_name(path.name + BESIDE)
+    try:
+        if is_shared:
+            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=BESIDE, dir=path.parent)
+            temporary = Path(name)
+        else:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if mode != 0o600:
+                    os.fchmod(descriptor, mode)
+                if durable:
+                    os.fsync(descriptor)
+            before_rename()
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        if durable:
+            sync_directory(path.parent)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def usual_mode() -> int:
+    """Return the mode that this process gives to a file that it makes and that others may read."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_leftover(path: Path) -> None:
+    """Remove what a process that was killed left beside `path`, if that can be done."""
+    temporary = path.with_name(path.name + BESIDE)
+    if temporary.exists():  # on a read-only file system even the removal of what is not there fails
+        with suppress(OSError):
+            temporary.unlink()
