@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvctl.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
+from kvctl.act import ACTIONS, OF_RECORDINGS
+from kvctl.blocks import TIERS, add_block_options, check_block_arguments, positive_count
 from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
-from kvctl.exit_codes import MEANINGS
-from kvctl.predictor import ACTIONS, OF_RECORDINGS
+from kvctl.output import MEANINGS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
 from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds

@@ -1,7 +1,7 @@
 """What a user may set for the tier, in its entry of `secondary_tiers`.
 
-Owns the names and defaults. Invariant: as in `kvstore_connectors.vllm.settings`: what makes no sense is refused when the engine
-starts, with one sentence.
+Owns the names and defaults. Invariant: as in `kvstore_connectors.vllm.settings`: what makes no sense is refused when
+the engine starts, with one sentence.
 """
 
 from __future__ import annotations
