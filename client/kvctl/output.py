@@ -1,4 +1,4 @@
-"""A command's result: text for people, the reply for machines, and the exit status; or the exception that carries one."""
+"""A command's result: text for people, the reply for machines, the exit status; or an exception that carries one."""
 
 from __future__ import annotations
 

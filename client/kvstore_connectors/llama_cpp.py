@@ -43,8 +43,7 @@ except ImportError as missing:
         f"kvstore_connectors.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
     ) from None
 
-from kvstore_connectors.llama_evaluated import seen_in, watch
-from kvstore_connectors.llama_probe import probed_state, sketch, take_state, why_not_restorable
+from kvstore_connectors.llama_probe import probed_state, seen_in, sketch, take_state, watch, why_not_restorable
 
 log = logging.getLogger(__name__)
 

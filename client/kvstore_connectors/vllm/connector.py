@@ -32,9 +32,9 @@ from kvstore_client.session import Session
 from kvstore_connectors.vllm.answers import AnswerReporter
 from kvstore_connectors.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
 from kvstore_connectors.vllm.orders import LoadOrder, StepOrders, StepReport
-from kvstore_connectors.vllm.packing import packing
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.settings import parse_settings
+from kvstore_connectors.vllm.specs import packing
 from kvstore_connectors.vllm.tensors import kv_tensors
 from kvstore_connectors.vllm.worker import WorkerSide, open_worker
 from kvstore_proto.errors import KVStoreError

@@ -17,32 +17,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from kvstore_client.memory import Bytes
-from kvstore_client.receipt import PRESENT, STORED, PutReceipt
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.session import Session
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.vllm.identity import KeySource, address
+from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import SaveOrder
 from kvstore_connectors.vllm.pages import Pages
 from kvstore_proto.errors import KVStoreError
 
 _GRACE_S = 0.01
-
-
-class PutSession(KeySource, Protocol):
-    """The part of a session that stores."""
-
-    def put(
-        self,
-        tokens: Any = None,
-        *,
-        payloads: Sequence[Callable[[Bytes], None]],
-        keys: Any = None,
-        first_block: int = 0,
-        payload_bytes: int | None = None,
-        deadline_s: float = 5.0,
-    ) -> PutReceipt: ...
 
 
 class _CutOff(Exception):
@@ -83,7 +68,7 @@ class Saver:
 
     def __init__(
         self,
-        session: PutSession,
+        session: Session,
         pages: Pages,
         *,
         deadline_s: float,

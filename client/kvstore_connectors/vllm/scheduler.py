@@ -14,30 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
+from kvstore_client.session import Session
 from kvstore_connectors.load import hit_of
 from kvstore_connectors.vllm.answers import Answer
-from kvstore_connectors.vllm.identity import Extras, KeySource, address
+from kvstore_connectors.vllm.identity import Extras, address
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
 from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
 from kvstore_proto.errors import KVStoreError
-from kvstore_proto.identity import BlockKeys, pack_tokens
+from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
 
 TOKEN_BYTES = 4
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus
 DescribeExtras = Callable[[Any], Extras | str]
 """What a vLLM request depends on apart from tokens; a string says why that cannot be named: it is not stored then."""
-
-
-class LookupSession(KeySource, Protocol):
-    """The part of a session that this half uses."""
-
-    def lookup(
-        self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None
-    ) -> Lookup: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        sessions: Sequence[LookupSession],
+        sessions: Sequence[Session],
         describe: DescribeExtras,
         *,
         block_tokens: int,

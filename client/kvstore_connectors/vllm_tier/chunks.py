@@ -11,21 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
+from kvstore_client.session import Session
 from kvstore_connectors.page_keys import PageKeys
 from kvstore_connectors.vllm_tier.engine import MIN_HASH_BYTES, GroupKind
 from kvstore_proto.identity import BlockKeys
 
 _GROUP_BYTES = 4
-
-
-class KeySource(Protocol):
-    """The part of a session that makes keys."""
-
-    @property
-    def block_tokens(self) -> int: ...
-    def keys(self, tokens: Any, group: int | None = None) -> BlockKeys | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +56,9 @@ def is_named_well(key: bytes) -> bool:
     return len(key) - _GROUP_BYTES >= MIN_HASH_BYTES
 
 
-def names(source: KeySource, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
+def names(session: Session, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
     """Our keys of chunks of one group; None while there is no daemon, whose part of them we need."""
-    secret = source.keys([0] * source.block_tokens, group=group)
+    secret = session.keys([0] * session.block_tokens, group=group)
     return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
 
 

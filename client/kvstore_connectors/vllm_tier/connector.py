@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvstore_connectors.vllm.identity import Extras
 from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.packing import packing
+from kvstore_connectors.vllm.specs import packing
 from kvstore_connectors.vllm_tier.engine import engine_name, refusal
 from kvstore_connectors.vllm_tier.tier import KVStoreTier
 

@@ -1,10 +1,14 @@
-"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, and how each job ended.
+"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, how a part is moved, and how each
+job ended.
 
-Owns the threads and the books. Jobs are moved in parts, so that several threads load one job and no lease is held for
-long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind its stores.
-Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+Owns the threads, the books, and the order lease, copy, check. A part is chunks from the store into rows of vLLM's CPU
+tier, or the reverse, by one memcpy each way. Jobs are moved in parts, so that several threads load one job and no lease
+is held for long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind
+its stores. Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+
 Invariants: every job that was taken ends exactly once; `drain` and `close` return when no row is touched any more;
-nothing is raised at the scheduler.
+nothing is raised at the scheduler; no byte is read outside a lease; a chunk counts as loaded only if the lease still
+held *after* it was copied; a miss, a full store and an absent daemon are outcomes, not errors.
 """
 
 from __future__ import annotations
@@ -16,12 +20,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kvstore_connectors.vllm_tier.chunks import Run
+import numpy as np
+
+from kvstore_client.memory import Bytes
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.results import REASON_NO_DAEMON, UNKNOWN_TIER
+from kvstore_client.session import Session
+from kvstore_connectors.vllm_tier.chunks import Run, names
+from kvstore_proto.identity import BlockKeys
 
 DROPPED = "dropped"
 FAILED = "failed"
 _MOST_NOTICES = 256  # that wait; further ones are dropped
 Move = Callable[[Run], list[str]]
+LOADED = "loaded"
+KEPT = frozenset({STORED, PRESENT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +195,64 @@ class Jobs:
             self._said.add(sentence)
         if is_new:
             self._say(sentence)
+
+
+def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) -> list[bool]:
+    """Whether each chunk is stored: by the index in shared memory, and by the daemon where that is not certain."""
+    found = session.probe(keys=keys, group=group)
+    if UNKNOWN_TIER in found.tiers:
+        found = session.lookup(keys=keys, group=group, deadline_s=deadline_s)
+    tiers = found.tiers
+    return [place < len(tiers) and tiers[place] not in ("absent", UNKNOWN_TIER) for place in range(len(keys))]
+
+
+def load(
+    session: Session,
+    run: Run,
+    memory: Bytes,
+    deadline_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[str]:
+    """The outcome of each chunk: "loaded", or why it is not in its row, which then holds nothing of use.
+
+    `memory`: uint8[rows, row_bytes]. A gap ends the run: vLLM computes from there on.
+    """
+    outcomes = ["missing"] * len(run)
+    keys = names(session, run.keys, run.group, run.adapter)
+    if keys is None:
+        return [REASON_NO_DAEMON] * len(run)
+    with session.get(keys=keys, group=run.group, deadline_s=deadline_s) as lease:
+        count = len(lease)
+        for block, row in enumerate(run.rows[:count]):
+            payload = lease.payload(block)
+            if len(payload) != memory.shape[1]:
+                count = block
+                break
+            np.copyto(memory[row], payload)
+        is_valid = lease.valid  # asked after the copy
+        outcomes[:count] = [LOADED if is_valid else "lease_ended"] * count
+        outcomes[count:] = [lease.reason or "missing"] * (len(run) - count)
+    return outcomes
+
+
+def store(session: Session, run: Run, memory: Bytes, deadline_s: float) -> list[str]:
+    """The status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
+
+    A chunk whose predecessor is not stored begins a chain of its own.
+    """
+    chain = run.keys if run.before is None else (run.before, *run.keys)
+    keys = names(session, chain, run.group, run.adapter)
+    if keys is None:
+        return [REASON_NO_DAEMON] * len(run)
+    if run.before is not None and present(session, keys[:1], run.group, deadline_s) != [True]:
+        keys = keys[1:]
+    receipt = session.put(
+        keys=keys,
+        first_block=len(keys) - len(run),
+        payloads=[memory[row] for row in run.rows],
+        group=run.group,
+        payload_bytes=memory.shape[1],
+        deadline_s=deadline_s,
+    )
+    return list(receipt.statuses)

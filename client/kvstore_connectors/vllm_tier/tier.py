@@ -37,7 +37,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore_client.entry import connect
 from kvstore_client.session import Session
 from kvstore_connectors.vllm.kv_hints import Expected, KvHints
-from kvstore_connectors.vllm_tier import counts, moves
+from kvstore_connectors.vllm.settings import TierSettings, parse_tier_settings
+from kvstore_connectors.vllm_tier import counts, jobs
 from kvstore_connectors.vllm_tier.chunks import (
     Run,
     by_group,
@@ -49,7 +50,6 @@ from kvstore_connectors.vllm_tier.chunks import (
 )
 from kvstore_connectors.vllm_tier.engine import EngineName, stated, tier_fingerprint, unpacked
 from kvstore_connectors.vllm_tier.jobs import Ended, Jobs
-from kvstore_connectors.vllm_tier.settings import TierSettings, parse_tier_settings
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
@@ -167,7 +167,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             wanted = names(self._session, [keys[at] for at in places], group, adapter)
             if wanted is not None:
                 deadline_s = self._settings.lookup_deadline_ms / 1000
-                answers = moves.present(self._session, wanted, group, deadline_s)
+                answers = jobs.present(self._session, wanted, group, deadline_s)
                 for at, answer in zip(places, answers, strict=True):
                     found[at] = answer
         return found
@@ -251,10 +251,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def _load_result(self, ended: Ended) -> JobResult:
         """Chunks that did not come count as missing from now on, else vLLM would ask for them for ever."""
-        loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == moves.LOADED)
+        loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == jobs.LOADED)
         is_whole = len(loaded) == len(ended.outcomes)
         if not is_whole:
-            self._lookups.mark_miss([key for key, outcome in ended.outcomes.items() if outcome != moves.LOADED])
+            self._lookups.mark_miss([key for key, outcome in ended.outcomes.items() if outcome != jobs.LOADED])
         return JobResult(
             job_id=ended.job_id,
             success=is_whole,
@@ -264,7 +264,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         )
 
     def _store_result(self, ended: Ended) -> JobResult:
-        kept = [key for key, outcome in ended.outcomes.items() if outcome in moves.KEPT]
+        kept = [key for key, outcome in ended.outcomes.items() if outcome in jobs.KEPT]
         if kept and self._events is not None:
             self._events.append(OffloadingEvent(keys=kept, medium=self.medium, removed=False, locality=self.locality))
         return JobResult(
@@ -287,11 +287,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def _load(self, run: Run) -> list[str]:
         assert self._session is not None
-        return moves.load(self._session, run, self._memory, self._settings.load_deadline_ms / 1000)
+        return jobs.load(self._session, run, self._memory, self._settings.load_deadline_ms / 1000)
 
     def _store(self, run: Run) -> list[str]:
         assert self._session is not None
-        return moves.store(self._session, run, self._memory, self._settings.store_deadline_ms / 1000)
+        return jobs.store(self._session, run, self._memory, self._settings.store_deadline_ms / 1000)
 
     def _connect(self, fingerprint: Fingerprint) -> Session | None:
         """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from kvstore_client.results import Lookup
-from kvstore_connectors.vllm.layout import PagedLayers
-from kvstore_connectors.vllm.loads import Load
 from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Prefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_connectors.vllm.worker import WorkerSide
+from kvstore_connectors.vllm.tensors import PagedLayers
+from kvstore_connectors.vllm.worker import Load, WorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from kvstore_restore.choice import LoadChoice

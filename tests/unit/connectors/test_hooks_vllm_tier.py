@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 import kvstore_connectors.vllm_tier as door
+from kvstore_connectors.vllm.settings import TierSettings
 from kvstore_connectors.vllm_tier.chunks import Run, is_named_well, names, runs_to_load, runs_to_store
 from kvstore_connectors.vllm_tier.engine import EngineName, engine_name, refusal, stated, tier_fingerprint, unpacked
-from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, Ended, Jobs
-from kvstore_connectors.vllm_tier.moves import LOADED, load
-from kvstore_connectors.vllm_tier.settings import TierSettings
+from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, LOADED, Ended, Jobs, load
 from tests.reference.vllm_records import HeldBlocks, KeyedStore
 
 ROOT = Path(__file__).parents[3]

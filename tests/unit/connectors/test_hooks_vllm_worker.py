@@ -12,9 +12,9 @@ import pytest
 
 from kvstore_client.device import LinkBudget
 from kvstore_connectors.vllm.identity import Extras, derived_keys
-from kvstore_connectors.vllm.layout import PagedLayers
 from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
+from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import WorkerSide, open_worker
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
