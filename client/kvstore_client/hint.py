@@ -27,7 +27,7 @@ NEXT_STEPS: Final[dict[str, wire.NextStep.ValueType]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Expectation:
     """See `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
 
     will_continue: float | None
@@ -53,22 +53,22 @@ class Expected:
             answer_tokens=self.answer_tokens,
         )
 
-    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expected, BlockKeys]]:
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expectation, BlockKeys]]:
         """Expectations and their keys, where one request takes `most` keys. How a chain ended concerns its end; when it
         is due concerns all of its stored blocks.
         """
         if len(keys) <= most:
             yield self, keys
             return
-        ended, due = replace(self, due_in_s=None), Expected(None, self.due_in_s, None, 0)
+        ended, due = replace(self, due_in_s=None), Expectation(None, self.due_in_s, None, 0)
         if self.due_in_s is not None:
             for first in range(0, len(keys), most):
                 yield due, keys[first : first + most]
-        if ended != Expected(None, None, None, 0):
+        if ended != Expectation(None, None, None, 0):
             yield ended, keys[len(keys) - most :]
 
 
-def send_hint(prefix: Prefix, expected: Expected) -> int:
+def send_hint(prefix: Prefix, expected: Expectation) -> int:
     """How many leading blocks of the prefix the daemon has; 0 without an answer."""
     known, most = 0, prefix.daemon.max_keys
     for part, keys in expected.parts(prefix.chain.keys, most):

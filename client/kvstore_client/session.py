@@ -19,7 +19,7 @@ from kvstore_client.delete import delete
 from kvstore_client.errors import invalid
 from kvstore_client.explain import checked, explain
 from kvstore_client.get import get, lease_stream
-from kvstore_client.hint import Expected, NextStep, send_hint, send_prefetch, send_touch
+from kvstore_client.hint import Expectation, NextStep, send_hint, send_prefetch, send_touch
 from kvstore_client.keys import packed_or_keys
 from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import ORDERS, LayerStreams, LeaseStream, Order, no_leases
@@ -333,7 +333,7 @@ class Session:
         the chain will be used, by a request that waits in a queue, or that is expected when a pause is over. The daemon
         learns from what follows how far to trust each.
         """
-        expected = Expected(will_continue, due_in_s, next_step, answer_tokens)
+        expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
         return 0 if prefix is None else send_hint(prefix, expected)
 

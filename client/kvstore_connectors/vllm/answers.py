@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from kvstore_client.session import Session
 from kvstore_connectors.vllm.identity import address
-from kvstore_connectors.vllm.kv_hints import Expected, KvHints
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_connectors.vllm.kv_hints import HintedChain, KvHints
+from kvstore_connectors.vllm.orders import RequestPrefix
 
 DELAY_S = 0.1  # before the first time, and twice as long before each further one
 _TIMES = 6
@@ -31,7 +31,7 @@ class Answer:
     """A request that has ended: its `blocks` whole ones, prompt and answer, the tokens of its answer, and the envelope
     of hints that it came with, if any."""
 
-    prefix: Prefix
+    prefix: RequestPrefix
     blocks: int
     tokens: int
     kv_hints: Any = None
@@ -44,7 +44,7 @@ class _Due(NamedTuple):
     number: int
     session: Session
     answer: Answer
-    expected: Expected
+    expected: HintedChain
     ended_s: float
     delay_s: float
     times_left: int

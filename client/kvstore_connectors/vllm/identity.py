@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.session import Session
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_proto.identity import KEY_BYTES, BlockKeys
 
 _PERSON_DIGEST = b"kvstore vllm ext"
@@ -64,7 +64,7 @@ class Extras:
         return tuple(self._digests[:blocks])
 
 
-def address(session: Session, prefix: Prefix, first_block: int = 0) -> dict[str, Any] | None:
+def address(session: Session, prefix: RequestPrefix, first_block: int = 0) -> dict[str, Any] | None:
     """The arguments that name the blocks from `first_block` on to a session's `lookup` and `get`.
 
     None while the session is degraded. From block 0 on, plain text is named by its tokens, so that the session verifies

@@ -122,7 +122,7 @@ def model_fingerprint(
 
 def model_digest(model: Any) -> str:
     """Of the model's complete Hugging Face configuration."""
-    return _digest(_model_settings(model))
+    return digest_of(_model_settings(model))
 
 
 def rope_by_length(model: Any) -> dict[str, Any]:
@@ -155,10 +155,17 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
     return digest
 
 
+def hashes_items(vllm_config: Any) -> bool:
+    """Return whether vLLM names images by their content: it does not with both of its caches turned off."""
+    multimodal = vllm_config.model_config.multimodal_config
+    has_items_cache = multimodal and multimodal.mm_processor_cache_gb > 0
+    return bool(vllm_config.cache_config.enable_prefix_caching or has_items_cache)
+
+
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
     """What a request's blocks depend on apart from tokens, or why that cannot be named.
 
-    `hashed_items`: whether vLLM names images by their content (it does not with both of its caches turned off).
+    `hashed_items`: what `hashes_items` says.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt has embeddings in place of tokens"
@@ -209,7 +216,8 @@ def _model_settings(model: Any) -> dict[str, Any]:
     return described
 
 
-def _digest(described: dict[str, Any]) -> str:
+def digest_of(described: Any) -> str:
+    """Return a digest of what JSON can say."""
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -21,6 +21,7 @@ from functools import partial
 from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
+from kvstore_connectors.doors import SayOnce
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import SaveOrder
@@ -77,7 +78,7 @@ class Saver:
     ) -> None:
         self._session, self._pages = session, pages
         self._deadline_s = deadline_s
-        self._say, self._said = say, set[str]()
+        self._say = SayOnce(say)
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting: deque[_Job] = deque()
@@ -173,10 +174,10 @@ class Saver:
         except _CutOff:
             return 0
         except KVStoreError as error:
-            self._say_once(f"blocks are not stored: {error}")
+            self._say(f"blocks are not stored: {error}")
             return 0
         except Exception as error:  # the thread's end: a fault in storing must not end the engine
-            self._say_once(f"blocks are not stored: {type(error).__name__}: {error}")
+            self._say(f"blocks are not stored: {type(error).__name__}: {error}")
             return 0
         statuses = receipt.statuses
         return next((i for i, status in enumerate(statuses) if status not in (STORED, PRESENT)), len(statuses))
@@ -194,8 +195,3 @@ class Saver:
             if not jobs:
                 del self._open[order.request_id]
             self._wake.notify_all()
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._say(sentence)

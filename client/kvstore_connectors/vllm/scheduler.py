@@ -22,7 +22,7 @@ from kvstore_connectors.load import hit_of
 from kvstore_connectors.vllm.answers import Answer
 from kvstore_connectors.vllm.identity import Extras, address
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
-from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders, StepReport
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
@@ -209,7 +209,7 @@ class SchedulerSide:
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _lookup(self, prefix: Prefix) -> Lookup:
+    def _lookup(self, prefix: RequestPrefix) -> Lookup:
         """The shortest answer of all ranks' shards."""
         shortest: Lookup | None = None
         for session in self._sessions:
@@ -267,10 +267,10 @@ class SchedulerSide:
                 tracked.preemptions = tracked.request.num_preemptions
                 yield request_id
 
-    def _prefix(self, tracked: _Tracked, blocks: int) -> Prefix:
+    def _prefix(self, tracked: _Tracked, blocks: int) -> RequestPrefix:
         assert tracked.extras is not None
         tokens = tracked.request.all_token_ids[: blocks * self._block_tokens]
-        return Prefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
+        return RequestPrefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:

@@ -21,7 +21,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`:
     restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
     a step. A restore that is expected to wait for slower tiers longer than `beside_ms` goes on beside the steps, for
@@ -47,9 +47,9 @@ class Settings:
     weights_digest: str = ""
 
 
-def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ValueError with a sentence that names the key."""
-    settings = parse(Settings, extra_config, _WHERE)
+    settings = parse(ConnectorSettings, extra_config, _WHERE)
     for name in ("store_rate", "load_rate"):
         try:
             parse_rate(getattr(settings, name))

@@ -26,13 +26,14 @@ from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.results import REASON_NO_DAEMON, UNKNOWN_TIER
 from kvstore_client.session import Session
-from kvstore_connectors.vllm_tier.chunks import Run, names
+from kvstore_connectors.doors import SayOnce
+from kvstore_connectors.vllm_tier.chunks import ChunkRun, names
 from kvstore_proto.identity import BlockKeys
 
 DROPPED = "dropped"
 FAILED = "failed"
 _MOST_NOTICES = 256  # that wait; further ones are dropped
-Move = Callable[[Run], list[str]]
+Move = Callable[[ChunkRun], list[str]]
 LOADED = "loaded"
 KEPT = frozenset({STORED, PRESENT})
 
@@ -76,7 +77,7 @@ class Jobs:
     ) -> None:
         self._load, self._store = load, store
         self._part_chunks, self._most_waiting = part_chunks, most_waiting_chunks
-        self._say, self._said = say, set[str]()
+        self._say = SayOnce(say)
         self._clock = clock
         self._loaders = ThreadPoolExecutor(load_threads, "kvstore-tier-load")
         self._storer = ThreadPoolExecutor(1, "kvstore-tier-store")
@@ -87,7 +88,7 @@ class Jobs:
         self._notices = 0
         self._gives_up = False  # stores that have not begun
 
-    def load(self, job_id: int, runs: Sequence[Run]) -> None:
+    def load(self, job_id: int, runs: Sequence[ChunkRun]) -> None:
         """Returns at once."""
         parts = [part for run in runs for part in run.parts(self._part_chunks)]
         if not parts:
@@ -99,7 +100,7 @@ class Jobs:
         for part in parts:
             self._loaders.submit(self._load_part, job, part)
 
-    def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+    def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
         """Returns at once; `cut` gives the runs of these chunks and is called in the thread that stores. The job is
         dropped where too much waits already."""
         with self._changed:
@@ -145,16 +146,16 @@ class Jobs:
         self._loaders.shutdown()
         self._storer.shutdown()
 
-    def _load_part(self, job: _Job, part: Run) -> None:
+    def _load_part(self, job: _Job, part: ChunkRun) -> None:
         outcomes = [FAILED] * len(part)
         try:
             outcomes = self._load(part)
         except Exception as error:  # the daemon refuses, a bug here: vLLM computes the chunks
-            self._say_once(f"chunks are not loaded: {error}")
+            self._say(f"chunks are not loaded: {error}")
         finally:
             self._ends(job, dict(zip(part.keys, outcomes, strict=True)))
 
-    def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+    def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
         outcomes = dict.fromkeys(keys, DROPPED)
         try:
             for part in (part for run in cut() for part in run.parts(self._part_chunks)):
@@ -163,7 +164,7 @@ class Jobs:
                 outcomes.update(dict.fromkeys(part.keys, FAILED))
                 outcomes.update(zip(part.keys, self._store(part), strict=True))
         except Exception as error:  # as above: a later miss
-            self._say_once(f"chunks are not stored: {error}")
+            self._say(f"chunks are not stored: {error}")
         finally:
             with self._changed:
                 self._waiting_chunks -= len(keys)
@@ -184,17 +185,10 @@ class Jobs:
             if not self._gives_up:
                 work()
         except Exception as error:  # a closed session, or a bug here
-            self._say_once(f"the daemon was not informed: {error}")
+            self._say(f"the daemon was not informed: {error}")
         finally:
             with self._changed:
                 self._notices -= 1
-
-    def _say_once(self, sentence: str) -> None:
-        with self._changed:
-            is_new = sentence not in self._said
-            self._said.add(sentence)
-        if is_new:
-            self._say(sentence)
 
 
 def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) -> list[bool]:
@@ -208,7 +202,7 @@ def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) ->
 
 def load(
     session: Session,
-    run: Run,
+    run: ChunkRun,
     memory: Bytes,
     deadline_s: float,
     *,
@@ -236,7 +230,7 @@ def load(
     return outcomes
 
 
-def store(session: Session, run: Run, memory: Bytes, deadline_s: float) -> list[str]:
+def store(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
     """The status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
 
     A chunk whose predecessor is not stored begins a chain of its own.

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore_client.results import Lookup
 from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Prefix, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, RequestPrefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import Load, WorkerSide
@@ -151,7 +151,9 @@ def worker(store: KeyedStore, pages: type[PagedLayers] = PagedLayers) -> tuple[W
 
 
 def order_of(name: str, *block_ids: int, deadline_s: float = PATIENCE_S) -> LoadOrder:
-    return LoadOrder(name, Prefix(pack_tokens(TOKENS[: len(block_ids) * BLOCK_TOKENS])), 0, block_ids, deadline_s)
+    return LoadOrder(
+        name, RequestPrefix(pack_tokens(TOKENS[: len(block_ids) * BLOCK_TOKENS])), 0, block_ids, deadline_s
+    )
 
 
 def ended(side: WorkerSide, name: str) -> None:
