@@ -19,7 +19,7 @@ import tty
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TextIO
 
 from kvctl.connection import AdminSocket
@@ -109,7 +109,7 @@ class Screen:
         self._take()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._give_back()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

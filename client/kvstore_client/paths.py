@@ -1,13 +1,16 @@
-"""Where a daemon's sockets are.
+"""Where a daemon's sockets are, and the small files of clients that spare work in the next process.
 
-Owns the names inside a socket directory and how the directory is chosen: argument, then the environment
-variable KVSTORED_SOCKET_DIR, then /run/kvstored.
+Owns the names inside a socket directory and how the directory is chosen: argument, then the environment variable
+KVSTORED_SOCKET_DIR, then /run/kvstored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT_VARIABLE = "KVSTORED_SOCKET_DIR"
 DEFAULT_DIRECTORY = Path("/run/kvstored")
@@ -58,3 +61,12 @@ def cache_directory() -> Path:
 def costs_file(fingerprint_digest: bytes) -> Path:
     """What loading and computing cost with one engine and model (`restore/choice.py`)."""
     return cache_directory() / f"costs-{fingerprint_digest.hex()[:32]}.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file atomically; does nothing if it cannot be written."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(value, indent=1))
+        part.replace(path)

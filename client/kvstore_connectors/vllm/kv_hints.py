@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore_client.hint import MAX_DUE_S, NextStep
+from kvstore_client.requests import MAX_DUE_S, NextStep
 
 PREFETCH, PAUSE, END = "kvstored.prefetch", "kvstored.session_pause", "kvstored.session_end"
 VERSION = "1"  # of each of them

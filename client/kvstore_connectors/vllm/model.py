@@ -23,8 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvstore_client.json_file import write_json
-from kvstore_client.paths import cache_directory
+from kvstore_client.paths import cache_directory, write_json
 from kvstore_connectors.vllm.identity import Extras, Item
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS

@@ -18,7 +18,7 @@ import pytest
 import kvstore_client
 from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session, aio
 from kvstore_client.arguments import LONGEST_S, seconds
-from kvstore_client.hint import Expectation
+from kvstore_client.requests import Expectation
 from kvstore_proto.errors import ErrorKind
 from kvstore_proto.objects import object_tokens
 from tests.reference.fake_daemon import FakeDaemon
