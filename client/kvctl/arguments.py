@@ -51,10 +51,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         ],
     ),
     "flush": ("write blocks that are only in DRAM to NVMe", ["kvctl flush --wait 60"]),
-    "drain": (
-        "take no new work, wait for clients to leave",
-        ["kvctl drain --wait 120", "kvctl drain --undo"],
-    ),
+    "drain": ("take no new work, wait for clients to leave", ["kvctl drain --wait 120", "kvctl drain --undo"]),
     "config": (
         "the settings in use, and where each comes from",
         [
@@ -68,14 +65,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "read the configuration file again; what cannot be used changes nothing",
         ["kvctl reload            # the same as SIGHUP and systemctl reload"],
     ),
-    "shutdown": (
-        "stop the daemon",
-        ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"],
-    ),
-    "invalidate": (
-        "remove all blocks of a model fingerprint",
-        ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
-    ),
+    "shutdown": ("stop the daemon", ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"]),
+    "invalidate": ("remove all blocks of a model fingerprint", ["kvctl invalidate 3fa9c0de --tenant uid-1000"]),
     "quarantine": (
         "list slots that failed verification, or release them",
         [

@@ -233,8 +233,7 @@ def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
     text = f"{human_bytes(free_bytes)} of DRAM are free and bench stores {human_bytes(need_bytes)}"
     if not arguments.force:
         raise CommandError(
-            FAILED,
-            f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force",
+            FAILED, f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force"
         )
     return [f"{text}: other blocks were evicted, and the figures of put include that"]
 

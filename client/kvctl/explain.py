@@ -78,10 +78,7 @@ def _explain_keys(directory: Path, ask: Ask, arguments: argparse.Namespace) -> O
     if wrong is not None:
         raise CommandError(USAGE, f"explain: a key is 32 hex digits, or its first 6 or more, got {wrong!r}")
     request = wire.ExplainRequest(
-        keys=arguments.keys,
-        tenant=arguments.tenant,
-        fingerprint=fingerprint,
-        ancestors=len(arguments.keys) == 1,
+        keys=arguments.keys, tenant=arguments.tenant, fingerprint=fingerprint, ancestors=len(arguments.keys) == 1
     )
     reply = ask(request)
     label = arguments.keys[0] if len(arguments.keys) == 1 else f"{len(arguments.keys)} keys"

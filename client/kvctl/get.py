@@ -143,12 +143,7 @@ def _get_prefix(reading: _Reading, target: Target, *, partial: bool) -> Output:
 
 
 def _output(label: str, reading: _Reading) -> Output:
-    reply = {
-        "blocks": reading.blocks,
-        "bytes": reading.nbytes,
-        "promoted_bytes": reading.promoted_bytes,
-        "reason": "",
-    }
+    reply = {"blocks": reading.blocks, "bytes": reading.nbytes, "promoted_bytes": reading.promoted_bytes, "reason": ""}
     where = f", {human_bytes(reading.promoted_bytes)} of it read from NVMe" if reading.promoted_bytes else ""
     return Output(f"{label}: {human_bytes(reading.nbytes)} in {human_blocks(reading.blocks)}{where}", reply)
 

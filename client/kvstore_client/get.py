@@ -111,13 +111,7 @@ def lease_stream(
         rest = Rest(sources[0].first, sources[1:], expected)
     call = sources[0].begin()
     return LeaseStream(
-        sources[0],
-        call,
-        prefix.group,
-        max(until - clock(), 0.0),
-        on_close=on_close,
-        clock=clock,
-        rest=rest,
+        sources[0], call, prefix.group, max(until - clock(), 0.0), on_close=on_close, clock=clock, rest=rest
     )
 
 
@@ -259,14 +253,7 @@ class Get:
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
         blocks: list[LeasedBlock] = []
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
-        places = zip(
-            chain.keys,
-            reply.arena_ids,
-            reply.offsets,
-            reply.payload_bytes,
-            reply.generations,
-            strict=False,
-        )
+        places = zip(chain.keys, reply.arena_ids, reply.offsets, reply.payload_bytes, reply.generations, strict=False)
         for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
             if index == reply.blocks:
                 break

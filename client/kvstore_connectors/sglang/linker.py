@@ -304,10 +304,7 @@ def _swa_pools(kvcache: Any) -> dict[Any, Any]:
     mappings: dict[bool, dict[int, int]] = {False: {}, True: {}}
     for layer, (place, is_sliding) in kvcache.layers_mapping.items():
         mappings[bool(is_sliding)][layer - kvcache.start_layer] = place
-    return {
-        PoolName.KV: (kvcache.full_kv_pool, mappings[False]),
-        PoolName.SWA: (kvcache.swa_kv_pool, mappings[True]),
-    }
+    return {PoolName.KV: (kvcache.full_kv_pool, mappings[False]), PoolName.SWA: (kvcache.swa_kv_pool, mappings[True])}
 
 
 def _draft_entry(draft: Any, page_size: int) -> Any:

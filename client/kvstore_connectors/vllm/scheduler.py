@@ -227,13 +227,7 @@ class SchedulerSide:
     def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
         size = self._block_tokens
         return hit_of(
-            found,
-            first,
-            last,
-            block_tokens=size,
-            block_bytes=self._rules.block_bytes,
-            tokens=tokens,
-            held=first * size,
+            found, first, last, block_tokens=size, block_bytes=self._rules.block_bytes, tokens=tokens, held=first * size
         )
 
     def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:

@@ -55,13 +55,7 @@ class WorkerSide:
     """Made when vLLM registers its KV memory. `saver` is None for an engine that only reads."""
 
     def __init__(
-        self,
-        session: Session,
-        pages: Pages,
-        saver: Saver | None,
-        *,
-        reuse_wait_s: float,
-        say: Callable[[str], None],
+        self, session: Session, pages: Pages, saver: Saver | None, *, reuse_wait_s: float, say: Callable[[str], None]
     ) -> None:
         self._session, self._pages, self._saver = session, pages, saver
         self._reuse_wait_s = reuse_wait_s

@@ -200,14 +200,7 @@ def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) ->
     return [place < len(tiers) and tiers[place] not in ("absent", UNKNOWN_TIER) for place in range(len(keys))]
 
 
-def load(
-    session: Session,
-    run: ChunkRun,
-    memory: Bytes,
-    deadline_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[str]:
+def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
     """The outcome of each chunk: "loaded", or why it is not in its row, which then holds nothing of use.
 
     `memory`: uint8[rows, row_bytes]. A gap ends the run: vLLM computes from there on.
