@@ -211,7 +211,7 @@ class _Run:
 
 
 def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
-    """Warnings. Raises CommandError when the blocks do not fit into DRAM beside what is there, unless forced."""
+    """Return warnings. Raises CommandError when the blocks do not fit into DRAM beside what is there, unless forced."""
     need_bytes = arguments.blocks * slot_bytes(arguments.block_size)
     try:
         with AdminSocket(directory, arguments.timeout) as admin:

@@ -52,7 +52,7 @@ def _joined(parts: Sequence[Sequence[Line]], *between: Line) -> list[Line]:
 
 
 def _cut_rows(lines: list[Line], room: int) -> list[Line]:
-    """At most `room` of them; the last one says how many are not shown."""
+    """Return at most `room` of the lines; the last one says how many are not shown."""
     if len(lines) <= room:
         return lines
     hidden = plain_line(f"... {len(lines) - room + 1} more lines: make the window taller", "dim")

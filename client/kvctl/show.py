@@ -160,7 +160,7 @@ def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
-    """Those that hold most first."""
+    """Return the accounts, the ones that hold most first."""
     return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
 
 

@@ -31,7 +31,7 @@ class Snapshot:
         return Past(self.history)
 
     def document(self) -> dict[str, Any]:
-        """For --json; what was not known is null, since JSON has no NaN."""
+        """Return the document for --json; what was not known is null, since JSON has no NaN."""
         return {
             "status": plain(self.status),
             "tiers": plain(self.tiers)["tiers"],
@@ -91,7 +91,7 @@ class Past:
         return sum(known(self.values(scope, subject, name)[self._first(seconds) :]))
 
     def rate_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """The same a second."""
+        """Return what `lately` counts, a second."""
         covered_s = sum(self.span_s[self._first(seconds) :])
         return self.lately(scope, subject, name, seconds) / covered_s if covered_s > 0 else 0.0
 

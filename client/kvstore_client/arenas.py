@@ -48,8 +48,8 @@ class OpenArena(NamedTuple):
 
 
 class Arenas:
-    """Mapped to read. `announced`: arenas that the daemon has now; `mapped`: those that are mapped already. With
-    `mappings`, which is called with each of them, `map_announced` maps them all."""
+    """The daemon's arenas, mapped to read. `announced`: those that it has now; `mapped`: those that are mapped already.
+    With `mappings`, which is called with each of them, `map_announced` maps them all."""
 
     def __init__(
         self,

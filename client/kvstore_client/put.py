@@ -98,10 +98,9 @@ class StagedPut:
         deadline: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._daemon, self._staging, self._order, self._receipt = daemon, staging, order, receipt
-        self._clock, self._sleep = clock, sleep
+        self._clock = clock
         self._deadline = deadline
         self._slot_bytes = slot_bytes(order.payload_bytes)
         self._todo, self._believed = deque(blocks), believed
@@ -246,7 +245,7 @@ class StagedPut:
                 self._written[block] = (store.places[position], extent)
             self._todo.appendleft(block)
         if delay_s and positions:
-            self._sleep(min(delay_s, max(self._deadline - self._clock(), 0.0)))
+            time.sleep(min(delay_s, max(self._deadline - self._clock(), 0.0)))
 
     # The end
 
@@ -338,7 +337,7 @@ class PendingOutcomes:
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Positions in `blocks` of those that are to be sent again; the others are decided."""
+        """Return the positions in `blocks` that are to be sent again; the others are decided."""
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
         again: list[int] = []

@@ -200,8 +200,8 @@ class Session:
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LayerStreams[LeaseStream]:
-        """By layer range: `get_stream` for each of `groups` (default: those of the fingerprint), requested at once. The
-        whole prefix of one is queued before that of the next, so an engine whose layers are in several groups
+        """Start `get_stream` for each of `groups` (default: those of the fingerprint), all requested at once. The whole
+        prefix of one is queued before that of the next, so an engine whose layers are in several groups
         (`LayerGroup.split`) computes those of the first while the others are loaded. A block is of use where every
         group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded. `deadline_s`
         is for all of them together.
@@ -326,7 +326,7 @@ class Session:
         return requests.delete(prefix, timeout_s, clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
-        """Where blocks of this session's tenant are, or why they are missing; with `recent_misses`, its last misses.
+        """Say where blocks of this session's tenant are, or why they are missing; or, by `recent_misses`, its misses.
 
         Changes nothing and counts no access. The fields are those of `kvstore_proto/v1/explain.proto`; `tenant` may be
         left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown

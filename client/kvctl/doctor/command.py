@@ -104,7 +104,7 @@ def _findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
 
 
 def _settings(around: Surroundings) -> Iterator[Finding]:
-    """Where the settings come from that the checks measure against."""
+    """Say where the settings come from that the checks measure against."""
     if around.settings.problem:
         advice = "see `kvstored config` for every setting; checks against settings are left out"
         yield fail("settings", f"{around.settings.source}: {around.settings.problem}", advice)
@@ -114,7 +114,7 @@ def _settings(around: Surroundings) -> Iterator[Finding]:
 
 
 def render(areas: Areas, width: int) -> str:
-    """For people: a line a finding, what to do below it."""
+    """Return the text for people: a line a finding, what to do below it."""
     colour = wants_colour(sys.stdout)
     name_width = max((len(finding.name) for _, found in areas for finding in found), default=0)
     lines: list[str] = []
@@ -143,7 +143,7 @@ def _advice(text: str, room: int) -> list[str]:
 
 
 def document(areas: Areas) -> dict[str, Any]:
-    """For machines."""
+    """Return the document for machines."""
     return {
         **_counts(areas),
         "checks": [

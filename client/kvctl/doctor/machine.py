@@ -146,7 +146,7 @@ def steps(step_s: float) -> Iterator[Finding]:
 
 
 def _is_synchronised() -> bool | None:
-    """By adjtimex(2), reading only; None where it is not allowed."""
+    """Ask adjtimex(2), reading only; None where it is not allowed."""
     timex = (ctypes.c_long * 32)()  # struct timex; modes = 0 reads; status is its sixth word on 64-bit
     if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None).adjtimex(timex) < 0:
         return None

@@ -34,7 +34,7 @@ _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Finding]:
-    """On the admin socket. `trouble` is why there was no answer."""
+    """Judge the answer on the admin socket. `trouble` is why there was none."""
     status = around.status
     if status is None:
         if trouble is not None and trouble.exit_code == DENIED:

@@ -140,7 +140,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_member(uid: int, gid: int) -> bool:
-    """By the group database, which may be newer than this login."""
+    """Ask the group database, which may be newer than this login."""
     try:
         return user_name(uid) in grp.getgrgid(gid).gr_mem
     except KeyError:

@@ -118,7 +118,7 @@ def _flat(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _with_sizes(values: dict[str, str]) -> dict[str, str]:
-    """The same with KEY_bytes beside each KEY that is a size."""
+    """Return the values with KEY_bytes beside each KEY that is a size."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sized = dict(values)
     for key, text in values.items():

@@ -4,11 +4,10 @@
       "module_path": "kvstore_connectors.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
       "hicache_storage_pass_prefix_keys": true}'
 
-Owns the calls of SGLang's controller; what is stored of which page is `stored_pages`'s, how a host pool is copied
-`host_pages`'s. Of a hit as many leading pages are reported as are expected to be faster to load than to compute
-(`choice`).
-Never does: raise for an absent daemon, a full store or a missing page (False, None and 0 say so), or evict: what is
-kept is the daemon's to decide.
+Owns the calls of SGLang's controller; what is stored of which page is `stored_pages`'s. Each byte of a page is copied
+once, between its host pool and shared memory, in the layout that the pool has. Of a hit as many leading pages are
+reported as are expected to be faster to load than to compute (`choice`). Never does: raise for an absent daemon, a full
+store or a missing page (False, None and 0 say so), or evict: what is kept is the daemon's to decide.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the worker's half asks of vLLM's paged pool, wherever that is: copies of whole blocks, layer by layer, and when
 the engine's work on it has been done.
 
-`layout` answers for a pool in host memory, `device_pages` for one on a CUDA device; loads, saver and worker know this
-alone. On a device vLLM queues work and goes on: a moment has then not come yet when `now` names it.
+`tensors` answers for a pool in host memory and for one on a CUDA device; saver and worker know this alone. On a device
+vLLM queues work and goes on: a moment has then not come yet when `now` names it.
 """
 
 from __future__ import annotations
