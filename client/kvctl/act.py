@@ -1,17 +1,38 @@
-"""Commands that change something: drop, flush, drain, reload, shutdown, invalidate."""
+"""Commands that change something: drop, flush, drain, reload, shutdown, invalidate, quarantine, predictor.
+
+Quarantine shows keys, sizes and reasons; bytes of a block never travel here. What a predictor command does with
+recordings, and without a daemon, is the program kvstored's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from kvctl.admin import AdminSocket
-from kvctl.exit_codes import FAILED, OK, USAGE, CommandError
-from kvctl.output import Output
-from kvstore_console.units import human_blocks, human_count
+from kvctl.connection import AdminSocket
+from kvctl.output import FAILED, KEY_DIGITS, OK, USAGE, CommandError, Output
+from kvstore_console.command_line import report_error
+from kvstore_console.table import render_table
+from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, plural
 from kvstore_proto.v1 import admin_pb2 as wire
 
 MIN_FINGERPRINT_DIGITS = 8
+_HEADINGS = ("PLACE", "KEY", "TENANT", ">SIZE", "STORED AGAIN", "REASON", "LOCATION")
+ACTIONS = ("status", "on", "off")
+OF_RECORDINGS = ("train", "evaluate")
+_SWITCHES = {
+    "status": wire.PredictorRequest.LEAVE, "on": wire.PredictorRequest.ON, "off": wire.PredictorRequest.OFF,
+}  # fmt: skip
+_PREDICTION = (
+    "TENANT", "STANDING", ">PREFETCHED", ">USED", ">LATE", ">WASTED", ">WAITING", ">PRECISION", ">RECALL", ">LEAD",
+    ">SPARED",
+)  # fmt: skip
+_JUDGED = ("used_blocks", "late_blocks", "wasted_blocks")
 
 
 def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
@@ -86,3 +107,73 @@ def invalidate(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     if reply.kept_blocks:
         text += f"; {human_count(reply.kept_blocks)} under lease go when their leases end"
     return Output(text, reply)
+
+
+def quarantine(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    return _list(admin) if arguments.action == "list" else _release(admin, arguments)
+
+
+def _list(admin: AdminSocket) -> Output:
+    reply = admin.call("Quarantine", wire.QuarantineRequest(), wire.QuarantineReply)
+    rows = [
+        [
+            f"{slot.slab}:{slot.offset}", slot.key[:KEY_DIGITS] or "-", slot.tenant or "-", human_bytes(slot.bytes),
+            "yes" if slot.stored_again else "no", slot.reason, slot.location,
+        ]
+        for slot in reply.slots
+    ]  # fmt: skip
+    text = render_table(_HEADINGS, rows, empty="nothing is in quarantine")
+    if rows:
+        text += f"\n{human_count(len(rows))} of at most {human_count(reply.limit)} slots (nvme.quarantine_slots)"
+    return Output(text, reply)
+
+
+def _release(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.ReleaseQuarantineRequest(locations=arguments.places, all=arguments.all)
+    reply = admin.call("ReleaseQuarantine", request, wire.ReleaseQuarantineReply)
+    released = f"{plural(reply.released, 'slot')} ({human_bytes(reply.released_bytes)})"
+    return Output(f"released {released}: free for other blocks", reply)
+
+
+def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    request = wire.PredictorRequest(switch=_SWITCHES[arguments.action])
+    reply = admin.call("Predictor", request, wire.PredictorReply)
+    lines = [f"predictor {reply.predictor} is {_state(reply)}"]
+    if reply.enabled and not reply.failure:
+        lines.append(
+            f"{human_count(reply.guesses)} chains expected, {human_count(reply.planned_blocks)} blocks planned, "
+            f"{human_count(reply.under_way_blocks)} under way, {human_count(reply.cancelled_blocks)} cancelled"
+        )
+    if reply.all.prefetched_blocks:
+        rows = [_row("all", reply.all), *(_row(figures.tenant, figures) for figures in reply.tenants)]
+        lines.append(render_table(_PREDICTION, rows, empty=""))
+    else:
+        lines.append("no block was prefetched by prediction since the daemon started")
+    return Output("\n".join(lines), reply)
+
+
+def run_kvstored(words: Sequence[str]) -> int:
+    """Let the program kvstored, of this installation or on the path, do these words; its exit status."""
+    beside = Path(sys.executable).with_name("kvstored")
+    program = str(beside) if beside.is_file() else shutil.which("kvstored")
+    if program is None:
+        return report_error("kvctl", f"predictor {words[1]} is done by the program kvstored, which is not here", FAILED)
+    return subprocess.run([program, *words], check=False).returncode
+
+
+def _state(reply: wire.PredictorReply) -> str:
+    if reply.failure:
+        return f"off since it failed: {reply.failure}"
+    if not reply.enabled:
+        return "off (prefetch.enabled; kvctl predictor on)"
+    return "on"
+
+
+def _row(name: str, figures: wire.PrefetchFigures) -> list[str]:
+    is_judged = any(getattr(figures, field) for field in _JUDGED)
+    return [
+        name, figures.standing, human_bytes(figures.prefetched_bytes), human_count(figures.used_blocks),
+        human_count(figures.late_blocks), human_count(figures.wasted_blocks), human_count(figures.waiting_blocks),
+        f"{figures.precision:.0%}" if is_judged else "-", f"{figures.recall:.0%}" if is_judged else "-",
+        human_seconds(figures.lead_s), human_seconds(figures.spared_s),
+    ]  # fmt: skip

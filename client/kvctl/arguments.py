@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvctl.block_arguments import TIERS, add_block_options, check_block_arguments, positive_count
+from kvctl.act import ACTIONS, OF_RECORDINGS
+from kvctl.blocks import TIERS, add_block_options, check_block_arguments, positive_count
 from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
-from kvctl.exit_codes import MEANINGS
-from kvctl.predictor import ACTIONS, OF_RECORDINGS
+from kvctl.output import MEANINGS
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
 from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
@@ -51,10 +51,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         ],
     ),
     "flush": ("write blocks that are only in DRAM to NVMe", ["kvctl flush --wait 60"]),
-    "drain": (
-        "take no new work, wait for clients to leave",
-        ["kvctl drain --wait 120", "kvctl drain --undo"],
-    ),
+    "drain": ("take no new work, wait for clients to leave", ["kvctl drain --wait 120", "kvctl drain --undo"]),
     "config": (
         "the settings in use, and where each comes from",
         [
@@ -68,14 +65,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "read the configuration file again; what cannot be used changes nothing",
         ["kvctl reload            # the same as SIGHUP and systemctl reload"],
     ),
-    "shutdown": (
-        "stop the daemon",
-        ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"],
-    ),
-    "invalidate": (
-        "remove all blocks of a model fingerprint",
-        ["kvctl invalidate 3fa9c0de --tenant uid-1000"],
-    ),
+    "shutdown": ("stop the daemon", ["kvctl shutdown          # drains and flushes first", "kvctl shutdown --now"]),
+    "invalidate": ("remove all blocks of a model fingerprint", ["kvctl invalidate 3fa9c0de --tenant uid-1000"]),
     "quarantine": (
         "list slots that failed verification, or release them",
         [

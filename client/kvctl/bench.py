@@ -1,13 +1,15 @@
-"""kvctl bench: what this daemon does on this machine right now, measured through the client as an engine would see it.
+"""kvctl ping and bench: what this daemon does on this machine right now, measured through the client as an engine would
+see it.
 
-Stores its own blocks under token ids of its own, in DRAM only, and deletes them before it ends, however it
-ends. Compares with an empty echo and with memcpy of the same bytes in the same run: the ratios travel between machines,
-the times do not. Refuses where other blocks would be evicted from DRAM for it.
+Bench stores its own blocks under token ids of its own, in DRAM only, and deletes them before it ends, however it ends.
+It compares with an empty echo and with memcpy of the same bytes in the same run: the ratios travel between machines,
+the times do not. It refuses where other blocks would be evicted from DRAM for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,10 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvctl.admin import AdminSocket
-from kvctl.connection import not_there, open_session
-from kvctl.exit_codes import DENIED, FAILED, CommandError
-from kvctl.output import Output
+from kvctl.connection import AdminSocket, not_there, open_session
+from kvctl.output import DENIED, FAILED, UNREACHABLE, CommandError, Output
 from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
@@ -38,6 +38,7 @@ SMALL_ROUNDS: Final = 10  # times as many of what takes microseconds
 UNCHECKED_BYTES: Final = 1 << 30  # stored without --force when the room in DRAM is not known
 PUT_DEADLINE_S: Final = 60.0
 _HEADINGS: Final = ("FIGURE", ">ROUNDS", ">P50", ">P99", ">RATE", "TIME AGAINST")
+_PROBE = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # stores nothing
 
 
 @dataclass(slots=True)
@@ -210,7 +211,7 @@ class _Run:
 
 
 def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
-    """Warnings. Raises CommandError when the blocks do not fit into DRAM beside what is there, unless forced."""
+    """Return warnings. Raises CommandError when the blocks do not fit into DRAM beside what is there, unless forced."""
     need_bytes = arguments.blocks * slot_bytes(arguments.block_size)
     try:
         with AdminSocket(directory, arguments.timeout) as admin:
@@ -232,8 +233,7 @@ def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
     text = f"{human_bytes(free_bytes)} of DRAM are free and bench stores {human_bytes(need_bytes)}"
     if not arguments.force:
         raise CommandError(
-            FAILED,
-            f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force",
+            FAILED, f"{text}: other blocks would be evicted; use fewer --blocks, a smaller --block-size, or --force"
         )
     return [f"{text}: other blocks were evicted, and the figures of put include that"]
 
@@ -263,3 +263,25 @@ def _render(arguments: argparse.Namespace, figures: dict[str, Figure]) -> str:
     size = human_bytes(arguments.blocks * arguments.block_size)
     head = f"{human_blocks(arguments.blocks)} of {human_bytes(arguments.block_size)}, {size} in all, from and to DRAM"
     return f"{head}\n{render_table(_HEADINGS, rows)}"
+
+
+def ping(directory: Path, arguments: argparse.Namespace) -> Output:
+    """Connect as a client that only reads, and send empty messages. Raises CommandError."""
+    with open_session(directory, _PROBE, arguments.timeout) as session:
+        trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
+    times = sorted(trip for trip in trips if trip is not None)
+    lost = len(trips) - len(times)
+    if not times:
+        raise CommandError(UNREACHABLE, f"the daemon at {directory} took the handshake but answers no ping")
+    reply = {
+        "pings": len(trips),
+        "lost": lost,
+        "min_s": times[0],
+        "median_s": statistics.median(times),
+        "max_s": times[-1],
+    }
+    text = (
+        f"{len(times)} of {len(trips)} answered: min {human_seconds(times[0])}, "
+        f"median {human_seconds(statistics.median(times))}, max {human_seconds(times[-1])}"
+    )
+    return Output(text, reply, FAILED if lost else 0)

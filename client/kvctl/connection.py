@@ -1,21 +1,63 @@
-"""A session for one command: the way an engine takes, so the tenant is that of the calling user."""
+"""The ways from a command to the daemon: the admin socket, for an operator, and a session as engines have one, whose
+tenant is that of the calling user. Raises CommandError, which reports each way to fail as itself.
+
+gRPC reports an absent file, a refused connection and a missing permission alike, so the admin socket is tried once by
+hand first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from kvctl.exit_codes import DENIED, FAILED, MISS, UNREACHABLE, CommandError
-from kvctl.explain_text import in_words
+import grpc
+from google.protobuf.message import Message
+
+from kvctl.output import DENIED, FAILED, MISS, UNREACHABLE, CommandError
 from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable
+from kvstore_client.paths import ADMIN_SOCKET, explain_unreachable
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session
+from kvstore_client.transport.over_grpc import CHANNEL_OPTIONS
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.objects import OBJECTS
+from kvstore_proto.v1 import admin_pb2_grpc
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 NEVER_STORED = "never_stored"
+_SENTENCES: Final[Mapping[str, str]] = {
+    "never_stored": "never stored (or so long ago that the daemon has forgotten; a restart forgets too)",
+    "evicted": "evicted for want of room",
+    "expired": "expired: idle for longer than its tier's ttl_s, or worth less than host.keep_worth",
+    "quota": "evicted because its tenant was at its own maximum",
+    "other_fingerprint": "nothing is stored under this fingerprint, but under another one of the same model",
+    "corrupt": "its bytes on NVMe failed verification; they are quarantined and the block is to be computed again",
+    "invalidated": "an operator invalidated its fingerprint",
+    "dropped": "deleted by its owner or dropped by an operator",
+    "forgotten": "the tier below NVMe that had it, which may forget, has it no more",
+    "read_failed": "the tier below DRAM would not give it: it could not be read, or the tier is shed (`kvctl status`)",
+    "no_room": "its put was refused: DRAM was full, and nothing in it might be evicted (give the host tier more "
+    "capacity, or hold fewer leases)",
+    "over_quota": "its put was refused: its tenant was at its maximum, and none of its blocks might be evicted (raise "
+    "the tenant's host_max, or hold fewer leases)",
+    "declined": "its put was declined: the policy thought it worth less than what would have had to go (nothing to do)",
+    "late": "stored, but not brought to DRAM before the deadline",
+}
+Ask = Callable[[ExplainRequest], ExplainReply]
+Reply = TypeVar("Reply", bound=Message)
+
+PROBE_TIMEOUT_S = 2.0
+SPARE_S = 5.0  # beyond a timeout that the daemon itself was given
+
+# For the daemon's log, which marks it as claimed: gRPC does not know its caller.
+_CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
 
 
 @contextmanager
@@ -41,6 +83,11 @@ def open_session(
         raise CommandError(FAILED, error.message) from None
 
 
+def in_words(reason: str) -> str:
+    """Why blocks were not served, for people; a reason without a sentence as it is."""
+    return _SENTENCES.get(reason, reason)
+
+
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
     """The failure of a command whose blocks could not be had, by the client's reason."""
     if reason == REASON_NO_DAEMON:
@@ -51,3 +98,83 @@ def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> Comm
         )
     reason = reason or NEVER_STORED
     return CommandError(MISS, f"{what}: {in_words(reason)}", reason=reason, **facts)
+
+
+class AdminSocket:
+    """Calls to the daemon at a socket directory. A context manager."""
+
+    def __init__(self, directory: Path, timeout_s: float) -> None:
+        self.directory = directory
+        self.timeout_s = timeout_s
+        path = directory / ADMIN_SOCKET
+        _probe(path)
+        self._channel = grpc.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS)
+        self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)
+
+    def call(self, method: str, request: Message, reply_type: type[Reply], *, longer_s: float = 0.0) -> Reply:
+        """One unary call. `longer_s` is time that the daemon was given for the work itself."""
+        rpc: Callable[..., object] = getattr(self._stub, method)
+        try:
+            timeout_s = self.timeout_s + (longer_s + SPARE_S if longer_s else 0.0)
+            reply = rpc(request, timeout=timeout_s, metadata=(_CALLER,))
+        except grpc.RpcError as error:
+            raise self._explain(method, error) from None
+        assert isinstance(reply, reply_type)
+        return reply
+
+    def __enter__(self) -> AdminSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def _explain(self, method: str, error: grpc.RpcError) -> CommandError:
+        code, details = error.code(), error.details() or ""
+        verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
+        if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+            return CommandError(DENIED, f"{verb}: permission denied: {details}")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return CommandError(UNREACHABLE, f"{verb}: the daemon at {self.directory} went away: {details}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return CommandError(
+                UNREACHABLE,
+                f"{verb}: the daemon at {self.directory} did not answer within {self.timeout_s:g} s; "
+                "it may be stopped or overloaded: look at its log, or give more time with --timeout",
+            )
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return CommandError(FAILED, f"{verb}: this daemon does not know the command; it is older than kvctl")
+        return CommandError(FAILED, f"{verb}: {details or code.name.lower()}")
+
+
+def _probe(path: Path) -> None:
+    """Raises CommandError when no daemon listens at the socket or we may not connect."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.settimeout(PROBE_TIMEOUT_S)
+        try:
+            trial.connect(str(path))
+        except OSError as error:
+            exit_code = DENIED if isinstance(error, PermissionError) else UNREACHABLE
+            raise CommandError(exit_code, explain_unreachable(path, error)) from None
+
+
+@contextmanager
+def explain_source(directory: Path, timeout_s: float) -> Iterator[Ask]:
+    """Raises CommandError where neither way is open."""
+    try:
+        admin = AdminSocket(directory, timeout_s)
+    except CommandError as error:
+        if error.exit_code != DENIED:
+            raise
+    else:
+        with admin:
+            yield lambda request: admin.call("Explain", request, ExplainReply)
+        return
+    with open_session(directory, OBJECTS, timeout_s) as session:
+
+        def ask(request: ExplainRequest) -> ExplainReply:
+            reply = session.explain(request, deadline_s=timeout_s)
+            if reply is None:
+                raise CommandError(UNREACHABLE, "explain: the daemon did not answer; give more time with --timeout")
+            return reply
+
+        yield ask

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvctl.budget import budget_line
-from kvctl.past import Past
-from kvctl.snapshot import Snapshot
-from kvctl.tenants import by_bytes
+from kvctl.show import budget_line, by_bytes
+from kvctl.snapshot import Past, Snapshot, hit_ratios
 from kvstore_console.terminal import Line, bar, plain_line, sparkline
 from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
@@ -54,7 +52,7 @@ def _joined(parts: Sequence[Sequence[Line]], *between: Line) -> list[Line]:
 
 
 def _cut_rows(lines: list[Line], room: int) -> list[Line]:
-    """At most `room` of them; the last one says how many are not shown."""
+    """Return at most `room` of the lines; the last one says how many are not shown."""
     if len(lines) <= room:
         return lines
     hidden = plain_line(f"... {len(lines) - room + 1} more lines: make the window taller", "dim")
@@ -123,16 +121,6 @@ def _hits(shot: Snapshot, past: Past, width: int) -> list[Line]:
     why = [f"{cause.replace('_', ' ')} {human_count(round(count))}" for cause, count in missed.items() if count]
     lines.append(Line().add(f"{'missed for':11}", "dim").add(", ".join(why) or "nothing in the last 10 s"))
     return lines
-
-
-def hit_ratios(past: Past) -> list[float]:
-    """Of each sample: blocks served, of all that were requested; NaN without a request."""
-    served = past.values("daemon", "", "acquired_blocks")
-    missed = [0.0] * len(past)
-    for cause in past.subjects("miss"):
-        counts = past.values("miss", cause, "blocks")
-        missed = [sum_ + (0.0 if math.isnan(count) else count) for sum_, count in zip(missed, counts, strict=True)]
-    return [hit / (hit + miss) if hit + miss > 0 else math.nan for hit, miss in zip(served, missed, strict=True)]
 
 
 def _ratio(label: str, served: float, missed: float, width: int) -> Line:

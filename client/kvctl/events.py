@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvctl.admin import AdminSocket
-from kvctl.exit_codes import FAILED, CommandError
-from kvctl.output import Output
+from kvctl.connection import AdminSocket
+from kvctl.output import FAILED, CommandError, Output
 from kvstore_console.printable import printable
 from kvstore_proto.v1 import admin_pb2 as wire
 

@@ -1,7 +1,8 @@
-"""kvctl get: the bytes of a named object, or of the leading blocks of a token prefix, into a file.
+"""kvctl get: the bytes of a named object, or of the leading blocks of a token prefix, into a file. And kvctl prefetch,
+which has them moved to DRAM before they are asked for.
 
-Writes beside the target and renames, or passes on to standard output, only when every byte is there and verified: a
-miss leaves nothing half written. Reads a portion at a time, so that no more than that is under lease.
+Get writes beside the target and renames, or passes on to standard output, only when every byte is there and verified: a
+miss leaves nothing half written. It reads a portion at a time, so that no more than that is under lease.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
-from kvctl.connection import not_there, open_session
-from kvctl.exit_codes import FAILED, MISS, USAGE, CommandError
-from kvctl.explain_text import in_words
-from kvctl.output import Output
+from kvctl.connection import in_words, not_there, open_session
+from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
 from kvstore_client.objects import get_head
@@ -34,6 +33,8 @@ from kvstore_proto.token_ids import TokenIds
 PORTION_BLOCKS: Final = 64
 RETRY_S: Final = 0.02  # for blocks that are stored and could not be brought up: DRAM is full of what others lease
 IN_MEMORY_BYTES: Final = 64 << 20  # of what goes to standard output; more is kept in a temporary file until it is whole
+POLL_S: Final = 0.01
+MAPPED: Final = "host"
 
 
 def get(directory: Path, arguments: argparse.Namespace) -> Output:
@@ -142,12 +143,7 @@ def _get_prefix(reading: _Reading, target: Target, *, partial: bool) -> Output:
 
 
 def _output(label: str, reading: _Reading) -> Output:
-    reply = {
-        "blocks": reading.blocks,
-        "bytes": reading.nbytes,
-        "promoted_bytes": reading.promoted_bytes,
-        "reason": "",
-    }
+    reply = {"blocks": reading.blocks, "bytes": reading.nbytes, "promoted_bytes": reading.promoted_bytes, "reason": ""}
     where = f", {human_bytes(reading.promoted_bytes)} of it read from NVMe" if reading.promoted_bytes else ""
     return Output(f"{label}: {human_bytes(reading.nbytes)} in {human_blocks(reading.blocks)}{where}", reply)
 
@@ -175,3 +171,55 @@ def _whole_file(path: str) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise CommandError(FAILED, f"cannot write {path}: {error.strerror or error}") from None
+
+
+def prefetch(
+    directory: Path,
+    arguments: argparse.Namespace,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Output:
+    target = find_target(directory, arguments)
+    with open_session(directory, target.fingerprint, arguments.timeout) as session:
+        tokens = _tokens(session, target, arguments.timeout)
+        begun = session.prefetch(tokens, group=target.group, budget_bytes=arguments.budget)
+        found = session.lookup(tokens, group=target.group)
+        if not found.blocks:
+            raise not_there(f"{target.label}: nothing of it is stored", found.reason, arguments.timeout)
+        mapped = found.tiers[: found.blocks].count(MAPPED)
+        wanted = begun.resident_blocks + begun.scheduled_blocks
+        deadline = clock() + (arguments.wait or 0.0)
+        with Progress("kvctl prefetch") as progress:
+            while mapped < wanted and clock() < deadline:
+                sleep(POLL_S)
+                found = session.lookup(tokens, group=target.group)
+                mapped = found.tiers[: found.blocks].count(MAPPED)
+                progress.say(f"{human_count(mapped)} of {human_blocks(wanted)} are in DRAM")
+    reply = {
+        "stored_blocks": found.blocks,
+        "resident_blocks": begun.resident_blocks,
+        "scheduled_blocks": begun.scheduled_blocks,
+        "mapped_blocks": mapped,
+        "reason": found.reason,
+    }
+    text = (
+        f"{target.label}: {human_blocks(begun.resident_blocks)} in DRAM already, "
+        f"{human_count(begun.scheduled_blocks)} being fetched"
+    )
+    left = found.blocks - wanted
+    if left > 0:
+        text += f"; {human_count(left)} more are over the budget or the room that prefetch may hold"
+    if arguments.wait is None:
+        return Output(text, reply)
+    text += f"; now {human_count(mapped)} in DRAM"
+    return Output(text, reply, 0 if mapped >= wanted else FAILED)
+
+
+def _tokens(session: Session, target: Target, timeout_s: float) -> Any:
+    if target.name is None:
+        return target.tokens
+    head, reason = get_head(session, target.name, timeout_s)
+    if head is None:
+        raise not_there(f"{target.name} is not stored", reason, timeout_s)
+    return object_tokens(target.name, head.blocks)

@@ -12,25 +12,19 @@ from pathlib import Path
 from typing import Final
 
 from kvctl import act, show
-from kvctl.admin import AdminSocket
+from kvctl.act import predictor, quarantine, run_kvstored
 from kvctl.arguments import parse, words_for_kvstored
-from kvctl.bench import bench
+from kvctl.bench import bench, ping
 from kvctl.blocks import blocks
-from kvctl.config import config
-from kvctl.delete import delete
+from kvctl.connection import AdminSocket
 from kvctl.doctor.command import doctor
 from kvctl.events import events
-from kvctl.exit_codes import CommandError
 from kvctl.explain import explain
-from kvctl.get import get
-from kvctl.output import Output
-from kvctl.ping import ping
-from kvctl.predictor import predictor, run_kvstored
-from kvctl.prefetch import prefetch
-from kvctl.put import put
-from kvctl.quarantine import quarantine
+from kvctl.get import get, prefetch
+from kvctl.output import CommandError, Output
+from kvctl.put import delete, put
 from kvctl.report import report
-from kvctl.tenants import tenants
+from kvctl.show import config, tenants
 from kvctl.top import top
 from kvstore_client.paths import socket_directory
 from kvstore_console.command_line import report_error, run_program

@@ -1,16 +1,32 @@
-"""What a command has to say: text for people, and the reply for machines."""
+"""A command's result: text for people, the reply for machines, the exit status; or an exception that carries one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from kvctl.exit_codes import OK
 from kvstore_console.printable import printable_lines
+
+OK: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+UNREACHABLE: Final = 3
+DENIED: Final = 4
+MISS: Final = 5
+
+MEANINGS: Final = {
+    OK: "done",
+    FAILED: "the daemon refused or failed",
+    USAGE: "wrong usage",
+    UNREACHABLE: "no daemon reachable",
+    DENIED: "permission denied",
+    MISS: "not stored, or not all of it",
+}
+KEY_DIGITS: Final = 12  # shown of a key's 32; --json has them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +67,12 @@ def _value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _value(value[key]) for key in sorted(value)}
     return [_value(item) for item in value]
+
+
+class CommandError(Exception):
+    """A command that ends without success: a message for people, an exit code, and facts for `--json`."""
+
+    def __init__(self, exit_code: int, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.facts = facts

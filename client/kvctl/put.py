@@ -1,4 +1,5 @@
-"""kvctl put: a file into the daemon, as a named object or as the blocks of a token prefix.
+"""kvctl put: a file into the daemon, as a named object or as the blocks of a token prefix. And kvctl delete, which
+takes them out of every tier for good.
 
 Puts in portions that fit the staging memory, so that a file may be larger than it, and takes back what a put that
 failed half way had stored. Never changes stored bytes: an object of the same name is deleted first, if that was asked.
@@ -16,9 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvctl.connection import open_session
-from kvctl.exit_codes import FAILED, USAGE, CommandError
-from kvctl.output import Output
+from kvctl.connection import not_there, open_session
+from kvctl.output import FAILED, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
 from kvstore_client.objects import get_head, payloads_of
@@ -32,6 +32,7 @@ from kvstore_proto.objects import head_of, object_tokens
 STAGING_BYTES: Final = 64 << 20
 PORTION_BYTES: Final = 64 << 20
 MAX_STDIN_BYTES: Final = 4 << 30
+UNKNOWN_BLOCKS: Final = 64  # of an object whose first block is gone, so many are looked for
 
 
 def put(directory: Path, arguments: argparse.Namespace) -> Output:
@@ -184,3 +185,36 @@ def read_bytes(path: str) -> Bytes:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise CommandError(USAGE, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def delete(directory: Path, arguments: argparse.Namespace) -> Output:
+    target = find_target(directory, arguments)
+    with open_session(directory, target.fingerprint, arguments.timeout) as session:
+        tokens = _tokens(session, target, arguments.timeout)
+        deleted = session.delete(tokens, group=target.group, deadline_s=arguments.timeout)
+        if deleted.reason:
+            raise not_there(f"{target.label} was not deleted", deleted.reason, arguments.timeout)
+        kept = deleted.leased + deleted.continued
+        if not deleted.blocks and not kept:
+            why = session.lookup(tokens[: target.fingerprint.block_tokens], group=target.group).reason
+            raise not_there(f"{target.label}: nothing of it is stored", why, arguments.timeout)
+    reply = {
+        "deleted_blocks": deleted.blocks,
+        "deleted_bytes": deleted.payload_bytes,
+        "leased_blocks": deleted.leased,
+        "continued_blocks": deleted.continued,
+        "missing_blocks": deleted.missing,
+    }
+    text = f"{target.label}: deleted {human_blocks(deleted.blocks, deleted.payload_bytes)}"
+    if deleted.leased:
+        text += f"; kept {human_count(deleted.leased)} under lease"
+    if deleted.continued:
+        text += f"; kept {human_count(deleted.continued)} that other stored blocks continue"
+    return Output(text, reply, FAILED if kept else 0)
+
+
+def _tokens(session: Session, target: Target, timeout_s: float) -> Any:
+    if target.name is None:
+        return target.tokens
+    head, _ = get_head(session, target.name, timeout_s)
+    return object_tokens(target.name, UNKNOWN_BLOCKS if head is None else head.blocks)

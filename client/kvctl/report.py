@@ -15,13 +15,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvctl.admin import AdminSocket
-from kvctl.dashboard import hit_ratios
-from kvctl.exit_codes import FAILED, USAGE, CommandError
-from kvctl.output import Output
-from kvctl.past import Past
-from kvctl.snapshot import Snapshot, take
-from kvctl.tenants import by_bytes
+from kvctl.connection import AdminSocket
+from kvctl.output import FAILED, USAGE, CommandError, Output
+from kvctl.show import TIER_HEADINGS, by_bytes, tier_cells
+from kvctl.snapshot import Past, Snapshot, hit_ratios, take
 from kvstore_console import axes
 from kvstore_console import page as markup
 from kvstore_console.history import Series, history_chart
@@ -35,7 +32,7 @@ _MODELS_SHOWN = 6
 _REFUSED_PUTS = ("no_room_blocks", "over_quota_blocks", "declined_blocks")
 _TIMED = ("lookup", "acquire", "store", "release", "prefetch")
 _PACKAGES = ("kvstored", "grpcio", "protobuf", "numpy", "xxhash")
-_TIERS = ("tier", "state", ">used", ">capacity", ">full", ">blocks", ">hits", ">read", ">written", ">evicted", ">bad")
+_TIERS = (*(heading.lower() for heading in TIER_HEADINGS), ">bad")
 _TENANTS = (
     "tenant", "models", ">clients", ">blocks", ">host", ">nvme", ">limbo", ">lookups", ">blocks served", ">missed",
     ">hits",
@@ -168,15 +165,7 @@ def _period(past: Past) -> str:
 
 
 def _tiers(shot: Snapshot) -> str:
-    rows = [
-        [
-            tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
-            human_share(tier.used_bytes, tier.capacity_bytes), human_count(tier.blocks), human_count(tier.hits),
-            human_bytes(tier.bytes_read), human_bytes(tier.bytes_written), human_count(tier.evicted_blocks),
-            human_count(tier.quarantined_blocks),
-        ]
-        for tier in shot.tiers.tiers
-    ]  # fmt: skip
+    rows = [[*tier_cells(tier), human_count(tier.quarantined_blocks)] for tier in shot.tiers.tiers]
     return html_table(_TIERS, rows)
 
 

@@ -1,24 +1,30 @@
-"""Commands that look: status, tiers. Each asks once and renders the reply as text."""
+"""Commands that look: status, tiers, tenants, config. Each asks once and renders the reply as text; tenants renames,
+too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from kvctl.admin import AdminSocket
-from kvctl.budget import budget_line
-from kvctl.output import Output
+from kvctl.connection import AdminSocket
+from kvctl.output import USAGE, CommandError, Output
 from kvstore_console.table import render_facts, render_table
-from kvstore_console.units import human_bytes, human_count, human_seconds, human_share
+from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
 
-KEY_DIGITS = 12  # shown of a key's 32; --json has them all
-_TIERS = (
-    "TIER", "STATE", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">HITS", ">READ", ">WRITTEN", ">EVICTED", ">PROMOTED",
-    ">DEMOTED", ">BAD", "PATH",
+TIER_HEADINGS = (
+    "TIER", "STATE", ">USED", ">CAPACITY", ">FULL", ">BLOCKS", ">HITS", ">READ", ">WRITTEN", ">EVICTED",
 )  # fmt: skip
 _LANES = ("LANE", ">QUEUED", ">IN FLIGHT", ">BLOCKS", ">MOVED", ">NOW", ">REFUSED")
+_HEADINGS = (
+    "TENANT", ">CLIENTS", ">BLOCKS", ">HOST", ">NVME", ">QUOTA", ">LIMBO", ">LOOKUPS", ">BLOCK HITS", ">MODELS",
+)  # fmt: skip
+Holder = wire.TenantStatus | wire.AccountStatus
+DEFAULT = "default"
+_COLUMNS = ("SETTING", "VALUE", "IN FORCE", "FROM")
 
 
 def status(admin: AdminSocket, _: argparse.Namespace) -> Output:
@@ -57,15 +63,13 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     reply = admin.call("Tiers", wire.TiersRequest(), wire.TiersReply)
     rows = [
         [
-            tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
-            human_share(tier.used_bytes, tier.capacity_bytes), human_count(tier.blocks), human_count(tier.hits),
-            human_bytes(tier.bytes_read), human_bytes(tier.bytes_written), human_count(tier.evicted_blocks),
-            human_count(tier.promoted_blocks), human_count(tier.demoted_blocks), human_count(tier.quarantined_blocks),
-            tier.path,
+            *tier_cells(tier), human_count(tier.promoted_blocks), human_count(tier.demoted_blocks),
+            human_count(tier.quarantined_blocks), tier.path,
         ]
         for tier in reply.tiers
     ]  # fmt: skip
-    parts = [render_table(_TIERS, rows, empty="no tiers are configured")]
+    headings = (*TIER_HEADINGS, ">PROMOTED", ">DEMOTED", ">BAD", "PATH")
+    parts = [render_table(headings, rows, empty="no tiers are configured")]
     parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
     parts.extend(f"{tier.name} expects: {_by_class(tier)}" for tier in reply.tiers if tier.residency_bytes)
     status = admin.call("Status", wire.StatusRequest(), wire.StatusReply)
@@ -74,6 +78,15 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     budget = budget_line(status)
     parts.extend([f"nvme writes: {budget}"] if budget else [])
     return Output("\n".join(parts), reply)
+
+
+def tier_cells(tier: wire.TierStatus) -> list[str]:
+    """Return what the columns `TIER_HEADINGS` say of a tier."""
+    return [
+        tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
+        human_share(tier.used_bytes, tier.capacity_bytes), human_count(tier.blocks), human_count(tier.hits),
+        human_bytes(tier.bytes_read), human_bytes(tier.bytes_written), human_count(tier.evicted_blocks),
+    ]  # fmt: skip
 
 
 def _lanes(reply: wire.StatusReply) -> str:
@@ -117,3 +130,127 @@ def _by_class(tier: wire.TierStatus) -> str:
 
 def _by_use(used_by: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {human_bytes(used_by[name])}" for name in sorted(used_by) if used_by[name]) or "nothing"
+
+
+def budget_line(status: wire.StatusReply) -> str:
+    """Empty where there is no NVMe tier."""
+    if not status.HasField("endurance"):
+        return ""
+    budget = status.endurance
+    if not budget.bytes_per_day:
+        text = f"no limit, {human_bytes(budget.spent_bytes)} charged since the start"
+    else:
+        share = human_share(budget.left_bytes, budget.bytes_per_day)
+        text = f"{human_bytes(budget.left_bytes)} of {human_bytes(budget.bytes_per_day)} a day left ({share})"
+        text += ", scarce" if budget.scarce else ""
+    refused = [
+        f"{human_count(status.counters[name])} {what}"
+        for name, what in (
+            ("admission_refused_blocks", "by admission"),
+            ("budget_refused_blocks", "for the budget"),
+            ("shed_blocks", "because NVMe was degraded"),
+        )
+        if status.counters.get(name)
+    ]
+    return text + (f"; blocks refused: {', '.join(refused)}" if refused else "")
+
+
+def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    return _list(admin) if arguments.action == "list" else _rename(admin, arguments)
+
+
+def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
+    """Return the accounts, the ones that hold most first."""
+    return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
+
+
+def _list(admin: AdminSocket) -> Output:
+    reply = admin.call("Tenants", wire.TenantsRequest(), wire.TenantsReply)
+    rows = []
+    for tenant in reply.tenants:
+        quota = human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none"
+        models = human_count(len(tenant.fingerprints))
+        rows.append(_row(tenant.name, tenant, quota, human_bytes(tenant.limbo_bytes), models))
+        rows += [_row(f"{tenant.name}/{account.name}", account) for account in by_bytes(tenant.accounts)]
+    return Output(render_table(_HEADINGS, rows, empty="no tenant has connected yet"), reply)
+
+
+def _row(name: str, holder: Holder, quota: str = "", limbo: str = "", models: str = "") -> list[str]:
+    return [
+        name, human_count(holder.clients), human_count(holder.blocks), human_bytes(holder.host_bytes),
+        human_bytes(holder.nvme_bytes), quota, limbo, human_count(holder.lookups),
+        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models,
+    ]  # fmt: skip
+
+
+def _rename(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    old, new = arguments.names
+    request = wire.RenameTenantRequest(old=old, new=new, replace=arguments.replace)
+    reply = admin.call("RenameTenant", request, wire.RenameTenantReply, longer_s=arguments.wait)
+    lines = [f"{new} has {human_blocks(reply.blocks, reply.bytes)} of {old}"]
+    if reply.replaced_blocks:
+        lines.append(f"dropped {human_blocks(reply.replaced_blocks, reply.replaced_bytes)} that {new} had before")
+    if reply.clients:
+        clients = "1 client has" if reply.clients == 1 else f"{human_count(reply.clients)} clients have"
+        lines.append(f"{clients} to connect again, and ours do so by themselves")
+    return Output("\n".join(lines), reply)
+
+
+def config(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    reply = admin.call("Config", wire.ConfigRequest(), wire.ConfigReply)
+    _check(arguments.names, reply.settings)
+    chosen = [
+        each
+        for each in reply.settings
+        if (not arguments.names or any(_is_part(_name(each), name) for name in arguments.names))
+        and not (arguments.changed and each.origin == DEFAULT and not each.waiting)
+    ]
+    del reply.settings[:]
+    reply.settings.extend(chosen)
+    if arguments.toml:
+        return Output("\n".join(_toml(reply)), reply)
+    rows = [
+        [_name(each), each.written, each.in_force, "command line" if each.origin == "--set" else each.origin]
+        for each in chosen
+    ]
+    text = render_table(_COLUMNS, rows, empty="every setting is at its default")
+    return Output("\n".join([text, *_waiting(reply)]), reply)
+
+
+def _check(names: Iterable[str], settings: Iterable[wire.SettingStatus]) -> None:
+    """Raises CommandError for a name that no setting has."""
+    known = sorted({part for each in settings for part in (each.section, _name(each))})
+    for name in names:
+        if not any(_is_part(full, name) for full in known):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "`kvctl config` lists all"
+            raise CommandError(USAGE, f"config: no setting {name!r}; {hint}")
+
+
+def _is_part(full: str, name: str) -> bool:
+    return full == name or full.startswith(f"{name}.")
+
+
+def _name(setting: wire.SettingStatus) -> str:
+    return ".".join(filter(None, (setting.section, setting.tenant, setting.key)))
+
+
+def _waiting(reply: wire.ConfigReply) -> Iterator[str]:
+    for each in reply.settings:
+        if each.waiting:
+            yield f"{_name(each)} waits for a restart: the file says {each.waiting}"
+    if reply.tenants_waiting:
+        yield f"[[tenant]] waits for a restart: the file says {reply.tenants_waiting}"
+
+
+def _toml(reply: wire.ConfigReply) -> Iterator[str]:
+    """A file with which the daemon starts as it runs now."""
+    source = "the built-in defaults" if reply.source == "defaults" else reply.source
+    yield f"# The settings of a running kvstored: those of {source}, and of its command line."
+    table = ""
+    for each in reply.settings:
+        heading = f"[[{each.section}]]" if each.tenant else f"[{each.section}]"
+        if f"{heading}{each.tenant}" != table:
+            table = f"{heading}{each.tenant}"
+            yield f"\n{heading}"
+        yield f"{each.key} = {each.written}"

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvctl.exit_codes import FAILED, USAGE, CommandError
-from kvctl.explain_source import explain_source
+from kvctl.connection import explain_source
+from kvctl.output import FAILED, USAGE, CommandError
 from kvstore_client.arguments import shown
 from kvstore_proto.fingerprint import MAX_FINGERPRINT_BYTES, Fingerprint, FingerprintError, parse_fingerprint
 from kvstore_proto.objects import MAX_NAME_BYTES, OBJECTS

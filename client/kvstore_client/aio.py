@@ -200,9 +200,7 @@ class AsyncLeaseStream:
     def __enter__(self) -> AsyncLeaseStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstore_client.handshake import GrantedArena
+from kvstore_client.handshake import GrantedArena, Handshake
 from kvstore_client.memory import (
     READ_REST,
     WRITTEN_REST,
@@ -29,12 +29,6 @@ from kvstore_client.memory import (
 PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
 PREFAULT_GRANT_TIMEOUT_S = 1.0
 PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
-
-
-class ArenaGrants(Protocol):
-    """Where descriptors come from: the handshake connection."""
-
-    def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None: ...
 
 
 class Mappings(Protocol):
@@ -54,12 +48,12 @@ class OpenArena(NamedTuple):
 
 
 class Arenas:
-    """Mapped to read. `announced`: arenas that the daemon has now; `mapped`: those that are mapped already. With
-    `mappings`, which is called with each of them, `map_announced` maps them all."""
+    """The daemon's arenas, mapped to read. `announced`: those that it has now; `mapped`: those that are mapped already.
+    With `mappings`, which is called with each of them, `map_announced` maps them all."""
 
     def __init__(
         self,
-        grants: ArenaGrants,
+        grants: Handshake,
         announced: Collection[int],
         mapped: Mapping[int, Bytes] | None = None,
         mappings: Mappings | None = None,
@@ -136,7 +130,7 @@ class Arenas:
 class WritableArenas(Arenas):
     """Mapped to write. `is_offered`: whether the daemon accepts blocks in place from this client."""
 
-    def __init__(self, grants: ArenaGrants, announced: Sequence[int], *, is_offered: bool) -> None:
+    def __init__(self, grants: Handshake, announced: Sequence[int], *, is_offered: bool) -> None:
         super().__init__(grants, announced if is_offered else ())
         self._entered: dict[int, EnteredPages] = {}
         self.is_offered = is_offered

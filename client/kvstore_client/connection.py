@@ -4,7 +4,9 @@ Owns the current daemon session and its two ways of failing: *lost* (handshake o
 timeouts in a row: the daemon is stopped, swapped out or overloaded). In both the connection is degraded: `current()`
 returns None at once and touches no socket, while one background thread tries again with back-off. It pings a silent
 daemon on the session it has, whose leases still stand; it reopens a broken stream; it shakes hands again only where the
-handshake was lost.
+handshake was lost. Back-off is exponential with full jitter (M. Brooker, "Exponential Backoff and Jitter", AWS
+Architecture Blog, 2015): many engines that lost one daemon do not return in step.
+
 Never blocks a caller, and raises only for use after close or after fork.
 """
 
@@ -16,7 +18,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_client.backoff import Backoff, Breaker
 from kvstore_client.call import CallStream, Health
 from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError, invalid
@@ -196,3 +197,42 @@ class Connection:
             closing = self._closing.is_set()
         if closing:
             daemon.close()
+
+
+class Backoff:
+    """Delays between attempts: uniform in [floor, ceiling], the ceiling doubling up to `maximum_s`."""
+
+    def __init__(
+        self, rng: random.Random, *, initial_s: float = 0.05, maximum_s: float = 2.0, floor_s: float = 0.01
+    ) -> None:
+        self._rng = rng
+        self._initial_s = initial_s
+        self._maximum_s = maximum_s
+        self._floor_s = floor_s
+        self._ceiling_s = initial_s
+
+    def next_delay_s(self) -> float:
+        delay_s = self._rng.uniform(self._floor_s, self._ceiling_s)
+        self._ceiling_s = min(self._ceiling_s * 2, self._maximum_s)
+        return delay_s
+
+    def reset(self) -> None:
+        self._ceiling_s = self._initial_s
+
+
+class Breaker:
+    """Opens after `limit` timeouts with no answer between them; any answer closes it."""
+
+    def __init__(self, limit: int = 3) -> None:
+        self._limit = limit
+        self._timeouts = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._timeouts >= self._limit
+
+    def timed_out(self) -> None:
+        self._timeouts += 1
+
+    def answered(self) -> None:
+        self._timeouts = 0

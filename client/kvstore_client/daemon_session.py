@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
 from kvstore_client.call import Call, Health, Late
-from kvstore_client.dropped_leases import give_back_dropped
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
+from kvstore_client.lease import give_back_dropped
 from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_read_write
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET

@@ -11,28 +11,25 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore_client.call import Call
-from kvstore_client.counters import Counters
 from kvstore_client.daemon_session import DaemonSession
-from kvstore_client.dropped_leases import Anchor, anchored, give_back_dropped
-from kvstore_client.joined_lease import joined
 from kvstore_client.keys import Chain
-from kvstore_client.lease import Lease, LeasedBlock
+from kvstore_client.lease import Anchor, Lease, LeasedBlock, anchored, give_back_dropped, joined, mismatch
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
-from kvstore_client.lookup import lookup
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
+from kvstore_client.requests import lookup
 from kvstore_client.results import (
     REASON_LATE,
     REASON_NO_ARENA,
     REASON_NO_DAEMON,
     REASON_THROTTLED,
     REASON_VERIFY_FAILED,
+    Counters,
     miss_reason,
 )
-from kvstore_client.verify import mismatch
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.identity import BlockKeys
@@ -41,8 +38,6 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 if TYPE_CHECKING:
     from kvstore_client.device import DeviceChunk
-
-    OnDevice = Mapping[int, tuple[DeviceChunk, Bytes]]  # by position in an answer: chunk, and a copy of the header
 
 WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
 GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, for the blocks in host memory instead
@@ -56,11 +51,11 @@ def get(
     verify: bool,
     prefault: bool,
     promote: bool,
-    prompt_tokens: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Lease:
     """One lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay leased
     while later ones are asked for."""
+    prompt_tokens = prefix.chain.prompt_tokens
     if len(prefix) <= prefix.daemon.max_keys:
         one = Get(prefix, counters, deadline_s, verify=verify, clock=clock)
         return one.lease(prefault=prefault, promote=promote, prompt_tokens=prompt_tokens)
@@ -116,18 +111,25 @@ def lease_stream(
         rest = Rest(sources[0].first, sources[1:], expected)
     call = sources[0].begin()
     return LeaseStream(
-        sources[0],
-        call,
-        prefix.group,
-        max(until - clock(), 0.0),
-        on_close=on_close,
-        clock=clock,
-        rest=rest,
+        sources[0], call, prefix.group, max(until - clock(), 0.0), on_close=on_close, clock=clock, rest=rest
     )
 
 
+class _Answer(NamedTuple):
+    """What the daemon granted, as far as this process can reach it: `chain` begins with the first block of `reply`;
+    `on_device` has, by position in it, the chunk and a copy of the header of each block on the device."""
+
+    reply: wire.AcquireReply
+    chain: Chain
+    on_device: Mapping[int, tuple[DeviceChunk, Bytes]]
+    anchor: Anchor
+
+
 class Get:
-    """One Acquire of a piece of a prefix; use once. Implements `Piece`. `deadline_s` counts from the start."""
+    """One Acquire of a piece of a prefix; use once. Implements `Piece`. `deadline_s` counts from the start.
+
+    A request gets a reply; what of it can be reached is an `_Answer`; its verified blocks are leased.
+    """
 
     def __init__(
         self,
@@ -148,60 +150,43 @@ class Get:
         self._clock = clock
         self._asked_at = clock()
         self._until = self._asked_at + deadline_s
-        self._keys = prefix.chain.keys
 
     def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
         """A lease on the leading blocks that could be had within the deadline, or without promotion."""
-        request = wire.Request(acquire=self._acquire(mapped_only=not promote, prompt_tokens=prompt_tokens))
-        reply = self._ask(request)
-        if isinstance(reply, str):
-            return Lease(reason=reply)
-        on_device = self._on_device(reply, self._left_s())
-        if on_device is None:
-            self.give_back(reply.lease_id)
-            again = self._acquire(host_only=True, mapped_only=not promote, prompt_tokens=prompt_tokens)
-            reply, on_device = self._ask(wire.Request(acquire=again)), {}
-            if isinstance(reply, str):
-                return Lease(reason=reply)
-        anchor = self._anchor(reply.lease_id)
-        blocks, stopped = self._blocks(reply, self._prefix.chain, self._left_s(), on_device, anchor)
+        wanted: dict[str, Any] = {"mapped_only": not promote, "prompt_tokens": prompt_tokens}
+        answer = self._reachable(self._ask(**wanted), self._prefix.chain, self._left_s(), wanted)
+        if isinstance(answer, str):
+            return Lease(reason=answer)
+        blocks, stopped = self._blocks(answer, self._left_s())
         if prefault:
             _prefault(blocks)
-        reason = stopped or miss_reason(reply.miss_reason)
-        if not reason and promote and len(blocks) < len(self._keys):
+        reason = stopped or miss_reason(answer.reply.miss_reason)
+        if not reason and promote and len(blocks) < len(self._prefix):
             reason = REASON_LATE
-        return self._lease(reply, blocks, reason, anchor)
+        return self._lease(answer, blocks, reason)
 
     def begin(self) -> Call:
         self._asked_at = self._clock()
         give_back_dropped()
         self._prefix.daemon.stream.send_releases()  # or what was just given back counts against this
         wanted = wire.ACQUIRE_ORDER_BACK if self._order == "back" else wire.ACQUIRE_ORDER_FRONT
-        return self._prefix.daemon.begin(wire.Request(acquire=self._acquire(order=wanted)), self._left_s())
+        return self._prefix.daemon.begin(self._request(order=wanted), self._left_s())
 
     def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
         part = self._prefix.chain.part(reply.first, reply.blocks)
-        on_device = self._on_device(reply, timeout_s)
-        if on_device is None:
-            self.give_back(reply.lease_id)
-            again = self._ask(wire.Request(acquire=self._acquire(part.keys, host_only=True)))
-            if isinstance(again, str):
-                return Lease(reason=again)
-            reply, on_device = again, {}
-        anchor = self._anchor(reply.lease_id)
-        return self._lease(reply, *self._blocks(reply, part, timeout_s, on_device, anchor), anchor)
-
-    def _anchor(self, lease_id: int) -> Anchor:
-        return Anchor(partial(self._prefix.daemon.release, lease_id))
+        answer = self._reachable(reply, part, timeout_s, {"keys": part.keys})
+        if isinstance(answer, str):
+            return Lease(reason=answer)
+        return self._lease(answer, *self._blocks(answer, timeout_s))
 
     def give_back(self, lease_id: int) -> None:
         if lease_id:
             self._prefix.daemon.release(lease_id)
 
-    def _ask(self, request: wire.Request) -> wire.AcquireReply | str:
+    def _ask(self, **wanted: Any) -> wire.AcquireReply | str:
         """The daemon's answer, or the reason why there is none before the deadline. Leases that were given back in the
         last milliseconds count until they are sent: asked again, then, and where they were sent behind the request."""
-        daemon = self._prefix.daemon
+        daemon, request = self._prefix.daemon, self._request(**wanted)
         confirmed = daemon.stream.confirmed_releases
         answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         if answer == REASON_THROTTLED and (
@@ -210,28 +195,39 @@ class Get:
             answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         return answer if isinstance(answer, str) else answer.acquire
 
-    def _on_device(self, reply: wire.AcquireReply, timeout_s: float) -> OnDevice | None:
-        """Of the blocks that an answer names on the device; None when they can be had from host memory alone."""
+    def _request(self, keys: BlockKeys | None = None, *, host_only: bool = False, **fields: Any) -> wire.Request:
         devices = self._prefix.daemon.device_arenas
-        return {} if devices is None else devices.headers(reply.arena_ids, reply.offsets, timeout_s * GRANT_SHARE)
-
-    def _acquire(self, keys: BlockKeys | None = None, *, host_only: bool = False, **fields: object) -> wire.Acquire:
-        devices = self._prefix.daemon.device_arenas
-        return wire.Acquire(
-            set=self._prefix.key_set(self._keys if keys is None else keys),
+        acquire = wire.Acquire(
+            set=self._prefix.key_set(self._prefix.chain.keys if keys is None else keys),
             host_only=host_only or (devices is not None and devices.is_off),
             max_wait_ms=max(1, int(self._left_s() * WAIT_SHARE * 1000)),
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
+        return wire.Request(acquire=acquire)
 
-    def _age_s(self) -> float:
-        return self._clock() - self._asked_at
+    def _reachable(
+        self, reply: wire.AcquireReply | str, chain: Chain, timeout_s: float, wanted: Mapping[str, Any]
+    ) -> _Answer | str:
+        """The answer with copies of the headers that are on the device; asked again, for `wanted` in host memory alone,
+        where these cannot be had."""
+        devices = self._prefix.daemon.device_arenas
+        on_device: Mapping[int, tuple[DeviceChunk, Bytes]] = {}
+        if not isinstance(reply, str) and devices is not None:
+            headers = devices.headers(reply.arena_ids, reply.offsets, timeout_s * GRANT_SHARE)
+            if headers is None:
+                self.give_back(reply.lease_id)
+                reply = self._ask(**wanted, host_only=True)
+            on_device = headers or on_device
+        if isinstance(reply, str):
+            return reply
+        return _Answer(reply, chain, on_device, Anchor(partial(self._prefix.daemon.release, reply.lease_id)))
 
     def _left_s(self) -> float:
         return max(self._until - self._clock(), 0.001)
 
-    def _lease(self, reply: wire.AcquireReply, blocks: list[LeasedBlock], reason: str, anchor: Anchor) -> Lease:
+    def _lease(self, answer: _Answer, blocks: list[LeasedBlock], reason: str) -> Lease:
         """A lease on the usable `blocks` of an answer; what was granted is given back if there are none."""
+        reply, anchor = answer.reply, answer.anchor
         load_s = reply.load_us / 1e6
         if not blocks:
             anchor.let_go()
@@ -242,7 +238,7 @@ class Get:
         return Lease(
             blocks,
             LeaseGrant(daemon, reply.lease_id, group, self._prefix.fingerprint.block_tokens, anchor),
-            expires_in_s=reply.expires_in_ms / 1000 - self._age_s(),
+            expires_in_s=reply.expires_in_ms / 1000 - (self._clock() - self._asked_at),
             reason=reason,
             promoted_bytes=reply.promoted_bytes,
             resident_blocks=max(reply.resident_blocks, len(blocks)),
@@ -250,24 +246,14 @@ class Get:
             clock=self._clock,
         )
 
-    def _blocks(
-        self, reply: wire.AcquireReply, chain: Chain, timeout_s: float, on_device: OnDevice, anchor: Anchor
-    ) -> tuple[list[LeasedBlock], str]:
+    def _blocks(self, answer: _Answer, timeout_s: float) -> tuple[list[LeasedBlock], str]:
         """The leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if it was.
-
-        `chain` begins with the first block of the answer. A place on the device that is not in `on_device` is none.
-        """
+        A place on the device whose header was not copied is none."""
+        reply, chain, on_device, anchor = answer
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
         blocks: list[LeasedBlock] = []
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
-        places = zip(
-            chain.keys,
-            reply.arena_ids,
-            reply.offsets,
-            reply.payload_bytes,
-            reply.generations,
-            strict=False,
-        )
+        places = zip(chain.keys, reply.arena_ids, reply.offsets, reply.payload_bytes, reply.generations, strict=False)
         for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
             if index == reply.blocks:
                 break

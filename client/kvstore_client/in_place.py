@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import PayloadWriter, write_tokens
-from kvstore_client.put_order import PutOrder
-from kvstore_client.receipt import PutReceipt
+from kvstore_client.receipt import PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.slot_requests import Granted, SlotSize
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -55,14 +54,15 @@ class _Requested:
 
 
 class InPlacePut:
-    """One put; use once. `believed`: blocks that are not written, because they seem to be there."""
+    """One put; use once. `believed`: blocks that are not written, because they seem to be there; one that the daemon
+    wants all the same is taken out."""
 
     def __init__(
         self,
         daemon: DaemonSession,
         order: PutOrder,
         receipt: PutReceipt,
-        believed: Collection[int],
+        believed: set[int],
         deadline: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -273,7 +273,7 @@ class InPlacePut:
             return
         statuses = answer.store.statuses
         decided = [-1 if status in _NOT_DECIDED else block for block, status in zip(blocks, statuses, strict=False)]
-        self._undecided += [block for block, kept in zip(blocks, decided, strict=False) if kept < 0]
+        undecided = [block for block, kept in zip(blocks, decided, strict=False) if kept < 0]
+        self._undecided += undecided
+        self._believed.difference_update(undecided)
         self._receipt.record(call, answer, decided)
-        if wire.STORE_STATUS_PRESENT in statuses:
-            self._daemon.index.get(may_wait=False)  # so that the next put knows what is present

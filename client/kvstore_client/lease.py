@@ -2,15 +2,26 @@
 
 Owns the views an engine reads, and whether their content may still be trusted. Never extends itself silently or unmaps
 memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*. After a
-restart of the daemon a lease goes on if the daemon still has it (`DaemonSession.succeed`).
+restart of the daemon a lease goes on if the daemon still has it (`DaemonSession.succeed`). A lease that an engine
+dropped without releasing it, and every view of its blocks, is given back. A finalizer may run inside of any call of any
+thread, so it only notes the lease; the next request gives it back. A note is taken once, and never for a lease that was
+released. A prefix that took several requests has one lease of several, each on the blocks that follow its forerunner's,
+valid only while every part is.
+
+Before a byte is used its block is checked in its header: a stale offset, a recycled slot, a colliding key or a daemon's
+mistake becomes a miss. The payload's checksum is the daemon's to verify whenever bytes come from a slower medium.
+Layout: `kvstore_proto.arena` (a test holds the two together).
+
 Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,12 +31,13 @@ from kvstore_client import arguments
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
-from kvstore_client.verify import mismatch
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import HEADER_BYTES, MAGIC, TOKENS_OFFSET, VERSION
 from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
+_HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, token count, payload bytes, generation
+_dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of all sessions of this process
 
 
 class Chunk(Protocol):
@@ -203,9 +215,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -238,3 +248,119 @@ def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
     if destination.nbytes != expected_bytes:
         raise invalid(f"a destination has {destination.nbytes} bytes, its block {expected_bytes}")
     return destination.reshape(-1).view(np.uint8)
+
+
+def mismatch(
+    arena: memoryview, offset: int, key: bytes, tokens: bytes | None, payload_bytes: int, generation: int
+) -> str:
+    """What differs between the header at `offset` and the requested block; empty when nothing does."""
+    magic, version, _, found_key, count, found_bytes, found_generation = _HEAD.unpack_from(arena, offset)
+    if magic != MAGIC or version != VERSION:
+        return "no block header"
+    if found_key != key:
+        return "key"
+    if found_generation != generation:
+        return "generation"
+    if found_bytes != payload_bytes:
+        return "payload size"
+    if tokens is None:
+        return ""
+    start = offset + TOKENS_OFFSET
+    # tobytes: comparing memoryviews goes item by item, and takes four times as long
+    if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
+        return "token ids"
+    return ""
+
+
+class JoinedGrant:
+    """The grants of several leases of one layer group. Implements `Grant`."""
+
+    def __init__(self, grants: Sequence[Grant]) -> None:
+        self._grants = grants
+        self.block_tokens = grants[0].block_tokens
+        self.layer_count = grants[0].layer_count
+
+    def is_alive(self) -> bool:
+        return all(grant.is_alive() for grant in self._grants)
+
+    def renew(self) -> float | None:
+        """Renew one after the other: the first one's time passes meanwhile, the daemon's answers are that short."""
+        shortest: float | None = None
+        for grant in self._grants:
+            expires_in_s = grant.renew()
+            if expires_in_s is None:
+                return None
+            shortest = expires_in_s if shortest is None else min(shortest, expires_in_s)
+        return shortest
+
+    def release(self) -> None:
+        for grant in self._grants:
+            grant.release()
+
+    def chain(self, tokens: TokenIds) -> Chain:
+        return self._grants[0].chain(tokens)
+
+
+def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
+    """Return one lease that has the blocks of all `parts`, and their release: they are not to be used any more."""
+    if len(parts) == 1:
+        return parts[0]
+    held = [part for part in parts if len(part)]
+    whole = Lease(
+        [block for part in held for block in part.held_blocks],
+        JoinedGrant([part.grant for part in held if part.grant is not None]) if held else None,
+        reason=parts[-1].reason,
+        promoted_bytes=sum(part.promoted_bytes for part in parts),
+        resident_blocks=sum(part.resident_blocks for part in parts),
+        estimated_load_s=sum(part.estimated_load_s for part in parts),
+        clock=clock,
+    )
+    whole.valid_until = min((part.valid_until for part in held), default=0.0)
+    return whole
+
+
+class Anchor:
+    """The object that one lease and its views hold on to. `release` gives the lease back."""
+
+    __slots__ = ("_pid", "_release")
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+        self._pid = os.getpid()
+
+    def let_go(self) -> None:
+        """The lease was released, or never used."""
+        self._release = None
+
+    def __del__(self) -> None:
+        if self._release is not None and self._pid == os.getpid():  # in a forked child it is the parent's
+            _dropped.append(self._release)
+
+
+class _Anchored:
+    """Memory that keeps an anchor as long as a NumPy array shows it."""
+
+    __slots__ = ("__array_struct__", "_anchor", "_memory")
+
+    def __init__(self, memory: Bytes, anchor: Anchor) -> None:
+        self.__array_struct__ = memory.__array_struct__  # a third of the time of __array_interface__
+        self._memory, self._anchor = memory, anchor
+
+
+def anchored(memory: Bytes, anchor: Anchor) -> Bytes:
+    """Return the same bytes as an array that keeps `anchor`, as every view of it does."""
+    view: Bytes = np.asarray(_Anchored(memory, anchor))
+    return view
+
+
+def give_back_dropped() -> None:
+    """Release what was dropped so far."""
+    while _dropped:
+        try:
+            release = _dropped.popleft()
+        except IndexError:  # another thread was first
+            return
+        release()
+
+
+os.register_at_fork(after_in_child=_dropped.clear)

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.call import Call
@@ -33,25 +32,21 @@ class LeasedRun(NamedTuple):
     lease: Lease
 
 
-class LeaseSource(Protocol):
-    """What makes leases of the answers to an Acquire in an order."""
-
-    def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
-        """A lease on the usable blocks of an answer; empty, with the reason, if there are none."""
-        ...
-
-    def give_back(self, lease_id: int) -> None:
-        """Release what an answer granted that arrived too late. 0 is none."""
-        ...
-
-
-class Piece(LeaseSource, Protocol):
-    """A piece of a prefix, from its block `first` on, that is still to be asked for."""
+class Piece(Protocol):
+    """A piece of a prefix, from its block `first` on: what asks for it and makes leases of the answers."""
 
     @property
     def first(self) -> int: ...
     def begin(self) -> Call:
         """Send the request."""
+        ...
+
+    def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
+        """Return a lease on the usable blocks of an answer; empty, with the reason, if there are none."""
+        ...
+
+    def give_back(self, lease_id: int) -> None:
+        """Release what an answer granted that arrived too late. 0 is none."""
         ...
 
 
@@ -78,7 +73,7 @@ class LeaseStream:
 
     def __init__(
         self,
-        source: LeaseSource | None,
+        source: Piece | None,
         call: Call | None,
         group: LayerGroup,
         deadline_s: float,
@@ -145,9 +140,7 @@ class LeaseStream:
     def __enter__(self) -> LeaseStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _next_reply(self) -> wire.AcquireReply | None:
@@ -250,9 +243,7 @@ class LayerStreams(Generic[StreamKind]):
     def __enter__(self) -> LayerStreams[StreamKind]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

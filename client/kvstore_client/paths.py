@@ -1,13 +1,18 @@
-"""Where a daemon's sockets are.
+"""Where a daemon's sockets are, and the small files of clients that spare work in the next process.
 
-Owns the names inside a socket directory and how the directory is chosen: argument, then the environment
-variable KVSTORED_SOCKET_DIR, then /run/kvstored.
+Owns the names inside a socket directory and how the directory is chosen: argument, then the environment variable
+KVSTORED_SOCKET_DIR, then /run/kvstored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from kvstore_proto.replaced_file import replaced_file, usual_mode
 
 ENVIRONMENT_VARIABLE = "KVSTORED_SOCKET_DIR"
 DEFAULT_DIRECTORY = Path("/run/kvstored")
@@ -58,3 +63,11 @@ def cache_directory() -> Path:
 def costs_file(fingerprint_digest: bytes) -> Path:
     """What loading and computing cost with one engine and model (`restore/choice.py`)."""
     return cache_directory() / f"costs-{fingerprint_digest.hex()[:32]}.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file at `path` by `value` as JSON; do nothing where it cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_file(path, durable=False, mode=usual_mode(), is_shared=True) as file:
+            file.write(json.dumps(value, indent=1).encode())

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from kvstore_client.arguments import count
+from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import DaemonSession
-from kvstore_client.keys import Chain
+from kvstore_client.errors import invalid
+from kvstore_client.keys import Chain, packed_or_keys
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.matching import match_of
+from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 
@@ -57,3 +61,26 @@ class Prefix:
         match = match_of(self.group.kind)
         window = self.window_blocks if match == wire.MATCH_WINDOW else 0
         return wire.KeySet(group=self.group.group_id, keys=keys.packed, match=match, window_blocks=window)
+
+
+def prefix_of(
+    connection: Connection, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None
+) -> Prefix | None:
+    """Return the blocks that a call names by `tokens` or `keys`; None while degraded. Raises KVStoreError(INVALID)."""
+    fingerprint = connection.options.fingerprint
+    group, daemon_session = group_of(fingerprint, group_id), connection.current()
+    if daemon_session is None:
+        packed_or_keys(tokens, keys)
+        return None
+    chain = daemon_session.chains.chain(tokens, keys, group.group_id)
+    return Prefix(daemon_session, fingerprint, group, chain)
+
+
+def group_of(fingerprint: Fingerprint, group_id: int | None) -> LayerGroup:
+    """Return the layer group of that number, the first one for None. Raises KVStoreError(INVALID)."""
+    groups = fingerprint.groups
+    group_id = None if group_id is None else count("group", group_id)
+    group = groups[0] if group_id is None else fingerprint.group(group_id)
+    if group is None:
+        raise invalid(f"the fingerprint has no layer group {group_id}; groups are {[g.group_id for g in groups]}")
+    return group

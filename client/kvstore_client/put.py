@@ -1,13 +1,12 @@
 """Put: write a run of blocks into the staging memory and send their keys, in one message or a few.
 
-Owns the pipeline of one put; where the daemon accepts blocks in place, of what is left over by that (`in_place`).
-What is written within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is
-sent in parts, so that the daemon copies while the client writes. Blocks that the lookup index shows are not written:
-only their keys are sent, and the daemon says whether it wants them after all.
-Never waits past the deadline, but for a payload function that does.
-Invariants: what the daemon may be reading is not written again (see `staging`); what was not sent is free again at the
-end, even when a payload function raises; each block ends with one status; written blocks that a put keeps to send them
-again never block the put itself.
+Owns the pipeline of one put; where the daemon accepts blocks in place, of what is left over by that (`in_place`). What
+is written within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is sent
+in parts, so that the daemon copies while the client writes. Blocks that the lookup index shows are not written: only
+their keys are sent, and the daemon says whether it wants them after all. Never waits past the deadline, but for a
+payload function that does. Invariants: what the daemon may be reading is not written again (see `staging`); what was
+not sent is free again at the end, even when a payload function raises; each block ends with one status; written blocks
+that a put keeps to send them again never block the put itself.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore_client.call import Call
@@ -22,12 +22,10 @@ from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
 from kvstore_client.payload import PayloadWriter, write_tokens
-from kvstore_client.put_order import PutOrder
-from kvstore_client.receipt import THROTTLED, PutReceipt
+from kvstore_client.receipt import PRESENT, THROTTLED, PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import Extent, Staging, Use
-from kvstore_client.store_call import NOWHERE, PendingOutcomes, StoreCall
-from kvstore_proto.arena import slot_bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.lookup_index import ABSENT, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -41,6 +39,9 @@ REASON_PENDING: Final = "another client is storing the same block"
 REASON_NO_ROOM: Final = "no room in the staging memory before the deadline"
 REASON_NO_STAGING: Final = "the daemon granted no staging memory: raise its host.staging, or open fewer sessions"
 REASON_TOO_LARGE: Final = "too large: a block has to fit into the staging memory of this session"
+NOWHERE = -1
+PENDING_PATIENCE_S = 0.25  # for a block that another client is writing
+_DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 
 
 def put(
@@ -60,21 +61,22 @@ def put(
     deadline = clock() + deadline_s
     receipt = PutReceipt(len(order), clock=clock)
     blocks: Sequence[int] = range(len(order))
+    believed = present_by_index(daemon, order)
     if daemon.writable.is_offered:
-        believed = present_by_index(daemon, order)
         blocks = InPlacePut(daemon, order, receipt, believed, deadline, clock=clock).run()
-        if not blocks:
-            return receipt
-    reason = staging.obtain(daemon.call, min(daemon.deadline_s, max(deadline - clock(), 0.0)))
-    if reason:
-        receipt.reason = reason
-    else:
-        StagedPut(daemon, staging, order, receipt, blocks, deadline, clock=clock).run()
+    if blocks:
+        reason = staging.obtain(daemon.call, min(daemon.deadline_s, max(deadline - clock(), 0.0)))
+        if reason:
+            receipt.reason = reason
+        else:
+            StagedPut(daemon, staging, order, receipt, blocks, believed, deadline, clock=clock).run()
+    if PRESENT in receipt.statuses:
+        daemon.index.get(may_wait=False)  # so that the next put knows what is present
     return receipt
 
 
 def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
-    """Blocks of the put that the lookup index shows."""
+    """Return the blocks of the put that the lookup index shows; it is asked once a put."""
     index = daemon.index.mapped
     if index is None:
         return set()
@@ -82,7 +84,8 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 
 class StagedPut:
-    """Some blocks of one put; use once: `run()`, in the caller's thread. Their outcomes are entered into `receipt`."""
+    """Some blocks of one put; use once: `run()`, in the caller's thread. Their outcomes are entered into `receipt`.
+    `believed`: blocks that seem to be there, and are named without being written until the daemon wants them."""
 
     def __init__(
         self,
@@ -91,17 +94,16 @@ class StagedPut:
         order: PutOrder,
         receipt: PutReceipt,
         blocks: Iterable[int],
+        believed: set[int],
         deadline: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._daemon, self._staging, self._order, self._receipt = daemon, staging, order, receipt
-        self._clock, self._sleep = clock, sleep
+        self._clock = clock
         self._deadline = deadline
         self._slot_bytes = slot_bytes(order.payload_bytes)
-        self._todo = deque(blocks)
-        self._believed = present_by_index(daemon, order)
+        self._todo, self._believed = deque(blocks), believed
         self._written: dict[int, tuple[int, Extent]] = {}  # blocks to send again, and where they are
         self._pending = PendingOutcomes()
         self._sent: deque[StoreCall] = deque()
@@ -232,8 +234,6 @@ class StagedPut:
             self._receipt.reason = REASON_PENDING
         decided = [NOWHERE if position in again else block for position, block in enumerate(store.blocks)]
         self._receipt.record(call, answer, decided)
-        if wire.STORE_STATUS_PRESENT in statuses:
-            self._daemon.index.get(may_wait=False)  # so that the next put knows what is present
         self._send_again(store, again, MIN_RETRY_S if wire.STORE_STATUS_AGAIN in statuses else 0.0)
 
     def _send_again(self, store: StoreCall, positions: Sequence[int], delay_s: float) -> None:
@@ -245,7 +245,7 @@ class StagedPut:
                 self._written[block] = (store.places[position], extent)
             self._todo.appendleft(block)
         if delay_s and positions:
-            self._sleep(min(delay_s, max(self._deadline - self._clock(), 0.0)))
+            time.sleep(min(delay_s, max(self._deadline - self._clock(), 0.0)))
 
     # The end
 
@@ -288,3 +288,75 @@ class StagedPut:
             answered_late = self._staging.leave_unanswered(store.use)
             if store.call is not None:
                 store.call.abandon(answered_late)
+
+
+@dataclass(slots=True, eq=False)
+class StoreCall:
+    """Blocks (indices into the receipt), the offset of each in staging (NOWHERE: believed present), and its extent."""
+
+    blocks: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    extents: list[Extent | None] = field(default_factory=list)
+    use: Use = field(default_factory=Use)
+    call: Call | None = None  # once it is sent
+
+    @property
+    def pages(self) -> list[int]:
+        return [place // ALIGNMENT_BYTES + 1 for place in self.places]  # NOWHERE gives 0
+
+    def add(self, block: int, place: int, extent: Extent | None) -> None:
+        self.blocks.append(block)
+        self.places.append(place)
+        self.extents.append(extent)
+        if extent is not None:
+            self.use.extents.append(extent)
+
+    def add_run(self, blocks: Sequence[int], extent: Extent, slot_bytes: int) -> None:
+        """`add` of blocks in consecutive slots from the extent's first byte."""
+        extents = [extent] * len(blocks)
+        self.blocks += blocks
+        self.places += range(extent.offset, extent.offset + len(blocks) * slot_bytes, slot_bytes)
+        self.extents += extents
+        self.use.extents += extents
+
+
+class PendingOutcomes:
+    """Which blocks were sent and are to be sent again, with patience for other clients, block by block.
+
+    Invariant: an orphan is sent again only while the outcome of a block before it is pending. `gave_up`: another client
+    was writing a block for longer than `PENDING_PATIENCE_S`.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: set[int] = set()
+        self._other_client_since: dict[int, float] = {}  # of these, those that another client is writing
+        self.gave_up = False
+
+    def refused(self, blocks: Iterable[int]) -> None:
+        """The daemon has not looked at them: all of them are to be sent again."""
+        self._blocks.update(blocks)
+
+    def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
+        """Return the positions in `blocks` that are to be sent again; the others are decided."""
+        if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
+            return []  # the common case: each of them once, none of them again
+        again: list[int] = []
+        for position, (block, status) in enumerate(zip(blocks, statuses, strict=False)):
+            if status != wire.STORE_STATUS_AGAIN:
+                self._other_client_since.pop(block, None)
+            if self._goes_again(block, status, now, deadline):
+                self._blocks.add(block)
+                again.append(position)
+            else:
+                self._blocks.discard(block)
+        return again
+
+    def _goes_again(self, block: int, status: int, now: float, deadline: float) -> bool:
+        if status == wire.STORE_STATUS_AGAIN:
+            since = self._other_client_since.setdefault(block, now)
+            is_patient = now < min(since + PENDING_PATIENCE_S, deadline)
+            self.gave_up = self.gave_up or not is_patient
+            return is_patient
+        if status == wire.STORE_STATUS_ORPHANED:
+            return any(before < block for before in self._blocks)
+        return status == wire.STORE_STATUS_WANTED

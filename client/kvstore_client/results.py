@@ -1,7 +1,9 @@
-"""What a session returns: plain frozen records. Misses are values here, with a reason in words."""
+"""What a session returns: plain frozen records, and counts. Misses are values here, with a reason in words."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass
 
 UNKNOWN_TIER = "unknown"  # of a probe: only the daemon knows
@@ -107,3 +109,20 @@ class Statistics:
     grpc_message_bytes: int = 0  # of the stream, gRPC's or direct, in both directions: keys, ids, offsets
     grpc_payload_bytes: int = 0  # in the fields of the wire that can carry opaque bytes
     last_error: str = ""
+
+
+class Counters:
+    """Named integers; `add` and `read` are atomic as a whole."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount
+
+    def read(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._values)

@@ -1,45 +1,39 @@
 """A session: what an engine holds to put, get and look up blocks by token ids.
 
 The facade of the package: checks arguments, picks the daemon session, counts, and leaves the work to `get`, `put`,
-`lookup`, `hint`, `delete` and `connection`. Usable from several threads; not across fork. Never blocks longer than its
-deadlines, and never raises for a miss, a throttle or an absent daemon (unless `required=True`).
+`requests` and `connection`. Usable from several threads; not across fork. Never blocks longer than its deadlines, and
+never raises for a miss, a throttle or an absent daemon (unless `required=True`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from kvstore_client import requests
 from kvstore_client.arguments import UINT64_MAX, count, one_of, seconds
 from kvstore_client.connection import Connection
-from kvstore_client.counters import Counters
-from kvstore_client.delete import delete
 from kvstore_client.errors import invalid
-from kvstore_client.explain import checked, explain
 from kvstore_client.get import get, lease_stream
-from kvstore_client.hint import Expected, NextStep, send_hint, send_prefetch, send_touch
-from kvstore_client.keys import packed_or_keys
 from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import ORDERS, LayerStreams, LeaseStream, Order, no_leases
-from kvstore_client.lookup import lookup, probe
 from kvstore_client.payload import Payload, payload_list
-from kvstore_client.prefix import Prefix
+from kvstore_client.prefix import Prefix, group_of, prefix_of
 from kvstore_client.put import put
-from kvstore_client.put_order import DURABILITY_MODES, PutOrder, payload_bytes_of
-from kvstore_client.receipt import STORED, PutReceipt
+from kvstore_client.receipt import DURABILITY_MODES, STORED, PutOrder, PutReceipt, payload_bytes_of
+from kvstore_client.requests import Expectation, NextStep
 from kvstore_client.results import (
     MISS_REASONS,
     REASON_ABSENT,
     REASON_NO_DAEMON,
     REASON_UNKNOWN,
+    Counters,
     Deleted,
     Lookup,
     Prefetched,
     Statistics,
 )
-from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -77,8 +71,8 @@ class Session:
     @property
     def tenant(self) -> str:
         """The tenant that owns the blocks, by the daemon's name for it; empty while degraded."""
-        daemon_session = self._connection.current()
-        return "" if daemon_session is None else daemon_session.tenant
+        daemon = self._connection.current()
+        return "" if daemon is None else daemon.tenant
 
     @property
     def state(self) -> str:
@@ -106,7 +100,7 @@ class Session:
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         found = Lookup(reason=REASON_NO_DAEMON)
         if prefix is not None:
-            found = lookup(prefix, timeout_s, clock=self._clock)
+            found = requests.lookup(prefix, timeout_s, clock=self._clock)
         self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
         return found
 
@@ -130,16 +124,13 @@ class Session:
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> int | None:
-        """How many leading blocks can be restored; None when that cannot be found out within the deadline.
-
-        By the lookup index where it is sure, else by a `lookup` for what is left of the deadline.
-        """
+        """How many leading blocks can be restored, by the lookup index where it is sure, else by a `lookup` for what is
+        left of the deadline; None when that cannot be found out in time."""
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
             found = self.lookup(tokens, keys=keys, group=group, deadline_s=deadline - self._clock())
-        is_known = found.reason in MISS_REASONS or found.reason == REASON_ABSENT
-        return found.blocks if is_known else None
+        return found.blocks if found.reason in (*MISS_REASONS, REASON_ABSENT) else None
 
     def get(
         self,
@@ -159,24 +150,17 @@ class Session:
         stored. With `promote=False` nothing is: the lease holds what is mapped already, and its `resident_blocks` and
         `estimated_load_s` say what another get would bring and cost: a lookup and the common case of a get in one
         round trip. `verify` compares the token ids in each block's header with `tokens` (only keys, with `keys=`).
-        `prefault` enters the leased pages into our page table in one system call. Measured, that moves the cost of a
-        first pass (64 MiB: 3.5 ms) from the pass into this call and costs 3 ms again each time, so it is off; turn it
-        on where `get` runs in a thread of its own and the pass is what a request waits for.
+        `prefault` enters the leased pages into our page table in one system call: that moves the cost of a first pass
+        (64 MiB: 3.5 ms) into this call, each time. Turn it on where `get` runs in a thread of its own.
         """
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
         if prefix is None:
             lease = Lease(reason=REASON_NO_DAEMON)
         elif len(prefix := prefix.head(max_blocks)):
+            prefault = self._prefault if prefault is None else prefault
             lease = get(
-                prefix,
-                self._counters,
-                timeout_s,
-                verify=verify,
-                prefault=self._prefault if prefault is None else prefault,
-                promote=promote,
-                prompt_tokens=prefix.chain.prompt_tokens,
-                clock=self._clock,
+                prefix, self._counters, timeout_s, verify=verify, prefault=prefault, promote=promote, clock=self._clock
             )
         else:
             lease = Lease()
@@ -202,16 +186,9 @@ class Session:
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
         if prefix is None or not len(prefix := prefix.head(max_blocks)):
-            return no_leases(self._group(group), self._count_get, REASON_NO_DAEMON if prefix is None else "")
-        return lease_stream(
-            prefix,
-            self._counters,
-            timeout_s,
-            order,
-            self._count_get,
-            verify=verify,
-            clock=self._clock,
-        )
+            reason = REASON_NO_DAEMON if prefix is None else ""
+            return no_leases(group_of(self.fingerprint, group), self._count_get, reason)
+        return lease_stream(prefix, self._counters, timeout_s, order, self._count_get, verify=verify, clock=self._clock)
 
     def get_layers(
         self,
@@ -223,15 +200,15 @@ class Session:
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LayerStreams[LeaseStream]:
-        """By layer range: `get_stream` for each of `groups` (default: those of the fingerprint), requested at once. The
-        whole prefix of one is queued before that of the next, so an engine whose layers are in several groups
+        """Start `get_stream` for each of `groups` (default: those of the fingerprint), all requested at once. The whole
+        prefix of one is queued before that of the next, so an engine whose layers are in several groups
         (`LayerGroup.split`) computes those of the first while the others are loaded. A block is of use where every
         group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded. `deadline_s`
         is for all of them together.
         """
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
-        chosen = self.fingerprint.groups if groups is None else [self._group(group) for group in groups]
+        chosen = self.fingerprint.groups if groups is None else [group_of(self.fingerprint, group) for group in groups]
         return LayerStreams(
             self.get_stream(
                 tokens, group=group.group_id, order=order, max_blocks=max_blocks, deadline_s=deadline_s, verify=verify
@@ -240,7 +217,6 @@ class Session:
         )
 
     def _count_get(self, blocks: int, payload_bytes: int) -> None:
-        """A get has ended that found so many blocks."""
         self._counters.add(
             gets=1, hits=int(blocks > 0), misses=int(blocks == 0), blocks_restored=blocks, bytes_restored=payload_bytes
         )
@@ -260,22 +236,19 @@ class Session:
     ) -> PutReceipt:
         """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
 
-        A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be
-        called again for the same block, when that has to be sent again and its room was needed meanwhile. It may also
-        only begin to write, and return a function that waits for the end: those of blocks sent together are called
-        when all of these are begun.
-        `wait`:
-        "published" returns when other clients can find the blocks, "settled" when their durability is decided
+        A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be called
+        again for the same block, when that has to be sent again and its room was needed meanwhile. It may also only
+        begin to write, and return a function that waits for the end: that is called when all blocks sent together are
+        begun.
+        `wait`: "published" returns when other clients can find the blocks, "settled" when their durability is decided
         too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
         already, too. `payload_bytes` is needed only for functions in a group whose fingerprint leaves the size open.
         """
-        layers = self._group(group)
+        layers = group_of(self.fingerprint, group)
         one_of("durability", durability, DURABILITY_MODES)
         one_of("wait", wait, ("published", "settled"))
         first_block = count("first_block", first_block)
-        if payload_bytes is not None:
-            payload_bytes = count("payload_bytes", payload_bytes, most=UINT64_MAX)
         payloads = payload_list(payloads)
         size = payload_bytes_of(payloads, self.fingerprint, layers, payload_bytes)
         deadline_s = seconds("deadline_s", DEFAULT_PUT_DEADLINE_S if deadline_s is None else deadline_s)
@@ -284,11 +257,6 @@ class Session:
         self._counters.add(puts=1)
         if prefix is None:
             return PutReceipt(len(payloads), REASON_NO_DAEMON)
-        if first_block + len(payloads) > len(prefix):
-            raise invalid(
-                f"blocks {first_block}..{first_block + len(payloads)} were given, but the prefix has "
-                f"{len(prefix)} full blocks of {self.block_tokens} tokens"
-            )
         order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability])
         receipt = put(prefix.daemon, order, deadline_s, clock=self._clock)
         if wait == "settled":
@@ -307,12 +275,12 @@ class Session:
         group: int | None = None,
     ) -> Prefetched:
         """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). 0 = default budget."""
-        in_s, budget_bytes = (
-            seconds("in_s", 0 if in_s is None else in_s),
-            count("budget_bytes", budget_bytes, most=UINT64_MAX),
-        )
+        in_s = seconds("in_s", 0 if in_s is None else in_s)
+        budget_bytes = count("budget_bytes", budget_bytes, most=UINT64_MAX)
         prefix = self._prefix(tokens, keys, group)
-        return Prefetched(reason=REASON_NO_DAEMON) if prefix is None else send_prefetch(prefix, in_s, budget_bytes)
+        if prefix is None:
+            return Prefetched(reason=REASON_NO_DAEMON)
+        return requests.send_prefetch(prefix, in_s, budget_bytes)
 
     def hint(
         self,
@@ -333,14 +301,14 @@ class Session:
         the chain will be used, by a request that waits in a queue, or that is expected when a pause is over. The daemon
         learns from what follows how far to trust each.
         """
-        expected = Expected(will_continue, due_in_s, next_step, answer_tokens)
+        expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
-        return 0 if prefix is None else send_hint(prefix, expected)
+        return 0 if prefix is None else requests.send_hint(prefix, expected)
 
     def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
         """Count an access, as if the blocks had been read. Returns how many the daemon knows."""
         prefix = self._prefix(tokens, keys, group)
-        return 0 if prefix is None else send_touch(prefix)
+        return 0 if prefix is None else requests.send_touch(prefix)
 
     def delete(
         self,
@@ -350,44 +318,39 @@ class Session:
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> Deleted:
-        """Delete these blocks from every tier, last one first. When it returns no crash brings them back.
-
-        Never leaves a hole: see `Deleted` for the blocks that are kept.
-        """
+        """Delete these blocks from every tier, last one first, for good. Never leaves a hole: see `Deleted` for the
+        blocks that are kept."""
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         if prefix is None:
             return Deleted(reason=REASON_NO_DAEMON)
-        return delete(prefix, timeout_s, clock=self._clock)
+        return requests.delete(prefix, timeout_s, clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
-        """Where blocks of this session's tenant are, or why they are missing; with `recent_misses`, its last misses.
+        """Say where blocks of this session's tenant are, or why they are missing; or, by `recent_misses`, its misses.
 
         Changes nothing and counts no access. The fields are those of `kvstore_proto/v1/explain.proto`; `tenant` may be
         left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown
         names and for another tenant.
         """
-        request, timeout_s = checked(request), self._deadline(deadline_s)
-        daemon_session = self._connection.current()
-        return None if daemon_session is None else explain(daemon_session, request, timeout_s, clock=self._clock)
+        request, timeout_s = requests.checked(request), self._deadline(deadline_s)
+        daemon = self._connection.current()
+        return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
 
     def ping(self, deadline_s: float | None = None) -> float | None:
         """Seconds of one empty round trip on the stream; None when there was no answer in time."""
-        timeout_s, daemon_session = self._deadline(deadline_s), self._connection.current()
-        if daemon_session is None:
+        timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
+        if daemon is None:
             return None
         started = self._clock()
-        answer = daemon_session.call(wire.Request(ping=wire.Ping()), timeout_s)
+        answer = daemon.call(wire.Request(ping=wire.Ping()), timeout_s)
         return None if isinstance(answer, str) else self._clock() - started
 
     def wake(self) -> None:
-        """Announce that a call is about to follow; waits for nothing.
-
-        The first round trip after a pause takes several times as long as the next (threads on both sides asleep,
-        caches cold). If this is called when a prompt arrives, that passes while it is tokenized.
-        """
-        daemon_session = self._connection.current()
-        if daemon_session is not None:
-            daemon_session.stream.submit(wire.Request(ping=wire.Ping())).abandon()
+        """Announce that a call is about to follow; waits for nothing. The first round trip after a pause takes several
+        times as long as the next; called when a prompt arrives, that passes while it is tokenized."""
+        daemon = self._connection.current()
+        if daemon is not None:
+            daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
         """Keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
@@ -412,32 +375,16 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _probe(self, prefix: Prefix | None, *, may_wait: bool) -> Lookup:
-        found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else probe(prefix, may_wait=may_wait)
+        found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else requests.probe(prefix, may_wait=may_wait)
         self._counters.add(probes=1, probes_unknown=int(found.reason == REASON_UNKNOWN))
         return found
 
     def _prefix(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None) -> Prefix | None:
-        """The blocks that a call names; None while degraded. Raises KVStoreError(INVALID)."""
-        group, daemon_session = self._group(group_id), self._connection.current()
-        if daemon_session is None:
-            packed_or_keys(tokens, keys)
-            return None
-        chain = daemon_session.chains.chain(tokens, keys, group.group_id)
-        return Prefix(daemon_session, self.fingerprint, group, chain)
-
-    def _group(self, group_id: int | None) -> LayerGroup:
-        groups = self.fingerprint.groups
-        group_id = None if group_id is None else count("group", group_id)
-        group = groups[0] if group_id is None else self.fingerprint.group(group_id)
-        if group is None:
-            raise invalid(f"the fingerprint has no layer group {group_id}; groups are {[g.group_id for g in groups]}")
-        return group
+        return prefix_of(self._connection, tokens, keys, group_id)
 
     def _deadline(self, deadline_s: float | None) -> float:
         return self._deadline_s if deadline_s is None else seconds("deadline_s", deadline_s)

@@ -58,8 +58,8 @@ class Granted:
 
 
 class SlotRequests:
-    """Those of one session of the daemon. `begin` sends a request; `call_later` calls after some seconds, in a thread
-    of its own."""
+    """The slots that one session of the daemon requests. `begin` sends a request; `call_later` calls
+    after some seconds, in a thread of its own."""
 
     def __init__(self, begin: Begin, call_later: CallLater, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._begin, self._call_later, self._clock = begin, call_later, clock

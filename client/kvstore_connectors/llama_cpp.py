@@ -3,11 +3,11 @@
 Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
 fingerprint of a loaded model, a sketch of what it computes among it (`llama_probe`). A completion's state is stored as
 a chain of blocks; the next prompt, in any process, restores the longest run of them it shares, as far as that is
-expected to be faster than computing it.
-Never does: fail a completion. What cannot be restored is a KeyError, which is a cache's word for a miss; what cannot
-be stored is counted. Never unpickles, and never hands llama.cpp a byte outside the shape that this model itself saves.
-Invariants: a cache serves the one model it was made for; blocks are stored only of tokens that the model was seen to
-evaluate (`llama_evaluated`), and while its weights' file is the one that was digested (`weight_files`).
+expected to be faster than computing it. Never does: fail a completion. What cannot be restored is a KeyError, which is
+a cache's word for a miss; what cannot be stored is counted. Never unpickles, and never hands llama.cpp a byte outside
+the shape that this model itself saves. Invariants: a cache serves the one model it was made for; blocks are stored only
+of tokens that the model was seen to evaluate (`llama_probe`), and while its weights' file is the one that was digested
+(`weight_files`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ except ImportError as missing:
         f"kvstore_connectors.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
     ) from None
 
-from kvstore_connectors.llama_evaluated import seen_in, watch
-from kvstore_connectors.llama_probe import probed_state, sketch, take_state, why_not_restorable
+from kvstore_connectors.llama_probe import probed_state, seen_in, sketch, take_state, watch, why_not_restorable
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from operator import mul
 from pathlib import Path
 from time import time
 
-from kvstore_client.json_file import write_json
+from kvstore_client.paths import write_json
 from kvstore_restore.bias import Biases
 from kvstore_restore.features import LINK_PRIOR, link_cost, load_features
 from kvstore_restore.scaled_fit import ScaledFit

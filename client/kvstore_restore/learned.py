@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvstore_client.json_file import write_json
+from kvstore_client.paths import write_json
 from kvstore_restore.costs import Contention, RestoreCosts
 from kvstore_restore.features import (
     COMPUTE_PRIOR,

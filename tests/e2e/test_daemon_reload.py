@@ -15,11 +15,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvctl.doctor.certificate import certificate
-from kvctl.doctor.finding import Level
-from kvctl.doctor.settings import Settings
-from kvctl.doctor.surroundings import Surroundings
-from kvctl.exit_codes import FAILED
+from kvctl.doctor.serving import certificate
+from kvctl.doctor.surroundings import Level, Settings, Surroundings
+from kvctl.output import FAILED
 from tests.e2e.test_daemon_eviction import Watcher
 from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

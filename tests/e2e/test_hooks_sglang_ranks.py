@@ -18,7 +18,7 @@ RANK = """
 import json, sys
 from types import SimpleNamespace
 import torch.distributed as dist
-from kvstore_connectors.sglang.ranks import Ranks
+from kvstore_connectors.sglang.layer_loads import Ranks
 
 rank, store, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -54,7 +54,7 @@ def test_one_rank_that_cannot_is_enough(kind: str, expected: list[object], tmp_p
 def test_a_rank_without_groups_decides_alone() -> None:
     code = """
 from types import SimpleNamespace
-from kvstore_connectors.sglang.ranks import Ranks
+from kvstore_connectors.sglang.layer_loads import Ranks
 ranks = Ranks(SimpleNamespace(tp_cache_group=None, attn_tp_cache_group=None, attn_cp_cache_group=None))
 print(ranks.tp_rank, ranks.tp_size, ranks.all(True), ranks.all(False))
 """

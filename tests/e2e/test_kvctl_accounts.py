@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.exit_codes import OK
 from kvctl.main import main
+from kvctl.output import OK
 from kvstore_engine.server.sessions import TenantSessions, fingerprint_for
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.exit_codes import FAILED
+from kvctl.output import FAILED
 from kvstore_client.session import Session
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

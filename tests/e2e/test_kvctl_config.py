@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.exit_codes import UNREACHABLE, USAGE
 from kvctl.main import main
+from kvctl.output import UNREACHABLE, USAGE
 from kvstored.config import load_config
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, running_daemon

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl.exit_codes import FAILED, MISS, OK, UNREACHABLE, USAGE
 from kvctl.main import main
+from kvctl.output import FAILED, MISS, OK, UNREACHABLE, USAGE
 from kvstore_proto.objects import HEAD_BYTES, OBJECTS, object_tokens
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl.exit_codes import FAILED, UNREACHABLE, USAGE
 from kvctl.main import main
+from kvctl.output import FAILED, UNREACHABLE, USAGE
 from kvstore_client import Fingerprint
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of

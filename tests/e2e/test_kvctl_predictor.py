@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.exit_codes import FAILED
+from kvctl.output import FAILED
 from tests.reference.conversations import found_blocks, model, put_conversation, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl.exit_codes import FAILED, MISS
+from kvctl.output import FAILED, MISS
 from kvstore_client.objects import get_head
 from kvstore_client.objects import payloads_of as without_copy
 from kvstore_proto.objects import OBJECTS, ChecksumKind, content_of, head_of, object_tokens, payloads_of

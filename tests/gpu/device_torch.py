@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvstore_client.device import DeviceMemory
-from kvstore_connectors.transformers.device_copies import ModelStream
+from kvstore_connectors.transformers.device_copies import TorchStream
 from tests.gpu.device_engine import allocate
 
 _PAGE_BYTES = 2 << 20
@@ -38,7 +38,7 @@ class OnStream(torch.Tensor):
 
 
 class EmulatedStream:
-    """A `ModelStream`."""
+    """A `TorchStream` without torch's CUDA."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -72,7 +72,7 @@ class EmulatedStream:
 class QueuedWrites:
     """Writes on the model's stream, as a kernel of it would make them."""
 
-    def __init__(self, device: DeviceMemory, stream: ModelStream) -> None:
+    def __init__(self, device: DeviceMemory, stream: TorchStream) -> None:
         self._device, self._stream = device, stream
         self._registered: list[Any] = []
 

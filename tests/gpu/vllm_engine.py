@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_connectors.vllm.device_layout import device_pool
-from kvstore_connectors.vllm.device_pages import DevicePages
-from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
-from kvstore_connectors.vllm.tensors import kv_tensors
+from kvstore_connectors.vllm.tensors import DevicePages, device_pool, kv_tensors
 from kvstore_connectors.vllm.worker import WorkerSide
 from kvstore_proto.identity import pack_tokens
 from tests.gpu.device_engine import POOL_BYTES, allocate
@@ -200,8 +198,8 @@ class VllmWorker:
         self._block_ids = self._random.sample(range(BLOCKS), blocks)
         return self._block_ids
 
-    def _prefix(self, number: int, blocks: int) -> Prefix:
-        return Prefix(pack_tokens(tokens_of(number, blocks)))
+    def _prefix(self, number: int, blocks: int) -> RequestPrefix:
+        return RequestPrefix(pack_tokens(tokens_of(number, blocks)))
 
     def _compute(self) -> None:
         """Read the blocks of a layer once it may be read, into host memory, on the engine's stream."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvctl.exit_codes import OK
 from kvctl.main import main
+from kvctl.output import OK
 from tests.reference.running_daemon import RunningDaemon
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvstore_connectors.vllm.device_layout import CacheMemory
+from kvstore_connectors.vllm.tensors import CacheMemory
 
 KV_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")  # layer, block, head, token, content
 

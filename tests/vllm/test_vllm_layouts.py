@@ -22,9 +22,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore_connectors.vllm import KVStoreConnector
 from kvstore_connectors.vllm.connector import StepMetadata
-from kvstore_connectors.vllm.device_layout import CacheMemory, device_pool
 from kvstore_connectors.vllm.orders import LoadOrder, Prefix, StepOrders
-from kvstore_connectors.vllm.tensors import kv_tensors
+from kvstore_connectors.vllm.tensors import CacheMemory, device_pool, kv_tensors
 from tests.reference.device_pool import pieces
 from tests.reference.signatures import differences
 from tests.reference.vllm_layouts import KV_LAYOUTS

@@ -11,26 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvctl.admin import AdminSocket
-from kvctl.doctor import (
-    certificate,
-    disk,
-    disk_speed,
-    gpu,
-    limits,
-    machine,
-    memory,
-    packages,
-    remote,
-    secret,
-    serving,
-    settings,
-    sockets,
-)
-from kvctl.doctor.finding import Check, Finding, Level, fail, guarded, ok
-from kvctl.doctor.surroundings import Surroundings
-from kvctl.exit_codes import FAILED, OK, CommandError
-from kvctl.output import Output
+from kvctl.connection import AdminSocket
+from kvctl.doctor import disk, limits, machine, serving, sockets, surroundings, tiers
+from kvctl.doctor.surroundings import Check, Finding, Level, Surroundings, fail, guarded, ok
+from kvctl.output import FAILED, OK, CommandError, Output
 from kvstore_console.progress import Progress
 from kvstore_console.terminal import Line, is_terminal, size_of, wants_colour
 from kvstore_proto.v1 import admin_pb2 as wire
@@ -60,8 +44,8 @@ def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroun
             history = admin.call("History", wire.HistoryRequest(since_s=1e-3, settings=True), wire.HistoryReply)
     except CommandError as error:  # with a status: a daemon that is older than this command
         config = None if arguments.config is None else Path(arguments.config)
-        return Surroundings(directory, settings.of_file(config, arguments.state_dir), status), error
-    return Surroundings(directory, settings.of_daemon(history.settings), status), None
+        return Surroundings(directory, surroundings.of_file(config, arguments.state_dir), status), error
+    return Surroundings(directory, surroundings.of_daemon(history.settings), status), None
 
 
 def _checks(
@@ -81,37 +65,37 @@ def _checks(
         ("version", partial(serving.versions, around, installed)),
         ("engine's way", partial(serving.as_an_engine, around, arguments.timeout)),
         ("systemd", partial(machine.unit, around)), ("settings", partial(_settings, around)),
-        ("secret", partial(secret.secret, around)), ("certificate", partial(certificate.certificate, around)),
+        ("secret", partial(serving.secret, around)), ("certificate", partial(serving.certificate, around)),
     ]  # fmt: skip
     yield "limits", [
         ("open files", partial(limits.descriptors, around)), ("locked memory", partial(limits.locked_memory, around)),
         ("memory limit", partial(limits.cgroup_memory, around)),
     ]  # fmt: skip
     yield "memory", [
-        ("capacity", partial(memory.capacity, around)), ("memfd", partial(memory.shared, around)),
-        ("huge pages", partial(memory.huge_pages, around)),
+        ("capacity", partial(limits.capacity, around)), ("memfd", partial(limits.shared, around)),
+        ("huge pages", partial(limits.huge_pages, around)),
     ]  # fmt: skip
-    speed = [] if arguments.no_disk_test else [("speed", partial(disk_speed.speed, around, progress.say))]
+    speed = [] if arguments.no_disk_test else [("speed", partial(disk.speed, around, progress.say))]
     yield "disk", [
         ("directory", partial(disk.directory, around)), ("room", partial(disk.room, around)),
         ("file system", partial(disk.file_system, around)), ("direct I/O", partial(disk.direct, around)), *speed,
     ]  # fmt: skip
-    if gpu.tiers_of(around.settings):
+    if tiers.gpu_tiers(around.settings):
         yield "gpu", [
-            ("cuda-bindings", gpu.library), ("nvidia", partial(gpu.devices, around)),
-            ("unit", partial(gpu.unit, around)),
+            ("cuda-bindings", tiers.library), ("nvidia", partial(tiers.devices, around)),
+            ("unit", partial(tiers.unit, around)),
         ]  # fmt: skip
-    if tiers := remote.tiers_of(around.settings):
+    if remote := tiers.remote_tiers(around.settings):
         yield "remote", [
-            *((name, partial(remote.tier, around, name)) for name in tiers),
-            ("cluster secret", partial(remote.cluster, around)),
+            *((name, partial(tiers.remote_tier, around, name)) for name in remote),
+            ("cluster secret", partial(tiers.cluster, around)),
         ]  # fmt: skip
     yield "machine", [
         ("kernel", partial(machine.kernel, around)), ("users", partial(machine.user_namespace, around)),
         ("processors", partial(machine.processors, around)),
         ("clock", partial(clock.check, around)),
     ]  # fmt: skip
-    yield "packages", [("python", packages.python)]
+    yield "packages", [("python", machine.python)]
 
 
 def _findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
@@ -120,7 +104,7 @@ def _findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
 
 
 def _settings(around: Surroundings) -> Iterator[Finding]:
-    """Where the settings come from that the checks measure against."""
+    """Say where the settings come from that the checks measure against."""
     if around.settings.problem:
         advice = "see `kvstored config` for every setting; checks against settings are left out"
         yield fail("settings", f"{around.settings.source}: {around.settings.problem}", advice)
@@ -130,7 +114,7 @@ def _settings(around: Surroundings) -> Iterator[Finding]:
 
 
 def render(areas: Areas, width: int) -> str:
-    """For people: a line a finding, what to do below it."""
+    """Return the text for people: a line a finding, what to do below it."""
     colour = wants_colour(sys.stdout)
     name_width = max((len(finding.name) for _, found in areas for finding in found), default=0)
     lines: list[str] = []
@@ -159,7 +143,7 @@ def _advice(text: str, room: int) -> list[str]:
 
 
 def document(areas: Areas) -> dict[str, Any]:
-    """For machines."""
+    """Return the document for machines."""
     return {
         **_counts(areas),
         "checks": [
@@ -177,6 +161,6 @@ def _counts(areas: Areas) -> dict[str, int]:
 
 def _version() -> str:
     try:
-        return version(packages.DISTRIBUTION)
+        return version(machine.DISTRIBUTION)
     except PackageNotFoundError:
         return "unknown"

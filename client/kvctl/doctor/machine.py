@@ -1,14 +1,17 @@
-"""The machine: kernel, processors, systemd, the clock."""
+"""The machine: kernel, processors, systemd, the clock; Python and the packages that kvstored needs."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import platform
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
 
-from kvctl.doctor.finding import Finding, fail, ok, warn
-from kvctl.doctor.surroundings import Surroundings
+from kvctl.doctor.surroundings import Finding, Surroundings, fail, ok, warn
 
 _OLDEST_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _PIDFD_KERNEL = (6, 5)  # SO_PEERPIDFD
@@ -16,6 +19,15 @@ _ALL_IDS = 2**32 - 1  # -1 is no id
 _STA_UNSYNC = 0x40
 _STEP_S = 0.05
 _MANY_RESTARTS = 3
+DISTRIBUTION = "kvstored"
+_MODULES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "prometheus-client": "prometheus_client",
+    "protobuf": "google.protobuf",
+}
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+)\s*>=\s*([0-9][0-9.]*)\s*$")
 
 
 def kernel(around: Surroundings) -> Iterator[Finding]:
@@ -134,8 +146,43 @@ def steps(step_s: float) -> Iterator[Finding]:
 
 
 def _is_synchronised() -> bool | None:
-    """By adjtimex(2), reading only; None where it is not allowed."""
+    """Ask adjtimex(2), reading only; None where it is not allowed."""
     timex = (ctypes.c_long * 32)()  # struct timex; modes = 0 reads; status is its sixth word on 64-bit
     if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None).adjtimex(timex) < 0:
         return None
     return not timex[5] & _STA_UNSYNC
+
+
+def python(requirements: Sequence[str] | None = None, installed: Callable[[str], str] = version) -> Iterator[Finding]:
+    yield ok("python", platform.python_version())
+    if requirements is None:
+        try:
+            requirements = requires(DISTRIBUTION) or []
+        except PackageNotFoundError:
+            yield fail("packages", f"{DISTRIBUTION} is not installed as a package", "pip install kvstored")
+            return
+    for requirement in requirements:
+        match = _REQUIREMENT.match(requirement)  # extras have a marker
+        if match is not None:
+            yield _package(match[1], match[2], installed)
+
+
+def _package(name: str, least: str, installed: Callable[[str], str]) -> Finding:
+    repair = f"pip install '{name}>={least}'"
+    try:
+        found = installed(name)
+    except PackageNotFoundError:
+        return fail(name, "is not installed", repair)
+    if _numbers(found) < _numbers(least):
+        return fail(name, f"{found}, at least {least} is needed", repair)
+    try:
+        importlib.import_module(_MODULES.get(name, name))
+    except ImportError as error:
+        return fail(name, f"{found} does not load: {error}", f"pip install --force-reinstall '{name}>={least}'")
+    return ok(name, found)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "6.33.0rc1" -> (6, 33, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -1,14 +1,20 @@
-"""The daemon itself: does it answer an operator and an engine, and is it the version that is installed?"""
+"""The daemon itself: whether it answers an operator and an engine, is the version that is installed, has the secret
+that its blocks were stored under, and serves a certificate that does not end soon.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import ssl
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from kvctl.doctor.finding import Finding, fail, ok, warn
-from kvctl.doctor.running import how_to_start
-from kvctl.doctor.surroundings import Surroundings
-from kvctl.exit_codes import DENIED, CommandError
+from kvctl.doctor.sockets import how_to_start, user_name
+from kvctl.doctor.surroundings import Finding, Surroundings, fail, ok, warn
+from kvctl.output import DENIED, CommandError
 from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.handshake import PROTOCOL_VERSION
@@ -16,14 +22,19 @@ from kvstore_client.paths import HANDSHAKE_SOCKET
 from kvstore_console.units import human_bytes, human_seconds
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.state_identity import SECRET_FILE, read_ownership
 
 _PROBE = Fingerprint(model_name="kvctl doctor", weights_digest="kvctl doctor")  # stores nothing
 _PINGS = 20
 _SLOW_S = 0.005
+SOON_DAYS = 14
+_PROBE_S = 5.0
+_DAY_S = 86_400
+_EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Finding]:
-    """On the admin socket. `trouble` is why there was no answer."""
+    """Judge the answer on the admin socket. `trouble` is why there was none."""
     status = around.status
     if status is None:
         if trouble is not None and trouble.exit_code == DENIED:
@@ -97,3 +108,76 @@ def as_an_engine(around: Surroundings, timeout_s: float) -> Iterator[Finding]:
         yield warn("engine's way", seen, "the machine is overloaded: leave a core to the daemon (engine threads - 1)")
     else:
         yield ok("engine's way", seen)
+
+
+def secret(around: Surroundings) -> Iterator[Finding]:
+    state_dir = around.settings.path("daemon.state_dir")
+    if state_dir is None:
+        return
+    try:
+        nvme_dir = around.settings.path("nvme.path") if around.settings.flag("nvme.enabled") else None
+        found = read_ownership(state_dir, nvme_dir)
+    except PermissionError:
+        seen = f"{state_dir / SECRET_FILE} is closed to user {user_name(around.uid)}, as it should be"
+        yield ok("secret", seen, "sudo kvctl doctor compares it with the blocks")
+        return
+    if found.problem:
+        seen, _, advice = found.problem.partition(": ")
+        yield fail("secret", f"{seen}; the daemon will refuse to start", advice)
+    elif found.secret is None:
+        yield ok("secret", f"{state_dir / SECRET_FILE} does not exist yet; the daemon makes it")
+    else:
+        yield ok("secret", "it is the one that the blocks were stored under", "keep a copy of it with your backups")
+
+
+def certificate(around: Surroundings) -> Iterator[Finding]:
+    """Look at what is served. Nothing without a daemon or without TLS."""
+    listen, path = around.settings.values.get("unary.listen", ""), around.settings.path("unary.tls_cert")
+    if around.status is None or not listen or path is None:
+        return
+    host, _, port = listen.rpartition(":")
+    try:
+        served = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_PROBE_S)
+        ends_s = _end_of(served, host.strip("[]"), int(port))
+    except OSError as error:
+        yield fail("certificate", f"{listen} serves none: {error}", "look at the daemon's log")
+        return
+    left_days = (ends_s - time.time()) / _DAY_S
+    if left_days <= 0:
+        yield fail("certificate", f"{listen} serves one that has ended", f"renew {path}, then kvctl reload")
+    elif not _is_in(served, path):
+        yield warn("certificate", f"{listen} serves another one than {path} has", "kvctl reload serves the new one")
+    elif left_days < SOON_DAYS:
+        yield warn("certificate", f"it ends in {left_days:.0f} days", f"renew {path}, then kvctl reload")
+    else:
+        yield ok("certificate", f"it ends in {left_days:.0f} days")
+
+
+def _end_of(served: str, host: str, port: int) -> float:
+    """Return when a certificate ends, in seconds of the wall clock, 0 for one that has: by trusting it alone, since
+    Python says what is in a certificate only of one that it trusts."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.set_alpn_protocols(["h2"])
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as trusted:
+        trusted.write(served)
+        trusted.flush()
+        context.load_verify_locations(trusted.name)
+    try:
+        with socket.create_connection((host, port), _PROBE_S) as plain, context.wrap_socket(plain) as connection:
+            found = connection.getpeercert() or {}
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code == _EXPIRED:
+            return 0.0
+        raise
+    return float(ssl.cert_time_to_seconds(str(found["notAfter"])))
+
+
+def _is_in(served: str, path: Path) -> bool:
+    """Return whether the file at `path` has the certificate `served`; one closed to us counts as having it."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return True
+    return "".join(served.split()) in "".join(text.split())

@@ -1,4 +1,6 @@
-"""The socket directory and the sockets in it: there, not open to all users, not stale, open to this user."""
+"""The socket directory and the sockets in it: there, not open to all users, not stale, open to this user. Finds a
+daemon whose sockets do not show it by the lock of its state directory.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvctl.doctor.finding import Finding, fail, ok, warn
-from kvctl.doctor.running import how_to_start
-from kvctl.doctor.surroundings import Surroundings
+from kvctl.doctor.surroundings import Finding, Surroundings, fail, ok, warn
 from kvstore_client.paths import (
     ADMIN_SOCKET,
     DATA_SOCKET,
@@ -21,6 +21,7 @@ from kvstore_client.paths import (
     UNARY_SOCKET,
     explain_unreachable,
 )
+from kvstore_proto.lock_holder import UNLOCKED, UNSEEN, lock_holder
 
 _KINDS = {
     HANDSHAKE_SOCKET: socket.SOCK_SEQPACKET,
@@ -29,6 +30,7 @@ _KINDS = {
     UNARY_SOCKET: socket.SOCK_STREAM,
 }
 _PROBE_S = 2.0
+LOCK_FILE = "lock"
 
 
 def directory(around: Surroundings) -> Iterator[Finding]:
@@ -138,7 +140,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_member(uid: int, gid: int) -> bool:
-    """By the group database, which may be newer than this login."""
+    """Ask the group database, which may be newer than this login."""
     try:
         return user_name(uid) in grp.getgrgid(gid).gr_mem
     except KeyError:
@@ -149,3 +151,31 @@ def _join(group: str) -> str:
     if group == "root":  # no user should join that
         return "set daemon.socket_group to a group that you are in, or run kvctl as the daemon's user"
     return f"join group {group}: sudo usermod -aG {group} $USER, then log in again; or run kvctl as the daemon's user"
+
+
+def holder_of_lock(around: Surroundings) -> int:
+    """Return the pid of the daemon that has the state directory, as `lock_holder` does. Raise OSError where that cannot
+    be known."""
+    if around.status is not None:
+        return around.status.pid
+    state_dir = around.settings.path("daemon.state_dir")
+    if state_dir is None:
+        raise OSError("the state directory is not known")
+    # Where no lock file can be made, the directory alone is locked.
+    return lock_holder(state_dir / LOCK_FILE, state_dir, locks=around.proc / "locks")
+
+
+def how_to_start(around: Surroundings, more: str = "") -> str:
+    """Return what to do where no daemon answers: never what would start a second one. `more` follows the command."""
+    start = f"kvstored serve --socket-dir {around.socket_dir}{more}"
+    try:
+        pid = holder_of_lock(around)
+    except OSError:
+        return f"see whether one runs (pgrep -a kvstored); start the daemon only if none does: {start}"
+    if pid == UNLOCKED:
+        return f"start the daemon: {start}"
+    where = "in another pid namespace" if pid == UNSEEN else f"pid {pid}"
+    return (
+        f"a daemon runs, {where}: start no second one. Its sockets were removed, or it has another socket directory "
+        f"(--socket-dir). It makes missing ones again every two seconds; if it does not, its log says why"
+    )

@@ -1,23 +1,141 @@
-"""What the checks look at: a daemon's directories and settings, and the system's files.
+"""What the checks look at, a daemon's directories and settings and the system's files; and what they find.
 
-Everything that a test wants to stand in for is here: roots of /proc, /sys and /dev, who the caller is, how commands
-are run.
+Everything that a test wants to stand in for is here: roots of /proc, /sys and /dev, who the caller is, how commands are
+run. Settings come without importing the daemon: as it says itself, or as `kvstored config` and a file say; a file
+that the daemon would refuse is refused with the daemon's own words.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from kvctl.doctor.settings import Settings
+from kvstore_console.units import parse_size
 from kvstore_proto.v1 import admin_pb2 as wire
 
 COMMAND_TIMEOUT_S = 5.0
 
 Run = Callable[[Sequence[str]], str]
+SYSTEM_CONFIG = Path("/etc/kvstored/kvstored.toml")
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSettings:
+    """`values` by SECTION.KEY; sizes are bytes under KEY_bytes. `problem` is why there are none to trust."""
+
+    source: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    def path(self, key: str) -> Path | None:
+        value = self.values.get(key)
+        return Path(value) if value else None
+
+    def nbytes(self, key: str) -> int:
+        """0 when unknown."""
+        value = self.values.get(f"{key}_bytes", "0")
+        return int(value) if value.isdecimal() else 0
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.values.get(key, "")
+        return int(value) if value.isdecimal() else default
+
+    def flag(self, key: str) -> bool:
+        return self.values.get(key, "").lower() == "true"
+
+    def tiers(self, kind: str, *, mark: str) -> list[str]:
+        """Names of the tiers of a kind. Only a file's settings have the kind; only a daemon's have every default, so
+        that a tier without a kind is known by `mark`, a setting that no other kind has."""
+        names = dict.fromkeys(key.rpartition(".")[0] for key in self.values if key.endswith((".kind", f".{mark}")))
+        return [name for name in names if self.values.get(f"{name}.kind", kind) == kind]
+
+
+def of_daemon(values: Mapping[str, str]) -> DaemonSettings:
+    return DaemonSettings("the running daemon", dict(values))
+
+
+def of_file(config: Path | None, state_dir: str | None) -> DaemonSettings:
+    """The defaults, overlaid with a configuration file and a state directory."""
+    chosen = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
+    source = str(chosen) if chosen else "the defaults"
+    asked = [] if chosen is None else ["--config", str(chosen)]
+    asked += [] if state_dir is None else ["--state-dir", state_dir]
+    usable, said = _kvstored("config", "--check", *asked)
+    if not usable:
+        return DaemonSettings(source, problem=said.removeprefix("kvstored: "))
+    is_there, reference = _kvstored("config")
+    if not is_there:
+        return DaemonSettings(source, problem=reference)
+    values = _flat(tomllib.loads(reference))
+    if chosen is not None:
+        values |= _flat(tomllib.loads(chosen.read_text()))
+    if state_dir is not None:
+        values["daemon.state_dir"] = str(Path(state_dir).absolute())
+    if not values.get("nvme.path"):
+        values["nvme.path"] = str(Path(values["daemon.state_dir"]) / "nvme")
+    return DaemonSettings(source, _with_sizes(values))
+
+
+def size_of(text: str, whole_bytes: int) -> int | None:
+    """Bytes of "64MiB" or "25%"; None of a text that is no size: the daemon has checked the file already."""
+    try:
+        return parse_size(text, whole_bytes)
+    except ValueError:
+        return None
+
+
+def _kvstored(*arguments: str) -> tuple[bool, str]:
+    """Whether the daemon's command was content, and what it said."""
+    command = [sys.executable, "-m", "kvstored", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"`kvstored {' '.join(arguments)}` took longer than {_TIMEOUT_S:g} s"
+    except OSError as error:
+        return False, f"`kvstored config` cannot be run: {error.strerror} ({error.filename})"
+    if done.returncode == 0:
+        return True, done.stdout
+    return False, (done.stderr.strip().splitlines() or [f"kvstored ended with {done.returncode}"])[-1]
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, str]:
+    """SECTION.KEY to text, of each `[[tier]]` under its name; tenants are left out."""
+    tiers = [(tier["name"], tier) for tier in document.get("tier", [])]
+    return {
+        f"{section}.{key}": str(value)
+        for section, table in [*document.items(), *tiers]
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }
+
+
+def _with_sizes(values: dict[str, str]) -> dict[str, str]:
+    """Return the values with KEY_bytes beside each KEY that is a size."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sized = dict(values)
+    for key, text in values.items():
+        whole_bytes = memory_bytes
+        if key == "nvme.capacity" and "%" in text:
+            whole_bytes = _file_system_bytes(Path(values["nvme.path"]))
+        nbytes = size_of(text, whole_bytes)
+        if nbytes is not None:
+            sized[f"{key}_bytes"] = str(nbytes)
+    return sized
+
+
+def _file_system_bytes(path: Path) -> int:
+    while not os.path.exists(path) and path != path.parent:  # False too where we may not look
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -36,7 +154,7 @@ class Surroundings:
     """`status` is the daemon's, when it answers on its admin socket; `settings` are its own then, else a file's."""
 
     socket_dir: Path
-    settings: Settings
+    settings: DaemonSettings
     status: wire.StatusReply | None = None
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -57,3 +175,43 @@ class Surroundings:
         """Lines of `NAME: VALUE`."""
         lines = (self.read(path) or "").splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+class Level(Enum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the result. `advice` of an OK is what could be better still."""
+
+    name: str
+    level: Level
+    seen: str
+    advice: str = ""
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def ok(name: str, seen: str, advice: str = "") -> Finding:
+    return Finding(name, Level.OK, seen, advice)
+
+
+def warn(name: str, seen: str, advice: str) -> Finding:
+    return Finding(name, Level.WARN, seen, advice)
+
+
+def fail(name: str, seen: str, advice: str) -> Finding:
+    return Finding(name, Level.FAIL, seen, advice)
+
+
+def guarded(name: str, check: Check) -> Iterator[Finding]:
+    """The findings of a check; one that the system does not let us make is a warning, not an end."""
+    try:
+        yield from check()
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        yield warn(name, f"could not be checked: {error.strerror or error}{where}", "run kvctl doctor as root")

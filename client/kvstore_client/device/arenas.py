@@ -5,7 +5,7 @@ it and none has named it for `IDLE_S`. The daemon does not say when it gives a c
 on the device, beyond the tier's capacity; mapping a chunk again takes well under a millisecond.
 Never copies a payload. Invariants: a place outside its chunk is never read; after an import failed or was refused none
 is tried for `RETRY_S`, and the session gets its blocks in host memory meanwhile. A grant that is late is no failure: it
-is kept for the next lease (`ArenaGrants`).
+is kept for the next lease (`Handshake`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvstore_client.arenas import ArenaGrants
 from kvstore_client.device.memory import DeviceChunk, DeviceError
+from kvstore_client.handshake import Handshake
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES
 
@@ -36,9 +36,7 @@ class ChunkSource(Protocol):
 class DeviceArenas:
     """See the module. A new session begins without any chunk: numbers of another daemon may mean other memory."""
 
-    def __init__(
-        self, grants: ArenaGrants, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, grants: Handshake, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._grants = grants
         self._memory = memory
         self._clock = clock

@@ -4,20 +4,22 @@
       "module_path": "kvstore_connectors.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
       "hicache_storage_pass_prefix_keys": true}'
 
-Owns the calls of SGLang's controller; what is stored of which page is `stored_pages`'s, how a host pool is copied
-`host_pages`'s. Of a hit as many leading pages are reported as are expected to be faster to load than to compute
-(`choice`).
-Never does: raise for an absent daemon, a full store or a missing page (False, None and 0 say so), or evict: what is
-kept is the daemon's to decide.
+Owns the calls of SGLang's controller; what is stored of which page is `stored_pages`'s. Each byte of a page is copied
+once, between its host pool and shared memory, in the layout that the pool has. Of a hit as many leading pages are
+reported as are expected to be faster to load than to compute (`choice`). Never does: raise for an absent daemon, a full
+store or a missing page (False, None and 0 say so), or evict: what is kept is the daemon's to decide.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -31,10 +33,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvstore_client.entry import connect
 from kvstore_client.paths import costs_file
+from kvstore_client.payload import FillSlot
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_connectors.sglang.choice import PageChoice
-from kvstore_connectors.sglang.host_pages import Bytes, HostPages, fill_tensor, tensor_bytes
 from kvstore_connectors.sglang.pages import KV, draft_model, is_drafts, namespace
 from kvstore_connectors.sglang.stored_pages import StoredPages
 from kvstore_proto.errors import KVStoreError
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0  # a server that starts has the time
 DEADLINE_S = 2.0  # HiCache prefetches in a thread of its own, ahead of need
 STAGING_BYTES = 64 << 20
+Bytes = npt.NDArray[np.uint8]
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
@@ -310,3 +313,51 @@ def _has_draft_layers(host_pool: Any) -> bool:
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
     """The pages before those of a call; None where SGLang does not name them."""
     return None if extra_info is None else extra_info.prefix_keys
+
+
+class HostPages:
+    """Of one pool, each by the token index at which it begins."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.tokens = int(getattr(pool, "page_size", 1) or 1)
+        dummy = pool.get_dummy_flat_data_page()  # pinned memory on a machine with a GPU: made once
+        self.nbytes, self._dtype = int(dummy.numel() * dummy.element_size()), dummy.dtype
+
+    def starts(self, indices: torch.Tensor | None, count: int) -> list[int] | None:
+        """Where `count` pages begin: every page_size-th of their token indices. None if there are not so many."""
+        if indices is None or indices.numel() != count * self.tokens:
+            return None
+        return [int(index) for index in indices[:: self.tokens].tolist()]
+
+    def payload(self, start: int) -> FillSlot:
+        """Writes one page straight into shared memory, when and if it is wanted."""
+
+        def write(destination: Bytes) -> None:
+            page = self.pool.get_data_page(start, flat=False)
+            torch.from_numpy(destination).view(page.dtype).view(page.shape).copy_(page)
+
+        return write
+
+    def fill(self, start: int, payload: Bytes) -> bool:
+        """Copy a page of a lease to where it is in the pool; False for one of another size."""
+        if len(payload) != self.nbytes:
+            return False
+        # torch knows no read-only memory: the pool only reads from this view, and while the lease is held
+        whole = (ctypes.c_uint8 * self.nbytes).from_address(payload.ctypes.data)
+        self.pool.set_from_flat_data_page(start, torch.frombuffer(whole, dtype=torch.uint8).view(self._dtype))
+        return True
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a tensor, uint8 [n]; a copy where it is not contiguous or not on the CPU."""
+    flat: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def fill_tensor(target: torch.Tensor, payload: Bytes) -> bool:
+    """Copy a page into a contiguous CPU tensor; False for one of another size."""
+    if not target.is_contiguous() or target.numel() * target.element_size() != len(payload):
+        return False
+    np.copyto(target.view(-1).view(torch.uint8).numpy(), payload)
+    return True

@@ -1,21 +1,28 @@
-"""Loads of a batch into SGLang's device pools, layer by layer, and the counter by which its forward waits for them.
+"""SGLang's device pools as `DeviceTransfers` copies to and from them: their pages, loads of a batch layer by layer with
+the counter by which its forward waits for them, and stores that run one after another.
 
-Owns the leases of a batch from when it is made until `finish`. The forward's streams wait for a layer's copies, its
-thread only until they are queued. As SGLang asks, a failure is never raised into a forward: `finish` reports it.
+A payload has the model's layers one after another, in each the buffers of that layer (K, V, states) in SGLang's order.
+Owns the leases of a batch from when it is made until `finish`, and the threads; the memory is SGLang's. The forward's
+streams wait for a layer's copies, its thread only until they are queued. As SGLang asks, a failure is never raised into
+a forward: `finish` reports it. Imports no SGLang, and torch only to ask other ranks. Invariant: a pool of which a
+buffer would not be copied, or of which a page has gaps, is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, Queue
 from typing import Any, NamedTuple
 
-from kvstore_client.device import DeviceTransfers, LayerLoad
+from kvstore_client.device import DevicePool, DeviceTransfers, LayerLoad, PoolPart
 from kvstore_client.lease import Lease
-from kvstore_connectors.sglang.device_pages import DevicePages
+from kvstore_connectors.sglang.pages import BackendMisconfigured
 
 log = logging.getLogger(__name__)
 
@@ -136,3 +143,129 @@ def release(held: Sequence[HeldPages]) -> None:
     for pages in held:
         for lease in pages.leases:
             lease.release()
+
+
+class DevicePages:
+    """`layers[i]` is the model's layer of the pool's layer i, ascending. `form` names what its bytes mean: kind, layout
+    and types of its buffers, and the `draft` model that has layers there. Raises BackendMisconfigured."""
+
+    def __init__(self, entry: Any, draft: str = "") -> None:
+        self.entry = entry
+        self.name = str(entry.name)
+        self.layers: tuple[int, ...] = tuple(sorted(entry.layer_mapping))
+        first, (_, _, page_bytes) = entry.kv_buffer[0], entry.buffer_meta[0][0]
+        self._rows = page_bytes // (first.nbytes // first.shape[0])  # of a page: one for each token, or one in all
+        buffers = [_indices(entry.layer_mapping[layer]) for layer in self.layers]
+        for component in entry.buffer_meta:
+            if sorted(index for each in buffers for index in each) != list(range(len(component))):
+                raise BackendMisconfigured(f"SGLang's pool {self.name} has buffers that belong to no layer, or to two")
+        pages = min(buffer.shape[0] for buffer in entry.kv_buffer) // self._rows
+        self.pool = DevicePool([self._parts(each) for each in buffers], pages)
+        self.form = "/".join(filter(None, [self._described(buffers), draft]))
+
+    def pages(self, indices: Any) -> list[int]:
+        """The pages of these token indices, a tensor on device or host. ValueError for what are no whole pages."""
+        return [row // self._rows for row in self.entry.prepare_locations(indices)]
+
+    def _parts(self, buffers: Sequence[int]) -> list[PoolPart]:
+        parts = []
+        for component in self.entry.buffer_meta:
+            for address, row_stride, nbytes in (component[index] for index in buffers):
+                if self._rows > 1 and row_stride * self._rows != nbytes:
+                    raise BackendMisconfigured(f"pages of SGLang's pool {self.name} have gaps between their tokens")
+                parts.append(PoolPart(address, row_stride * self._rows, nbytes))
+        return parts
+
+    def _described(self, buffers: Sequence[Sequence[int]]) -> str:
+        entry = self.entry
+        kind = entry.device_pool
+        pool = (type(kind).__name__, getattr(kind, "kv_cache_layout", ""), str(getattr(kind, "dtype", "")))
+        rows = [
+            [(str(group[index].dtype), tuple(group[index].shape[1:])) for group in entry.components for index in each]
+            for each in buffers
+        ]
+        whole = repr((pool, entry.page_size, self._rows, self.layers, buffers, rows))
+        digest = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+        return f"{self.name}/device/{len(self.layers)} layers/{self.pool.block_bytes} bytes/{digest}"
+
+
+def _indices(mapped: int | Sequence[int]) -> list[int]:
+    return [mapped] if isinstance(mapped, int) else list(mapped)
+
+
+class Offloads:
+    """`close` ends it."""
+
+    def __init__(self) -> None:
+        self._work: Queue[Callable[[], bool] | None] = Queue()
+        self._results: Queue[bool] = Queue()
+        self._thread = threading.Thread(target=self._run, name="kvstore-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, store: Callable[[], bool]) -> None:
+        self._work.put(store)
+
+    def completed(self) -> int:
+        """Results that wait to be taken."""
+        return self._results.qsize()
+
+    def pop(self) -> bool:
+        """The oldest result. Raises queue.Empty where there is none."""
+        return self._results.get_nowait()
+
+    def settle(self) -> None:
+        """Wait until all that was given has been stored, and forget the results."""
+        self._work.join()
+        with contextlib.suppress(Empty):
+            while True:
+                self._results.get_nowait()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._thread.is_alive():
+            self.settle()
+            self._work.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (store := self._work.get()) is not None:
+            is_stored = False
+            try:
+                is_stored = store()
+            except Exception:
+                log.exception("pages could not be stored")
+            self._results.put(is_stored)
+            self._work.task_done()
+
+
+class Ranks:
+    """The ranks that have to give SGLang the same answer: those on which its radix tree agrees on a hit.
+
+    `params`: SGLang's CacheInitParams, with its groups for the CPU. Owns no process group.
+    """
+
+    def __init__(self, params: Any) -> None:
+        import torch
+
+        attention = [group for group in (params.attn_cp_cache_group, params.attn_tp_cache_group) if _size(group) > 1]
+        self._groups = attention or [group for group in (params.tp_cache_group,) if _size(group) > 1]
+        tensor = params.attn_tp_cache_group or params.tp_cache_group
+        self.tp_size = _size(tensor)
+        self.tp_rank = torch.distributed.get_rank(group=tensor) if self.tp_size > 1 else 0
+
+    def all(self, is_so: bool) -> bool:
+        """Whether it is so on every rank; each of them has to ask."""
+        import torch
+
+        flag = torch.tensor([int(is_so)], dtype=torch.int)
+        for group in self._groups:
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
+        return bool(flag.item())
+
+
+def _size(group: Any) -> int:
+    import torch
+
+    if group is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return int(torch.distributed.get_world_size(group=group))

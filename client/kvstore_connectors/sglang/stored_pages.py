@@ -1,15 +1,18 @@
-"""Pages of one rank in its session: their names, which of them are there, leases on them, and storing them.
+"""Pages of one rank in its session: their names, which is before which, which of them are there, leases on them, and
+storing them.
 
-A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first.
-Never raises for an absent daemon, a full store or a missing page, and never evicts. Imports neither SGLang nor torch.
+A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first. Never
+raises for an absent daemon, a full store or a missing page, and never evicts. Imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 from kvstore_client.lease import Lease
@@ -21,6 +24,7 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 
 log = logging.getLogger(__name__)
+MOST_PAGES = 1 << 16  # about 16 MiB of hashes
 
 
 class StoredPages:
@@ -113,3 +117,22 @@ class StoredPages:
             log.warning("pages are not stored: %s", error)
             return [False] * len(hashes)
         return [status in ("stored", "present") for status in receipt.statuses]
+
+
+class Chains:
+    """Used by one thread."""
+
+    def __init__(self, most: int = MOST_PAGES) -> None:
+        self._most = most
+        self._before: OrderedDict[str, str] = OrderedDict()
+
+    def saw(self, hashes: Sequence[str]) -> None:
+        """These pages follow each other."""
+        for before, after in pairwise(hashes):
+            self._before[after] = before
+            self._before.move_to_end(after)
+        while len(self._before) > self._most:
+            self._before.popitem(last=False)
+
+    def before(self, page: str) -> str | None:
+        return self._before.get(page)

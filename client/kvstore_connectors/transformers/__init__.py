@@ -5,8 +5,8 @@
 
 Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
 model's calls), `layers` (where K and V are), `copies` (how blocks get there and back, on the host and on a device),
-`restore`, `storer`, `compute_times`, `fingerprint`, `mapped_weights`, `self_test` and `sessions`. Needs torch and
-transformers 5.14, imported in this package alone.
+`restore`, `storer`, `fingerprint`, `self_test` and `sessions`. Needs torch and transformers 5.14, imported in this
+package alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the fi
 
 from kvstore_connectors.transformers.cache import KVStoreCache
 from kvstore_connectors.transformers.fingerprint import model_fingerprint
-from kvstore_connectors.transformers.report import CacheReport
 from kvstore_connectors.transformers.sessions import flush, kvstore_session
+from kvstore_connectors.transformers.storer import CacheReport
 
 __all__ = ["CacheReport", "KVStoreCache", "flush", "kvstore_session", "model_fingerprint"]

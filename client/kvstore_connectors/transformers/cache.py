@@ -22,18 +22,15 @@ from kvstore_client.errors import invalid
 from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
-from kvstore_connectors.moments import Moment
+from kvstore_connectors.moments import ComputeTimes, Moment
 from kvstore_connectors.transformers.calls import Call, listen, shifted_positions, shorten, tokens_to_compute, why_not
-from kvstore_connectors.transformers.compute_times import ComputeTimes
 from kvstore_connectors.transformers.copies import BlockCopies
-from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, kv_shape
+from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, kv_shape, written_file
 from kvstore_connectors.transformers.layers import KVStack
-from kvstore_connectors.transformers.mapped_weights import written_file
-from kvstore_connectors.transformers.report import CacheReport
 from kvstore_connectors.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
 from kvstore_connectors.transformers.self_test import failure_of, prove
 from kvstore_connectors.transformers.sessions import copies_of, shared_session
-from kvstore_connectors.transformers.storer import Computed, Sequence, Tokens, storer_of
+from kvstore_connectors.transformers.storer import CacheReport, Computed, Sequence, Tokens, storer_of
 from kvstore_proto.token_ids import checked_tokens
 from kvstore_restore.choice import LoadChoice
 

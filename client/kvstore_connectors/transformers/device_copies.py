@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import Protocol
 
 import torch
 
@@ -31,17 +30,8 @@ from kvstore_connectors.transformers.copies import Span
 from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, KVShape
 
 
-class ModelStream(Protocol):
-    """The stream that the model's kernels are queued on by this thread now, and the memory that they use."""
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-    def address(self) -> int:
-        """Of the CUstream."""
-        ...
-
-
 class TorchStream:
-    """As torch says it: its current stream of `device`, and memory of its allocator."""
+    """The stream of `device` that this thread queues the model's kernels on now, and memory of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,6 +40,7 @@ class TorchStream:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def address(self) -> int:
+        """Return the address of the CUstream."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
 
@@ -59,7 +50,7 @@ class DeviceCopying:
     One that is dropped before it has finished ends by itself: the pool keeps the tensor, and what is read stays mapped.
     """
 
-    def __init__(self, load: LayerLoad, stream: ModelStream, held: ExitStack) -> None:
+    def __init__(self, load: LayerLoad, stream: TorchStream, held: ExitStack) -> None:
         self._load, self._stream, self._held = load, stream, held
         self._is_valid: bool | None = None
 
@@ -82,7 +73,7 @@ class DeviceCopies:
     layout = DEVICE_LAYOUT
     least_beside_bytes = 0
 
-    def __init__(self, device: DeviceMemory, stream: ModelStream) -> None:
+    def __init__(self, device: DeviceMemory, stream: TorchStream) -> None:
         self._device, self._stream = device, stream
         self._lock = threading.Lock()  # of what follows
         self._means: CopyMeans | None = None

@@ -1,19 +1,25 @@
 """The fingerprint of a loaded Transformers model: all that its K/V bytes depend on apart from the tokens.
 
-Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and
-V of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
+Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and V
+of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
 edited weight or another dtype is another model. Implementations of attention that come with Transformers round alone,
 and share blocks; one that a program registered, or that comes from a hub, may mean another attention, and is another
-model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and
-the layout of its blocks is another one.
-Invariant: the digest of a model is computed again when a weight, its file, an adapter or its state has changed.
+model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and the layout of
+its blocks is another one. A mapped weight changes with its file, unseen by torch: safetensors of the model's own dtype
+are not copied by loading. Owns the open files of each model, and what they looked like when its weights were hashed, or
+named by an id. Weights that were copied, or are on a device, have no files here. Invariant: the digest of a model is
+computed again when a weight, its file, an adapter or its state has changed.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import operator
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvstore_client.errors import invalid
-from kvstore_connectors.transformers.mapped_weights import is_watched, watch, written_file
+from kvstore_connectors.weight_files import DELETED, Mapping, WeightFiles, mappings_now
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
@@ -262,3 +268,56 @@ def _digest(parts: list[str]) -> str:
 
 def _unstorable(model: PreTrainedModel, why: str) -> Exception:
     return invalid(f"the K/V state of {type(model).__name__} cannot be stored: {why}")
+
+
+@dataclass(slots=True)
+class _Watched:
+    files: WeightFiles
+    by_content: bool  # any sign of a change has the weights hashed again
+
+
+_watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()
+
+
+def watch(model: PreTrainedModel, *, by_content: bool) -> None:
+    """Look at the files of a model now: what comes later is a change. Raises KVStoreError(INVALID) where one is gone
+    and cannot be watched."""
+    tensors = [*model.parameters(), *model.buffers()]
+    _watched[model] = _Watched(WeightFiles(map(_path_of, _mappings_of(tensors))), by_content)
+
+
+def is_watched(model: PreTrainedModel) -> bool:
+    return model in _watched
+
+
+def written_file(model: PreTrainedModel) -> str:
+    """Return a file of a model's weights that was written to since `watch`; empty if none was."""
+    known = _watched.get(model)
+    if known is None:
+        return ""
+    return known.files.changed(by_content=known.by_content)
+
+
+def _mappings_of(tensors: Iterable[torch.Tensor]) -> list[Mapping]:
+    """Return a mapping of each file that some of `tensors` are in."""
+    mappings = sorted(mappings_now(), key=lambda each: each.begin)
+    begins = [each.begin for each in mappings]
+    found: dict[tuple[int, int, str], Mapping] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel():
+            first = tensor.data_ptr()
+            mapping = mappings[max(bisect.bisect_right(begins, first) - 1, 0)]
+            if mapping.begin <= first < mapping.end:
+                found[mapping.device, mapping.inode, mapping.path] = mapping
+    return [each for each in found.values() if not each.path.startswith(("/memfd:", "/dev/"))]
+
+
+def _path_of(mapping: Mapping) -> Path:
+    """Return a path by which a mapped file can be opened still."""
+    if not mapping.path.endswith(DELETED):
+        return Path(mapping.path)
+    link = Path(f"/proc/self/map_files/{mapping.begin:x}-{mapping.end:x}")  # for the superuser alone
+    if not os.access(link, os.R_OK):
+        gone = mapping.path.removesuffix(DELETED)
+        raise invalid(f"weights are mapped from {gone}, which was replaced or removed: load the model again")
+    return link

@@ -1,14 +1,17 @@
 """Copies between blocks and a tensor with the CPU, in a thread of its own where that is worth it.
 
-The tensor is laid out as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then
-torch copies, and waits. Owns nothing.
+The tensor is laid out as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then torch
+copies, and waits. A copy beside the model owns its thread and the lease; the model may read a layer as soon as it is
+there. Whether the lease outlived the copy is known only at the end: what the model computed meanwhile counts if
+`finish` says so. Nothing here raises at the model.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,10 +22,9 @@ import torch
 
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
-from kvstore_connectors.moments import HostMoment
+from kvstore_connectors.moments import HostMoment, LayerProgress
 from kvstore_connectors.transformers.copies import Span
 from kvstore_connectors.transformers.fingerprint import LAYOUT, KVShape
-from kvstore_connectors.transformers.layerwise import LayerCopy
 
 LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
 Bytes = npt.NDArray[np.uint8]
@@ -116,3 +118,41 @@ def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> No
         np.copyto(destination.reshape(raw.shape), raw)
     else:
         torch.from_numpy(destination).view(tensor.dtype).view(source.shape).copy_(source)
+
+
+class LayerCopy:
+    """`copy` writes one layer; `held` has the lease, and is closed at the end."""
+
+    def __init__(self, layers: int, copy: Callable[[int], None], lease: Lease, held: ExitStack) -> None:
+        self._copy, self._lease, self._held = copy, lease, held
+        self._layers = layers
+        self._progress = LayerProgress()
+        self._is_whole = False
+        self._is_valid: bool | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-hook-layers", daemon=True)
+
+    def start(self) -> LayerCopy:
+        self._thread.start()
+        return self
+
+    def wait(self, layer: int) -> None:
+        """Until a layer may be read, or nothing more will come."""
+        self._progress.wait(layer)
+
+    def finish(self) -> bool:
+        """Wait for all layers and release the lease: whether all that was copied are the leased bytes."""
+        if self._is_valid is None:
+            self._thread.join()
+            self._is_valid = self._is_whole and self._lease.valid
+            self._held.close()
+        return self._is_valid
+
+    def _run(self) -> None:
+        try:
+            for layer in range(self._layers):
+                self._copy(layer)
+                self._progress.advance()
+            self._is_whole = True
+        except Exception:  # a lease whose memory is gone, or a bug here: the model computes all again
+            self._is_whole = False
+        self._progress.end()

@@ -14,31 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from kvstore_client.hint import NextStep
-from kvstore_connectors.vllm.identity import KeySource, address
-from kvstore_connectors.vllm.kv_hints import Expected, KvHints
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_client.session import Session
+from kvstore_connectors.vllm.identity import address
+from kvstore_connectors.vllm.kv_hints import HintedChain, KvHints
+from kvstore_connectors.vllm.orders import RequestPrefix
 
 DELAY_S = 0.1  # before the first time, and twice as long before each further one
 _TIMES = 6
 _MOST_WAITING = 1024  # reports; further ones are dropped
-
-
-class HintSession(KeySource, Protocol):
-    """The part of a session that this half uses."""
-
-    def hint(
-        self,
-        tokens: Any = None,
-        *,
-        keys: Any = None,
-        due_in_s: float | None = None,
-        next_step: NextStep | None = None,
-        answer_tokens: int = 0,
-    ) -> int: ...
-    def prefetch(self, tokens: Any = None, *, keys: Any = None, in_s: float | None = None) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +31,7 @@ class Answer:
     """A request that has ended: its `blocks` whole ones, prompt and answer, the tokens of its answer, and the envelope
     of hints that it came with, if any."""
 
-    prefix: Prefix
+    prefix: RequestPrefix
     blocks: int
     tokens: int
     kv_hints: Any = None
@@ -57,9 +42,9 @@ class _Due(NamedTuple):
 
     at_s: float
     number: int
-    session: HintSession
+    session: Session
     answer: Answer
-    expected: Expected
+    expected: HintedChain
     ended_s: float
     delay_s: float
     times_left: int
@@ -70,7 +55,7 @@ class AnswerReporter:
 
     def __init__(
         self,
-        sessions: Sequence[HintSession],
+        sessions: Sequence[Session],
         *,
         say: Callable[[str], None],
         delay_s: float = DELAY_S,

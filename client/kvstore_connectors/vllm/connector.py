@@ -25,19 +25,18 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.device import LinkBudget
-from kvstore_client.entry import connect
 from kvstore_client.link_rate import parse_rate
 from kvstore_client.paths import costs_file
 from kvstore_client.session import Session
+from kvstore_connectors.doors import engine_session
 from kvstore_connectors.vllm.answers import AnswerReporter
-from kvstore_connectors.vllm.model import describe_extras, find_weights, model_fingerprint, refusal
+from kvstore_connectors.vllm.model import describe_extras, find_weights, hashes_items, model_fingerprint, refusal
 from kvstore_connectors.vllm.orders import LoadOrder, StepOrders, StepReport
-from kvstore_connectors.vllm.packing import packing
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.settings import parse_settings
+from kvstore_connectors.vllm.specs import packing
 from kvstore_connectors.vllm.tensors import kv_tensors
 from kvstore_connectors.vllm.worker import WorkerSide, open_worker
-from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_restore.choice import LoadChoice
 
@@ -257,14 +256,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         ranks = range(config.parallel_config.tensor_parallel_size)
         deadline_s = settings.lookup_deadline_ms / 1000
         sessions = [self._connect(self._fingerprint(rank), "vllm-scheduler", deadline_s) for rank in ranks]
-        multimodal = config.model_config.multimodal_config
-        hashed = config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
         served = [session for session in sessions if session is not None] if None not in sessions else []
         if served and self._saves:
             self._answers = AnswerReporter(served, say=logger.warning)
         return SchedulerSide(
             served,
-            partial(describe_extras, hashed_items=bool(hashed)),
+            partial(describe_extras, hashed_items=hashes_items(config)),
             block_tokens=self._block_tokens,
             loads=self._loads,
             saves=self._saves,
@@ -306,27 +303,19 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         staging_bytes: int = 0,
         device: int | None = None,
     ) -> Session | None:
-        """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""
         settings = self._settings
-        try:
-            session = connect(
-                settings.socket or None,
-                fingerprint=fingerprint,
-                client_name=client_name,
-                deadline_s=deadline_s,
-                connect_timeout_s=settings.connect_timeout_ms / 1000,
-                staging_bytes=staging_bytes,
-                device=device,
-            )
-        except KVStoreError as error:
-            logger.error("kvstored refuses this engine, which goes on without it: %s", error)
-            return None
-        self._sessions.append(session)
-        if session.state != "connected":
-            logger.warning(
-                "kvstored does not answer, so nothing is restored or stored until it does: %s",
-                session.statistics().last_error,
-            )
+        session = engine_session(
+            logger,
+            settings.socket,
+            fingerprint=fingerprint,
+            client_name=client_name,
+            deadline_s=deadline_s,
+            connect_timeout_s=settings.connect_timeout_ms / 1000,
+            staging_bytes=staging_bytes,
+            device=device,
+        )
+        if session is not None:
+            self._sessions.append(session)
         return session
 
 

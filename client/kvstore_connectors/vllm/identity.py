@@ -14,22 +14,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_client.session import Session
+from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_proto.identity import KEY_BYTES, BlockKeys
-from kvstore_proto.token_ids import TokenIds
 
 _PERSON_DIGEST = b"kvstore vllm ext"
 _PERSON_KEY = b"kvstore vllm key"
-
-
-class KeySource(Protocol):
-    """The part of a session that makes keys."""
-
-    def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,7 @@ class Extras:
         return tuple(self._digests[:blocks])
 
 
-def address(source: KeySource, prefix: Prefix, first_block: int = 0) -> dict[str, Any] | None:
+def address(session: Session, prefix: RequestPrefix, first_block: int = 0) -> dict[str, Any] | None:
     """The arguments that name the blocks from `first_block` on to a session's `lookup` and `get`.
 
     None while the session is degraded. From block 0 on, plain text is named by its tokens, so that the session verifies
@@ -79,7 +73,7 @@ def address(source: KeySource, prefix: Prefix, first_block: int = 0) -> dict[str
     tokens = np.frombuffer(prefix.tokens, dtype="<i4")
     if not first_block and not prefix.digests:
         return {"tokens": tokens}
-    keys = source.keys(tokens)
+    keys = session.keys(tokens)
     if keys is None:
         return None
     if prefix.digests:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore_client.hint import MAX_DUE_S, NextStep
+from kvstore_client.requests import MAX_DUE_S, NextStep
 
 PREFETCH, PAUSE, END = "kvstored.prefetch", "kvstored.session_pause", "kvstored.session_end"
 VERSION = "1"  # of each of them
@@ -19,7 +19,7 @@ _STEPS: Final[Mapping[Any, NextStep]] = {"tool_call": "tool_call", "end_of_turn"
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class HintedChain:
     """What is expected when a request has ended. `wants_prefetch`: its chain is to be in DRAM, `prefetch_in_s` seconds
     later; `next_step` and `due_in_s` are those of `Session.hint`. None: not said.
     """
@@ -38,7 +38,7 @@ class KvHints:
         self.ignored = 0  # actions of a type or version that is not known here
         self.malformed = 0  # envelopes and actions
 
-    def read(self, envelope: Any) -> Expected:
+    def read(self, envelope: Any) -> HintedChain:
         """All actions of a request's envelope, or of None. Of two that say the same thing the later one holds."""
         step: NextStep | None = None
         due_in_s: float | None = None
@@ -47,7 +47,7 @@ class KvHints:
             actions = () if envelope is None else tuple(envelope.actions)
         except (AttributeError, TypeError):
             self._malformed("an envelope without a list of actions")
-            return Expected()
+            return HintedChain()
         for action in actions:
             try:
                 kind, version, payload = action.action_type, action.action_version, action.payload
@@ -63,7 +63,7 @@ class KvHints:
                     due_in_s, step = None, "closed"
             except (AttributeError, TypeError, ValueError) as error:
                 self._malformed(f"action {getattr(action, 'action_type', '')!r:.80}: {error}")
-        return Expected(step, due_in_s, prefetch, prefetch_in_s)
+        return HintedChain(step, due_in_s, prefetch, prefetch_in_s)
 
     def _malformed(self, why: str) -> None:
         self.malformed += 1

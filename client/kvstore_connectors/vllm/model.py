@@ -1,29 +1,31 @@
 """From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on apart from its prefix.
 
-Owns which of vLLM's settings count, and which cannot be served at all. Reads the configuration by attribute. A setting
-forgotten here is garbage served to someone, so whole records go in rather than fields: the model's complete Hugging
-Face configuration, the cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes
-inside a block is its private matter).
+Owns which of vLLM's settings count, and which cannot be served at all; which of a model's files are its weights, how
+these are hashed, and where results are remembered. Reads the configuration by attribute. A setting forgotten here is
+garbage served to someone, so whole records go in rather than fields: the model's complete Hugging Face configuration,
+the cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes inside a block is its
+private matter).
+
+Weights count by content: two checkpoints that differ in one value never share a block. Files in a Hugging Face cache
+are named by their sha256 already, and that name is used; others are read once with xxh3 (as fast as the page cache
+gives them) and remembered by path, size, inode and time of change. Never does: download anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvstore_client.paths import cache_directory, write_json
 from kvstore_connectors.vllm.identity import Extras, Item
-from kvstore_connectors.vllm.weights import (
-    combined_digest,
-    default_memory,
-    loaded_others,
-    weight_files,
-    weights_digest,
-)
-from kvstore_connectors.weight_files import process_began
+from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
@@ -34,6 +36,8 @@ _READABLE_FORMATS = ("auto", "hf", "safetensors", "pt", "gguf")
 _CUDA_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
 _CUDA_CACHES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 _OWN_PACKING = ("num_head_slots", "state_content_bytes")  # of a specification whose page is not K and V of each head
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -117,7 +121,7 @@ def model_fingerprint(
 
 def model_digest(model: Any) -> str:
     """Of the model's complete Hugging Face configuration."""
-    return _digest(_model_settings(model))
+    return digest_of(_model_settings(model))
 
 
 def rope_by_length(model: Any) -> dict[str, Any]:
@@ -150,10 +154,17 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
     return digest
 
 
+def hashes_items(vllm_config: Any) -> bool:
+    """Return whether vLLM names images by their content: it does not with both of its caches turned off."""
+    multimodal = vllm_config.model_config.multimodal_config
+    has_items_cache = multimodal and multimodal.mm_processor_cache_gb > 0
+    return bool(vllm_config.cache_config.enable_prefix_caching or has_items_cache)
+
+
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
     """What a request's blocks depend on apart from tokens, or why that cannot be named.
 
-    `hashed_items`: whether vLLM names images by their content (it does not with both of its caches turned off).
+    `hashed_items`: what `hashes_items` says.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt has embeddings in place of tokens"
@@ -204,10 +215,85 @@ def _model_settings(model: Any) -> dict[str, Any]:
     return described
 
 
-def _digest(described: dict[str, Any]) -> str:
+def digest_of(described: Any) -> str:
+    """Return a digest of what JSON can say."""
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def weights_digest(location: Path, memory: Path | None = None) -> str:
+    """Of a checkpoint's folder or file. "" when it holds no weights. `memory`: the file that remembers digests."""
+    return combined_digest(weight_files(location), memory)
+
+
+def weight_files(location: Path) -> list[Path]:
+    """The files of the first kind in `PATTERNS` that is there: a folder may hold the same weights in several."""
+    if location.is_file():
+        return [location]
+    for pattern in PATTERNS:
+        found = sorted(location.glob(pattern))
+        if found:
+            return found
+    return []
+
+
+def loaded_others(files: Iterable[Path], began: float) -> str:
+    """Return why a process that `began` then (Unix time) may have loaded other bytes than `files` have; empty if not.
+
+    vLLM copies weights, so that what is in a file later does not matter. Those in a Hugging Face cache are named by
+    their content, and are as young as their download.
+    """
+    outside = [file for file in files if not _is_named_by_content(file.resolve())]
+    with closing(WeightFiles(outside)) as opened:
+        return why_unknown(opened, [], began)
+
+
+def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
+    """Of files, by name and content; "" for none."""
+    lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
+
+
+def default_memory() -> Path:
+    """`weights.json` in the cache directory."""
+    return cache_directory() / "weights.json"
+
+
+def _file_digest(file: Path, memory: Path | None) -> str:
+    real = file.resolve()
+    if _is_named_by_content(real):
+        return real.name
+    state = real.stat()
+    slot = f"{real}:{state.st_size}:{state.st_ino}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+    known = _remembered(memory)
+    if slot in known:
+        return known[slot]
+    with closing(WeightFiles([real])) as files:
+        digest = files.digest()
+        if files.changed():
+            raise ValueError(f"{file} was written to while it was digested: start the engine again")
+    _remember(memory, slot, digest)
+    return digest
+
+
+def _is_named_by_content(real: Path) -> bool:
+    return real.parent.name == "blobs" and _SHA256_NAME.fullmatch(real.name) is not None
+
+
+def _remembered(memory: Path | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(memory.read_text())
+        if isinstance(known, dict):
+            return {str(slot): str(digest) for slot, digest in known.items()}
+    return {}
+
+
+def _remember(memory: Path | None, slot: str, digest: str) -> None:
+    if memory is not None:
+        write_json(memory, {**_remembered(memory), slot: digest})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class RequestPrefix:
     """Leading tokens of a request in whole blocks, as packed little-endian int32, and what else they depend on.
 
     `digests[i]` covers everything except the tokens of blocks 0 to i; empty for a plain text request.
@@ -26,7 +26,7 @@ class LoadOrder:
     after `deadline_s` counts as failed."""
 
     request_id: str
-    prefix: Prefix
+    prefix: RequestPrefix
     first_block: int
     block_ids: tuple[int, ...]
     deadline_s: float
@@ -37,7 +37,7 @@ class SaveOrder:
     """Store blocks first_block and later; the step fills the last of them. `block_ids`: of the whole prefix."""
 
     request_id: str
-    prefix: Prefix
+    prefix: RequestPrefix
     first_block: int
     block_ids: tuple[int, ...]
 

@@ -1,8 +1,8 @@
 """What the worker's half asks of vLLM's paged pool, wherever that is: copies of whole blocks, layer by layer, and when
 the engine's work on it has been done.
 
-`layout` answers for a pool in host memory, `device_pages` for one on a CUDA device; loads, saver and worker know this
-alone. On a device vLLM queues work and goes on: a moment has then not come yet when `now` names it.
+`tensors` answers for a pool in host memory and for one on a CUDA device; saver and worker know this alone. On a device
+vLLM queues work and goes on: a moment has then not come yet when `now` names it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 from kvstore_connectors.moments import Moment
-
-
-class HeldBlocks(Protocol):
-    """The part of a lease that is used."""
-
-    @property
-    def valid(self) -> bool: ...
-    def __len__(self) -> int: ...
-    def payload(self, block: int) -> Bytes: ...
 
 
 class BlockLoad(Protocol):
@@ -48,7 +40,7 @@ class Pages(Protocol):
         """For the engine's thread."""
         ...
 
-    def load(self, sources: Sequence[tuple[HeldBlocks, Sequence[int]]], after: Any) -> BlockLoad:
+    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: Any) -> BlockLoad:
         """Copy leading blocks of leases into pool blocks that the engine does not use after the moment `after`. Raises
         KVStoreError for blocks of another size."""
         ...

@@ -17,32 +17,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from kvstore_client.memory import Bytes
-from kvstore_client.receipt import PRESENT, STORED, PutReceipt
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.session import Session
+from kvstore_connectors.doors import SayOnce
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.vllm.identity import KeySource, address
+from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import SaveOrder
 from kvstore_connectors.vllm.pages import Pages
 from kvstore_proto.errors import KVStoreError
 
 _GRACE_S = 0.01
-
-
-class PutSession(KeySource, Protocol):
-    """The part of a session that stores."""
-
-    def put(
-        self,
-        tokens: Any = None,
-        *,
-        payloads: Sequence[Callable[[Bytes], None]],
-        keys: Any = None,
-        first_block: int = 0,
-        payload_bytes: int | None = None,
-        deadline_s: float = 5.0,
-    ) -> PutReceipt: ...
 
 
 class _CutOff(Exception):
@@ -83,7 +69,7 @@ class Saver:
 
     def __init__(
         self,
-        session: PutSession,
+        session: Session,
         pages: Pages,
         *,
         deadline_s: float,
@@ -92,7 +78,7 @@ class Saver:
     ) -> None:
         self._session, self._pages = session, pages
         self._deadline_s = deadline_s
-        self._say, self._said = say, set[str]()
+        self._say = SayOnce(say)
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting: deque[_Job] = deque()
@@ -188,10 +174,10 @@ class Saver:
         except _CutOff:
             return 0
         except KVStoreError as error:
-            self._say_once(f"blocks are not stored: {error}")
+            self._say(f"blocks are not stored: {error}")
             return 0
         except Exception as error:  # the thread's end: a fault in storing must not end the engine
-            self._say_once(f"blocks are not stored: {type(error).__name__}: {error}")
+            self._say(f"blocks are not stored: {type(error).__name__}: {error}")
             return 0
         statuses = receipt.statuses
         return next((i for i, status in enumerate(statuses) if status not in (STORED, PRESENT)), len(statuses))
@@ -209,8 +195,3 @@ class Saver:
             if not jobs:
                 del self._open[order.request_id]
             self._wake.notify_all()
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._say(sentence)

@@ -14,30 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
+from kvstore_client.session import Session
 from kvstore_connectors.load import hit_of
 from kvstore_connectors.vllm.answers import Answer
-from kvstore_connectors.vllm.identity import Extras, KeySource, address
+from kvstore_connectors.vllm.identity import Extras, address
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
-from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders, StepReport
 from kvstore_proto.errors import KVStoreError
-from kvstore_proto.identity import BlockKeys, pack_tokens
+from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
 
 TOKEN_BYTES = 4
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")  # names of vLLM's RequestStatus
 DescribeExtras = Callable[[Any], Extras | str]
 """What a vLLM request depends on apart from tokens; a string says why that cannot be named: it is not stored then."""
-
-
-class LookupSession(KeySource, Protocol):
-    """The part of a session that this half uses."""
-
-    def lookup(
-        self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None
-    ) -> Lookup: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        sessions: Sequence[LookupSession],
+        sessions: Sequence[Session],
         describe: DescribeExtras,
         *,
         block_tokens: int,
@@ -216,7 +209,7 @@ class SchedulerSide:
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _lookup(self, prefix: Prefix) -> Lookup:
+    def _lookup(self, prefix: RequestPrefix) -> Lookup:
         """The shortest answer of all ranks' shards."""
         shortest: Lookup | None = None
         for session in self._sessions:
@@ -234,13 +227,7 @@ class SchedulerSide:
     def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
         size = self._block_tokens
         return hit_of(
-            found,
-            first,
-            last,
-            block_tokens=size,
-            block_bytes=self._rules.block_bytes,
-            tokens=tokens,
-            held=first * size,
+            found, first, last, block_tokens=size, block_bytes=self._rules.block_bytes, tokens=tokens, held=first * size
         )
 
     def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:
@@ -274,10 +261,10 @@ class SchedulerSide:
                 tracked.preemptions = tracked.request.num_preemptions
                 yield request_id
 
-    def _prefix(self, tracked: _Tracked, blocks: int) -> Prefix:
+    def _prefix(self, tracked: _Tracked, blocks: int) -> RequestPrefix:
         assert tracked.extras is not None
         tokens = tracked.request.all_token_ids[: blocks * self._block_tokens]
-        return Prefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
+        return RequestPrefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:

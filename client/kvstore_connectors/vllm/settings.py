@@ -1,4 +1,4 @@
-"""What a user may set in `kv_connector_extra_config`.
+"""What a user may set in `kv_connector_extra_config`, and for the tier in its entry of `secondary_tiers`.
 
 Owns the names, defaults and limits. Invariant: an unknown or senseless value is refused with one sentence, when the
 engine starts, and never ignored.
@@ -21,7 +21,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`:
     restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
     a step. A restore that is expected to wait for slower tiers longer than `beside_ms` goes on beside the steps, for
@@ -47,9 +47,9 @@ class Settings:
     weights_digest: str = ""
 
 
-def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ValueError with a sentence that names the key."""
-    settings = parse(Settings, extra_config, _WHERE)
+    settings = parse(ConnectorSettings, extra_config, _WHERE)
     for name in ("store_rate", "load_rate"):
         try:
             parse_rate(getattr(settings, name))
@@ -72,3 +72,31 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
         if isinstance(value, int) and wanted is int and value <= 0:
             raise ValueError(f"{where}: {name} must be positive, got {value}")
     return record(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load,
+    never store. The deadlines bound one question, one load and one store of a part of a job. Stores that wait may hold
+    `store_queue_mib` of vLLM's CPU tier; further ones are dropped. `keep_after_reset`: go on using what is stored after
+    vLLM's caches were reset, which is right only where weights are never changed in place. `weights_digest` names model
+    and weights for vLLM's plain OffloadingConnector, which says neither.
+    """
+
+    socket: str = ""
+    read_only: bool = False
+    lookup_deadline_ms: int = 100
+    load_deadline_ms: int = 2000
+    store_deadline_ms: int = 5000
+    connect_timeout_ms: int = 500
+    load_threads: int = 4
+    store_queue_mib: int = 256
+    staging_mib: int = 64
+    enable_kv_events: bool = False
+    keep_after_reset: bool = False
+    weights_digest: str = ""
+
+
+def parse_tier_settings(given: Mapping[str, Any]) -> TierSettings:
+    """Raises ValueError with a sentence that names the key."""
+    return parse(TierSettings, given, "secondary_tiers")

@@ -1,13 +1,19 @@
-"""What vLLM's layers keep in its KV cache, by the names of its specification classes.
+"""What vLLM's layers keep in its KV cache, by the names of its specification classes, and in which order of bytes.
 
-Owns the list of kinds that are known to be a state of the prompt's prefix alone, and going through all groups: a
-group may be of one layer or of layers that differ, and the first one need not be attention. Imports nothing of vLLM.
+Owns the list of kinds that are known to be a state of the prompt's prefix alone, and going through all groups: a group
+may be of one layer or of layers that differ, and the first one need not be attention. The order of keys and values
+inside a block is private to the kernels that will read it, so what decides which kernels run is part of its name; vLLM
+is imported only when it is asked for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SpecKind = Literal["full", "sliding", "recurrent"]
 _KINDS: dict[str, SpecKind] = {
@@ -55,3 +61,19 @@ def unknown_spec(kv_cache_config: Any) -> str:
                 return f"{kept}, which depends on another input than the tokens"
             return f"{kept}, which is not known to be a state of the prompt alone"
     return ""
+
+
+def packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return, on CPUs, the instruction sets that the kernels of the attention layers are for: amx, vec, vec16, neon, …;
+    elsewhere the device, and what was set for attention."""
+    if vllm_config.device_config.device_type != "cpu":
+        from vllm.platforms import current_platform
+
+        capability = current_platform.get_device_capability()
+        return f"{current_platform.get_device_name()} {capability} {vllm_config.attention_config!r}"
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    sizes = {(spec.block_size, spec.head_size) for spec in all_specs(kv_cache_config) if hasattr(spec, "head_size")}
+    isas = sorted({_get_attn_isa(dtype, *size, cache_dtype) for size in sizes})
+    return f"{CPUAttentionBackend.get_name()} {' '.join(isas) or 'without attention'}"

@@ -1,25 +1,56 @@
-"""vLLM's KV caches, as tensors, to the pool that the worker's half copies: in host memory, or on a CUDA device.
+"""vLLM's KV caches, as tensors, and the pool that the worker's half copies: in host memory, or on a CUDA device.
 
-Owns the choice between the two, and refuses tensors whose bytes it cannot name. Imports torch where it needs it.
+Owns the choice between the two, whole blocks gathered and scattered in host memory, and the transfers of a pool on a
+device; refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in order.
+Never looks inside a block: vLLM's CPU kernels pack keys and values in an order of their own instruction set, so no
+slice of a block means anything elsewhere (the fingerprint names the order). Imports torch where it needs it.
+
+On a device vLLM 0.32 and 0.33 show the cache of each layer as [block, head, token, content] (`KVCacheLayout`); in
+memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in the order that they
+have in memory, which the fingerprint names; heads that are apart in it are several parts of a page. The driver copies
+beside the engine's stream, which itself waits for a layer. The engine's thread waits for the daemon's answer and until
+copies are queued, never for a copy, but at the end of a step that loads: vLLM wants to know then which blocks failed.
+
+Invariants: no part of a page reaches outside of what the caches say; copies run without the GIL; copies into a pool
+block begin behind all that the engine had queued when the load was ordered; a pool block is read only once the step
+that filled it has ended. The saver waits for that before it copies, since it must be able to give the copy up
+meanwhile. While the engine decodes, blocks are copied out at the rate of the budget.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore_client.device import LinkBudget
+import numpy as np
+
+from kvstore_client.device import (
+    DeviceMemory,
+    DeviceMoment,
+    DevicePool,
+    LayerLoad,
+    LinkBudget,
+    PoolPart,
+    TwoWayTransfers,
+)
+from kvstore_client.lease import Lease
+from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
-from kvstore_connectors.vllm.device_layout import CacheMemory, device_pool
-from kvstore_connectors.vllm.device_pages import DevicePages
-from kvstore_connectors.vllm.layout import PagedLayers
+from kvstore_connectors.moments import HostMoment, LayerProgress
 from kvstore_connectors.vllm.model import refused_backends
 from kvstore_connectors.vllm.pages import Pages
 
 if TYPE_CHECKING:
     import torch
+
+_AXES = 4  # block, head, token, content
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +114,178 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
             "known to use on CPUs"
         )
     return tensor.view(blocks, -1).view(torch.uint8).numpy()
+
+
+class PagedLayers:
+    """`layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape. Implements `Pages`."""
+
+    is_on_device = False
+
+    def __init__(self, layers: Sequence[Bytes]) -> None:
+        if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
+            raise ValueError(f"layers of one shape are needed, got {sorted({layer.shape for layer in layers})}")
+        self._layers = tuple(layers)
+        self.blocks, self._page_bytes = layers[0].shape
+        self.block_bytes = len(layers) * self._page_bytes
+
+    def now(self) -> HostMoment:
+        return HostMoment(time.perf_counter())
+
+    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: HostMoment) -> HostLoad:
+        return HostLoad(self, sources)
+
+    def gather(self, block_id: int, destination: Bytes) -> None:
+        """Copy a pool block of all layers to uint8[block_bytes]."""
+        start = 0
+        for layer in self._layers:
+            np.copyto(destination[start : start + self._page_bytes], layer[block_id])
+            start += self._page_bytes
+
+    def scatter(self, source: Bytes, block_id: int, layer: int) -> None:
+        """The reverse, of one layer."""
+        start = layer * self._page_bytes
+        np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
+
+    def decoding(self, is_decoding: bool) -> None:
+        """Copies in host memory have no link to leave."""
+
+    def hurried(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        return
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self._layers)
+
+
+class HostLoad:
+    """The thread that calls `finish` copies; others wait for the layer that they will read. Implements `BlockLoad`."""
+
+    def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[int]]]) -> None:
+        self._pool = pool
+        self._copies = [(held.payload(at), block_id) for held, ids in sources for at, block_id in enumerate(ids)]
+        self._progress = LayerProgress()
+
+    def wait(self, layer: int) -> None:
+        self._progress.wait(layer)
+
+    def finish(self) -> None:
+        try:
+            for layer in range(len(self._pool)):
+                for payload, block_id in self._copies:
+                    self._pool.scatter(payload, block_id, layer)
+                self._progress.advance()
+        finally:
+            self._progress.end()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """A layer's cache: `shape` and `strides`, in bytes, of its axes, and `item_bytes` for one element."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> CacheMemory:
+        """Of a torch tensor, wherever its memory is."""
+        item_bytes = int(tensor.element_size())
+        strides = tuple(int(stride) * item_bytes for stride in tensor.stride())
+        return cls(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item_bytes)
+
+
+def device_pool(caches: Sequence[CacheMemory], *, blocks: int, page_bytes: int) -> DevicePool:
+    """The pool of `blocks` blocks, `page_bytes` in each layer, in the order of the layers. Raises ValueError with a
+    sentence that says what cannot be."""
+    if len({cache.address for cache in caches}) != len(caches):
+        raise ValueError("layers share KV memory, which is not supported")
+    return DevicePool([_parts(cache, blocks, page_bytes) for cache in caches], blocks)
+
+
+def _parts(cache: CacheMemory, blocks: int, page_bytes: int) -> list[PoolPart]:
+    """Of one layer, in the order of their addresses within a page."""
+    if len(cache.shape) != _AXES or not blocks or cache.shape[0] % blocks or 0 in cache.shape:
+        raise ValueError(
+            f"a layer's KV cache has the shape {cache.shape}, and [{blocks} blocks, head, token, content] is expected"
+        )
+    ratio = cache.shape[0] // blocks  # kernels may see each block as several smaller ones, one behind the other
+    block_stride = cache.strides[0] * ratio
+    axes = [(cache.strides[0], ratio), *zip(cache.strides[1:], cache.shape[1:], strict=True)]
+    nbytes = cache.item_bytes * math.prod(size for _, size in axes)
+    if nbytes != page_bytes:
+        raise ValueError(f"a block of a layer has {nbytes} bytes of {page_bytes}: padded pages are not supported")
+    (head_stride, heads), (token_stride, tokens) = axes[1], axes[2]
+    if ratio > 1 and heads > 1 and tokens > 1 and head_stride > token_stride:
+        raise ValueError(
+            f"its kernels see a block as {ratio} smaller ones, each ordered by heads: divide --block-size by {ratio}, "
+            "or set VLLM_KV_CACHE_LAYOUT=LBNHC"
+        )
+    _check_no_overlap(cache, [(block_stride, blocks), *axes])
+    outer = sorted(((stride, size) for stride, size in axes if size > 1), reverse=True)
+    run = cache.item_bytes
+    while outer and outer[-1][0] == run:
+        run *= outer.pop()[1]
+    places = itertools.product(*(range(0, stride * size, stride) for stride, size in outer))
+    return [PoolPart(cache.address + sum(place), block_stride, run) for place in places]
+
+
+def _check_no_overlap(cache: CacheMemory, axes: Sequence[tuple[int, int]]) -> None:
+    extent = cache.item_bytes
+    for stride, size in sorted(axes):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(f"a layer's KV cache overlaps itself: shape {cache.shape}, strides {cache.strides}")
+            extent += stride * (size - 1)
+
+
+class DevicePages:
+    """`device` is the session's; `stream()` is the address of the CUstream that the calling thread computes on.
+    `budget` is closed with it. Implements `Pages`. Raises DeviceError."""
+
+    is_on_device = True
+
+    def __init__(
+        self, device: DeviceMemory, pool: DevicePool, stream: Callable[[], int], budget: LinkBudget | None = None
+    ) -> None:
+        self._device, self._stream = device, stream
+        self.block_bytes = pool.block_bytes
+        self._transfers = TwoWayTransfers(device, pool, budget)
+        self.loads, self.stores = self._transfers.loads, self._transfers.stores
+
+    def now(self) -> DeviceMoment:
+        return DeviceMoment(self._device, self._stream())
+
+    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: DeviceMoment) -> DeviceLoad:
+        leases = [(lease, 0, block_ids) for lease, block_ids in sources]
+        return DeviceLoad(self.loads.load_all(leases, after=after.event, keep=after), self._stream)
+
+    def gather(self, block_id: int, destination: Bytes) -> None:
+        finish = self.stores.payload_of(block_id)(destination)
+        if finish is not None:
+            finish()
+
+    def decoding(self, is_decoding: bool) -> None:
+        self._transfers.budget.decoding(is_decoding)
+
+    def hurried(self) -> contextlib.AbstractContextManager[None]:
+        return self._transfers.budget.lifted("stores")
+
+    def close(self) -> None:
+        self._transfers.close()
+
+
+class DeviceLoad:
+    """Implements `BlockLoad`."""
+
+    def __init__(self, load: LayerLoad, stream: Callable[[], int]) -> None:
+        self._load, self._stream = load, stream
+
+    def wait(self, layer: int) -> None:
+        self._load.wait_quietly(layer, self._stream())
+
+    def finish(self) -> None:
+        self._load.finish()

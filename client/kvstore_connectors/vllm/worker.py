@@ -1,8 +1,10 @@
 """The worker's half: restores blocks into the paged pool, has filled ones stored after a step, and reports what both
 took.
 
-Owns the loads under way, the blocks that failed, and the saver. Never does: raise at the engine for what the store
-does. Invariant: blocks computed in a step on top of a failed load are not stored.
+Owns the loads under way, each in a thread that leases blocks and has them copied layer by layer, the blocks that
+failed, and the saver. Invariants: nothing is raised at the engine for what the store does; no byte is read outside a
+lease; a block counts as loaded only if the lease still held *after* it was copied; once a load has ended, nothing of it
+is written any more; blocks computed in a step on top of a failed load are not stored.
 
 On a device vLLM calls `save` when a step is queued. So a step is measured by moments that come later, and reported with
 a later one; one whose stream waited for a load is not measured, and a load counts from its beginning to its end.
@@ -11,27 +13,23 @@ a later one; one whose stream waited for a load is not measured, and a load coun
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
+from kvstore_client.lease import Lease
+from kvstore_client.session import Session
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.vllm.loads import GetSession, Load
+from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
-from kvstore_connectors.vllm.pages import Pages
-from kvstore_connectors.vllm.saver import PutSession, Saver
+from kvstore_connectors.vllm.pages import BlockLoad, Pages
+from kvstore_connectors.vllm.saver import Saver
 from kvstore_proto.errors import KVStoreError
 
 IDLE_WAIT_S = 0.005  # vLLM asks in a loop while requests wait for nothing but their loads
 STEPS_LATER = 2  # on a device: the step before may still run; the same for all ranks, which report together
-
-
-class WorkerSession(PutSession, GetSession, Protocol):
-    """The part of a session that this half uses."""
-
-
-OneSession = TypeVar("OneSession", bound=WorkerSession)
 
 
 @dataclass(slots=True)
@@ -57,13 +55,7 @@ class WorkerSide:
     """Made when vLLM registers its KV memory. `saver` is None for an engine that only reads."""
 
     def __init__(
-        self,
-        session: WorkerSession,
-        pages: Pages,
-        saver: Saver | None,
-        *,
-        reuse_wait_s: float,
-        say: Callable[[str], None],
+        self, session: Session, pages: Pages, saver: Saver | None, *, reuse_wait_s: float, say: Callable[[str], None]
     ) -> None:
         self._session, self._pages, self._saver = session, pages, saver
         self._reuse_wait_s = reuse_wait_s
@@ -182,8 +174,8 @@ class WorkerSide:
 
 
 def open_worker(
-    session: OneSession,
-    open_pages: Callable[[OneSession], Pages],
+    session: Session,
+    open_pages: Callable[[Session], Pages],
     *,
     save_deadline_s: float | None,
     reuse_wait_s: float,
@@ -199,3 +191,95 @@ def open_worker(
         return None
     saver = None if save_deadline_s is None else Saver(session, pages, deadline_s=save_deadline_s, say=say)
     return WorkerSide(session, pages, saver, reuse_wait_s=reuse_wait_s, say=say)
+
+
+class Load:
+    """Some orders, in a thread of their own from `start` on. Made by the engine's thread: copies into pool blocks begin
+    behind what that has begun by now. `on_end` is called in the load's thread, at the end."""
+
+    def __init__(
+        self,
+        session: Session,
+        pages: Pages,
+        orders: Sequence[LoadOrder],
+        *,
+        say: Callable[[str], None],
+        on_end: Callable[[Load], None] = lambda load: None,
+    ) -> None:
+        self.orders = orders
+        self.seconds = 0.0  # until the end
+        self.waited_s = 0.0  # by threads that called `wait_layer` or `join`
+        self._session, self._pages, self._say, self._on_end = session, pages, say, on_end
+        self._after = pages.now()
+        self._loaded = [0] * len(orders)
+        self._changed = threading.Condition()  # of the two below
+        self._copies: BlockLoad | None = None  # once blocks are leased
+        self._has_ended = False
+
+    def start(self) -> Load:
+        threading.Thread(target=self._run, name="kvstore-vllm-load", daemon=True).start()
+        return self
+
+    def wait_layer(self, layer: int) -> None:
+        """Until the engine may be given work that reads a layer; after that of a load that failed nothing more will
+        come."""
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._copies is not None or self._has_ended)
+        if self._copies is not None:
+            self._copies.wait(layer)
+        self.waited_s += time.perf_counter() - started
+
+    def join(self) -> list[int]:
+        """Wait for the end: how many leading blocks of each order were loaded."""
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended)
+        self.waited_s += time.perf_counter() - started
+        return self._loaded
+
+    def failed(self) -> set[int]:
+        """Pool blocks that were not loaded. For a load that has ended."""
+        ends = zip(self.orders, self._loaded, strict=True)
+        return {block for order, loaded in ends for block in order.block_ids[loaded:]}
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            with ExitStack() as held:
+                self._loaded = self._copied([self._leased(order, held) for order in self.orders])
+        except Exception as error:  # a request the daemon refuses, the device, a bug here: the blocks are computed
+            self._say(f"blocks are not restored: {error}")
+            self._loaded = [0] * len(self.orders)
+        self.seconds = time.perf_counter() - started
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        self._on_end(self)
+
+    def _leased(self, order: LoadOrder, held: ExitStack) -> Lease | None:
+        named = address(self._session, order.prefix, order.first_block)
+        if named is None:  # degraded
+            return None
+        wanted = len(order.block_ids)
+        return held.enter_context(self._session.get(**named, max_blocks=wanted, deadline_s=order.deadline_s))
+
+    def _copied(self, leases: Sequence[Lease | None]) -> list[int]:
+        """How many leading blocks of each order are in the pool."""
+        counts = [
+            0 if lease is None else min(len(lease), len(order.block_ids))
+            for order, lease in zip(self.orders, leases, strict=True)
+        ]
+        sources = [
+            (lease, order.block_ids[:count])
+            for order, lease, count in zip(self.orders, leases, counts, strict=True)
+            if lease is not None and count
+        ]
+        if not sources:
+            return counts
+        copies = self._pages.load(sources, self._after)
+        with self._changed:
+            self._copies = copies
+            self._changed.notify_all()
+        copies.finish()
+        return [count if lease is not None and lease.valid else 0 for lease, count in zip(leases, counts, strict=True)]

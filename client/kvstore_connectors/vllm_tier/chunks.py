@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
+from kvstore_client.session import Session
 from kvstore_connectors.page_keys import PageKeys
 from kvstore_connectors.vllm_tier.engine import MIN_HASH_BYTES, GroupKind
 from kvstore_proto.identity import BlockKeys
@@ -20,16 +20,8 @@ from kvstore_proto.identity import BlockKeys
 _GROUP_BYTES = 4
 
 
-class KeySource(Protocol):
-    """The part of a session that makes keys."""
-
-    @property
-    def block_tokens(self) -> int: ...
-    def keys(self, tokens: Any, group: int | None = None) -> BlockKeys | None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkRun:
     """Chunks `keys` of one group, in rows `rows` of the CPU tier, behind the chunk `before` (None: behind none).
     `adapter`: the digest of the adapter that they were computed with."""
 
@@ -42,7 +34,7 @@ class Run:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def parts(self, most: int) -> list[Run]:
+    def parts(self, most: int) -> list[ChunkRun]:
         """The same in pieces of at most so many chunks, each behind the one before it."""
         return [
             replace(
@@ -64,9 +56,9 @@ def is_named_well(key: bytes) -> bool:
     return len(key) - _GROUP_BYTES >= MIN_HASH_BYTES
 
 
-def names(source: KeySource, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
+def names(session: Session, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
     """Our keys of chunks of one group; None while there is no daemon, whose part of them we need."""
-    secret = source.keys([0] * source.block_tokens, group=group)
+    secret = session.keys([0] * session.block_tokens, group=group)
     return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
 
 
@@ -78,10 +70,10 @@ def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
     return places
 
 
-def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[Run]:
+def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[ChunkRun]:
     """One run a group, in the order given: vLLM asks for what it needs first."""
     return [
-        Run(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
+        ChunkRun(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
         for group, places in by_group(keys).items()
     ]
 
@@ -92,7 +84,7 @@ def runs_to_store(
     positions: Mapping[bytes, int],
     kinds: Mapping[int, GroupKind],
     adapter: str,
-) -> list[Run]:
+) -> list[ChunkRun]:
     """`positions`: where each chunk of the request ends, in tokens, as far as that is known."""
     runs = []
     row_of = dict(zip(keys, rows, strict=True))
@@ -107,8 +99,8 @@ def runs_to_store(
                 alone += members
             else:
                 before = chain[first - 1] if kind == "full" and first else None
-                runs.append(Run(group, tuple(members), tuple(row_of[key] for key in members), before, adapter))
-        runs += [Run(group, (key,), (row_of[key],), adapter=adapter) for key in alone]
+                runs.append(ChunkRun(group, tuple(members), tuple(row_of[key] for key in members), before, adapter))
+        runs += [ChunkRun(group, (key,), (row_of[key],), adapter=adapter) for key in alone]
     return runs
 
 

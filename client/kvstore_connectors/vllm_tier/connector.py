@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvstore_connectors.vllm.identity import Extras
-from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.packing import packing
+from kvstore_connectors.vllm.model import describe_extras, hashes_items
+from kvstore_connectors.vllm.specs import packing
 from kvstore_connectors.vllm_tier.engine import engine_name, refusal
 from kvstore_connectors.vllm_tier.tier import KVStoreTier
 
@@ -29,10 +29,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._hashed_items = False
         if role == KVConnectorRole.SCHEDULER:
-            multimodal = vllm_config.model_config.multimodal_config
-            self._hashed_items = bool(
-                vllm_config.cache_config.enable_prefix_caching or (multimodal and multimodal.mm_processor_cache_gb > 0)
-            )
+            self._hashed_items = hashes_items(vllm_config)
             _name_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
 

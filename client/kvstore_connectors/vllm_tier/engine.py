@@ -8,13 +8,12 @@ imports nothing of vLLM. As in `kvstore_connectors.vllm.model`, whole records go
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from kvstore_connectors.vllm.model import find_weights, model_digest, rope_by_length
+from kvstore_connectors.vllm.model import digest_of, find_weights, model_digest, rope_by_length
 from kvstore_connectors.vllm.specs import kind_of, unknown_spec
 from kvstore_proto.fingerprint import MAX_BLOCK_TOKENS, Fingerprint, LayerGroup
 
@@ -90,7 +89,7 @@ def engine_name(
     return EngineName(
         weights=find_weights(vllm_config, stated_weights),
         model=model_digest(model),
-        settings=_digest(settings),
+        settings=digest_of(settings),
         kinds={number: kind_of(group.kv_cache_spec) or "unknown" for number, group in enumerate(groups)},
         describes_requests=True,
     )
@@ -114,7 +113,7 @@ def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerpri
         "replicated": config.replicated_layout,
         "canonical": config.canonical_layout,
         "memory": str(config.kv_cache_layout),
-        "groups": _digest([[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups]),
+        "groups": digest_of([[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in config.groups]),
         "settings": name.settings,
     }
     tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
@@ -140,8 +139,3 @@ def _draft(vllm_config: Any, stated_weights: str) -> str:
         return ""
     loaded = SimpleNamespace(model_config=draft, load_config=vllm_config.load_config)
     return f"{speculative.method} {find_weights(loaded, stated_weights)} {model_digest(draft)}"
-
-
-def _digest(record: Any) -> str:
-    text = json.dumps(record, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,10 +1,14 @@
-"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, and how each job ended.
+"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, how a part is moved, and how each
+job ended.
 
-Owns the threads and the books. Jobs are moved in parts, so that several threads load one job and no lease is held for
-long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind its stores.
-Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+Owns the threads, the books, and the order lease, copy, check. A part is chunks from the store into rows of vLLM's CPU
+tier, or the reverse, by one memcpy each way. Jobs are moved in parts, so that several threads load one job and no lease
+is held for long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind
+its stores. Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+
 Invariants: every job that was taken ends exactly once; `drain` and `close` return when no row is touched any more;
-nothing is raised at the scheduler.
+nothing is raised at the scheduler; no byte is read outside a lease; a chunk counts as loaded only if the lease still
+held *after* it was copied; a miss, a full store and an absent daemon are outcomes, not errors.
 """
 
 from __future__ import annotations
@@ -16,12 +20,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kvstore_connectors.vllm_tier.chunks import Run
+import numpy as np
+
+from kvstore_client.memory import Bytes
+from kvstore_client.receipt import PRESENT, STORED
+from kvstore_client.results import REASON_NO_DAEMON, UNKNOWN_TIER
+from kvstore_client.session import Session
+from kvstore_connectors.doors import SayOnce
+from kvstore_connectors.vllm_tier.chunks import ChunkRun, names
+from kvstore_proto.identity import BlockKeys
 
 DROPPED = "dropped"
 FAILED = "failed"
 _MOST_NOTICES = 256  # that wait; further ones are dropped
-Move = Callable[[Run], list[str]]
+Move = Callable[[ChunkRun], list[str]]
+LOADED = "loaded"
+KEPT = frozenset({STORED, PRESENT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ class Jobs:
     ) -> None:
         self._load, self._store = load, store
         self._part_chunks, self._most_waiting = part_chunks, most_waiting_chunks
-        self._say, self._said = say, set[str]()
+        self._say = SayOnce(say)
         self._clock = clock
         self._loaders = ThreadPoolExecutor(load_threads, "kvstore-tier-load")
         self._storer = ThreadPoolExecutor(1, "kvstore-tier-store")
@@ -74,7 +88,7 @@ class Jobs:
         self._notices = 0
         self._gives_up = False  # stores that have not begun
 
-    def load(self, job_id: int, runs: Sequence[Run]) -> None:
+    def load(self, job_id: int, runs: Sequence[ChunkRun]) -> None:
         """Returns at once."""
         parts = [part for run in runs for part in run.parts(self._part_chunks)]
         if not parts:
@@ -86,7 +100,7 @@ class Jobs:
         for part in parts:
             self._loaders.submit(self._load_part, job, part)
 
-    def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+    def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
         """Returns at once; `cut` gives the runs of these chunks and is called in the thread that stores. The job is
         dropped where too much waits already."""
         with self._changed:
@@ -132,16 +146,16 @@ class Jobs:
         self._loaders.shutdown()
         self._storer.shutdown()
 
-    def _load_part(self, job: _Job, part: Run) -> None:
+    def _load_part(self, job: _Job, part: ChunkRun) -> None:
         outcomes = [FAILED] * len(part)
         try:
             outcomes = self._load(part)
         except Exception as error:  # the daemon refuses, a bug here: vLLM computes the chunks
-            self._say_once(f"chunks are not loaded: {error}")
+            self._say(f"chunks are not loaded: {error}")
         finally:
             self._ends(job, dict(zip(part.keys, outcomes, strict=True)))
 
-    def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[Run]]) -> None:
+    def _store_job(self, job: _Job, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
         outcomes = dict.fromkeys(keys, DROPPED)
         try:
             for part in (part for run in cut() for part in run.parts(self._part_chunks)):
@@ -150,7 +164,7 @@ class Jobs:
                 outcomes.update(dict.fromkeys(part.keys, FAILED))
                 outcomes.update(zip(part.keys, self._store(part), strict=True))
         except Exception as error:  # as above: a later miss
-            self._say_once(f"chunks are not stored: {error}")
+            self._say(f"chunks are not stored: {error}")
         finally:
             with self._changed:
                 self._waiting_chunks -= len(keys)
@@ -171,14 +185,61 @@ class Jobs:
             if not self._gives_up:
                 work()
         except Exception as error:  # a closed session, or a bug here
-            self._say_once(f"the daemon was not informed: {error}")
+            self._say(f"the daemon was not informed: {error}")
         finally:
             with self._changed:
                 self._notices -= 1
 
-    def _say_once(self, sentence: str) -> None:
-        with self._changed:
-            is_new = sentence not in self._said
-            self._said.add(sentence)
-        if is_new:
-            self._say(sentence)
+
+def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) -> list[bool]:
+    """Whether each chunk is stored: by the index in shared memory, and by the daemon where that is not certain."""
+    found = session.probe(keys=keys, group=group)
+    if UNKNOWN_TIER in found.tiers:
+        found = session.lookup(keys=keys, group=group, deadline_s=deadline_s)
+    tiers = found.tiers
+    return [place < len(tiers) and tiers[place] not in ("absent", UNKNOWN_TIER) for place in range(len(keys))]
+
+
+def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
+    """The outcome of each chunk: "loaded", or why it is not in its row, which then holds nothing of use.
+
+    `memory`: uint8[rows, row_bytes]. A gap ends the run: vLLM computes from there on.
+    """
+    outcomes = ["missing"] * len(run)
+    keys = names(session, run.keys, run.group, run.adapter)
+    if keys is None:
+        return [REASON_NO_DAEMON] * len(run)
+    with session.get(keys=keys, group=run.group, deadline_s=deadline_s) as lease:
+        count = len(lease)
+        for block, row in enumerate(run.rows[:count]):
+            payload = lease.payload(block)
+            if len(payload) != memory.shape[1]:
+                count = block
+                break
+            np.copyto(memory[row], payload)
+        is_valid = lease.valid  # asked after the copy
+        outcomes[:count] = [LOADED if is_valid else "lease_ended"] * count
+        outcomes[count:] = [lease.reason or "missing"] * (len(run) - count)
+    return outcomes
+
+
+def store(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
+    """The status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
+
+    A chunk whose predecessor is not stored begins a chain of its own.
+    """
+    chain = run.keys if run.before is None else (run.before, *run.keys)
+    keys = names(session, chain, run.group, run.adapter)
+    if keys is None:
+        return [REASON_NO_DAEMON] * len(run)
+    if run.before is not None and present(session, keys[:1], run.group, deadline_s) != [True]:
+        keys = keys[1:]
+    receipt = session.put(
+        keys=keys,
+        first_block=len(keys) - len(run),
+        payloads=[memory[row] for row in run.rows],
+        group=run.group,
+        payload_bytes=memory.shape[1],
+        deadline_s=deadline_s,
+    )
+    return list(receipt.statuses)

@@ -12,6 +12,7 @@ miss. Once `shutdown` has returned vLLM's memory is not referenced any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +20,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -34,12 +38,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore_client.entry import connect
 from kvstore_client.session import Session
-from kvstore_connectors.vllm.kv_hints import Expected, KvHints
-from kvstore_connectors.vllm_tier import counts, moves
+from kvstore_connectors.doors import engine_session
+from kvstore_connectors.vllm.kv_hints import HintedChain, KvHints
+from kvstore_connectors.vllm.settings import TierSettings, parse_tier_settings
+from kvstore_connectors.vllm_tier import jobs
 from kvstore_connectors.vllm_tier.chunks import (
-    Run,
+    ChunkRun,
     by_group,
     chain_of,
     is_named_well,
@@ -49,9 +54,7 @@ from kvstore_connectors.vllm_tier.chunks import (
 )
 from kvstore_connectors.vllm_tier.engine import EngineName, stated, tier_fingerprint, unpacked
 from kvstore_connectors.vllm_tier.jobs import Ended, Jobs
-from kvstore_connectors.vllm_tier.settings import TierSettings, parse_tier_settings
 from kvstore_proto.arena import slot_bytes
-from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -64,6 +67,9 @@ logger = init_logger("vllm.kvstored")  # below "vllm", so that vLLM's log settin
 _PART_BYTES = 64 << 20
 _PART_CHUNKS = 512
 _NOT_SERVED = "not_served"
+LOADS = "vllm:kv_offload_kvstored_load_chunks"
+STORES = "vllm:kv_offload_kvstored_store_chunks"
+CONNECTED = "vllm:kv_offload_kvstored_connected"
 
 
 @dataclass(slots=True)
@@ -100,7 +106,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         self._events: list[OffloadingEvent] | None = [] if events and self._settings.enable_kv_events else None
         self._described: dict[str, str | None] = {}
         self._kv_hints = KvHints(logger.warning)
-        self._counts = counts.Counts()
+        self._counts = Counts()
         self._is_stopped = False
         self._session = self._connect(tier_fingerprint(self._engine, offloading_spec.config, self._row_bytes))
         self._jobs = self._new_jobs()
@@ -167,7 +173,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             wanted = names(self._session, [keys[at] for at in places], group, adapter)
             if wanted is not None:
                 deadline_s = self._settings.lookup_deadline_ms / 1000
-                answers = moves.present(self._session, wanted, group, deadline_s)
+                answers = jobs.present(self._session, wanted, group, deadline_s)
                 for at, answer in zip(places, answers, strict=True):
                     found[at] = answer
         return found
@@ -225,7 +231,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return counts.definitions()
+        return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._counts.take(is_connected=self.is_connected)
@@ -251,10 +257,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def _load_result(self, ended: Ended) -> JobResult:
         """Chunks that did not come count as missing from now on, else vLLM would ask for them for ever."""
-        loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == moves.LOADED)
+        loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == jobs.LOADED)
         is_whole = len(loaded) == len(ended.outcomes)
         if not is_whole:
-            self._lookups.mark_miss([key for key, outcome in ended.outcomes.items() if outcome != moves.LOADED])
+            self._lookups.mark_miss([key for key, outcome in ended.outcomes.items() if outcome != jobs.LOADED])
         return JobResult(
             job_id=ended.job_id,
             success=is_whole,
@@ -264,7 +270,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         )
 
     def _store_result(self, ended: Ended) -> JobResult:
-        kept = [key for key, outcome in ended.outcomes.items() if outcome in moves.KEPT]
+        kept = [key for key, outcome in ended.outcomes.items() if outcome in jobs.KEPT]
         if kept and self._events is not None:
             self._events.append(OffloadingEvent(keys=kept, medium=self.medium, removed=False, locality=self.locality))
         return JobResult(
@@ -285,44 +291,34 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             say=logger.warning,
         )
 
-    def _load(self, run: Run) -> list[str]:
+    def _load(self, run: ChunkRun) -> list[str]:
         assert self._session is not None
-        return moves.load(self._session, run, self._memory, self._settings.load_deadline_ms / 1000)
+        return jobs.load(self._session, run, self._memory, self._settings.load_deadline_ms / 1000)
 
-    def _store(self, run: Run) -> list[str]:
+    def _store(self, run: ChunkRun) -> list[str]:
         assert self._session is not None
-        return moves.store(self._session, run, self._memory, self._settings.store_deadline_ms / 1000)
+        return jobs.store(self._session, run, self._memory, self._settings.store_deadline_ms / 1000)
 
     def _connect(self, fingerprint: Fingerprint) -> Session | None:
-        """A session, degraded while there is no daemon. None when the daemon refuses this engine for good."""
         settings = self._settings
         staging_bytes = 0 if settings.read_only else max(settings.staging_mib << 20, 2 * slot_bytes(self._row_bytes))
-        try:
-            session = connect(
-                settings.socket or None,
-                fingerprint=fingerprint,
-                client_name="vllm-tier",
-                deadline_s=settings.lookup_deadline_ms / 1000,
-                connect_timeout_s=settings.connect_timeout_ms / 1000,
-                staging_bytes=staging_bytes,
-            )
-        except KVStoreError as error:
-            logger.error("kvstored refuses this engine, which goes on without it: %s", error)
-            return None
-        if session.state != "connected":
-            logger.warning(
-                "kvstored does not answer, so nothing is loaded or stored until it does: %s",
-                session.statistics().last_error,
-            )
-        return session
+        return engine_session(
+            logger,
+            settings.socket,
+            fingerprint=fingerprint,
+            client_name="vllm-tier",
+            deadline_s=settings.lookup_deadline_ms / 1000,
+            connect_timeout_s=settings.connect_timeout_ms / 1000,
+            staging_bytes=staging_bytes,
+        )
 
-    def _inform(self, session: Session, positions: dict[bytes, int], request: _Request, expected: Expected) -> None:
+    def _inform(self, session: Session, positions: dict[bytes, int], request: _Request, expected: HintedChain) -> None:
         """For the thread that stores."""
         adapter, chain = request.adapter or "", chain_of(positions, self._first_group)
         read_elsewhere = [key for key in chain if key not in request.moved]
         self._touch(session, read_elsewhere, adapter)
         keys = names(session, chain, self._first_group, adapter)
-        if keys is None or expected == Expected():
+        if keys is None or expected == HintedChain():
             return
         session.hint(keys=keys, group=self._first_group, next_step=expected.next_step, due_in_s=expected.due_in_s)
         if expected.wants_prefetch:
@@ -361,3 +357,36 @@ def _engine_of(packed: str, settings: TierSettings) -> EngineName:
 def _positions(req_context: ReqContext) -> dict[bytes, int]:
     """Where each of a request's chunks ends, in tokens. A copy: the scheduler goes on adding to it."""
     return dict(getattr(req_context, "_offload_key_positions", {}))
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    return {
+        LOADS: OffloadingCounterMetadata("Chunks that were to be loaded from kvstored, by outcome.", ("outcome",)),
+        STORES: OffloadingCounterMetadata("Chunks that were to be stored in kvstored, by outcome.", ("outcome",)),
+        CONNECTED: OffloadingGaugeMetadata("Whether kvstored answers (1) or not (0)."),
+    }
+
+
+class Counts:
+    """Since the last report."""
+
+    def __init__(self) -> None:
+        self._chunks: Counter[tuple[str, str]] = Counter()
+        self._connected: float | None = None
+
+    def add(self, ended: Ended) -> None:
+        metric = LOADS if ended.is_load else STORES
+        for outcome, chunks in ended.counts().items():
+            self._chunks[metric, outcome] += chunks
+
+    def take(self, *, is_connected: bool) -> OffloadingConnectorStats | None:
+        """None when nothing has changed."""
+        if not self._chunks and self._connected == float(is_connected):
+            return None
+        stats = OffloadingConnectorStats()
+        for (metric, outcome), chunks in self._chunks.items():
+            stats.increase_counter(metric, chunks, (outcome,))
+        self._connected = float(is_connected)
+        stats.set_gauge(CONNECTED, self._connected)
+        self._chunks.clear()
+        return stats

@@ -18,7 +18,7 @@ import pytest
 import kvstore_client
 from kvstore_client import BlockKeys, Fingerprint, KVStoreError, LayerGroup, Session, aio
 from kvstore_client.arguments import LONGEST_S, seconds
-from kvstore_client.hint import Expected
+from kvstore_client.requests import Expectation
 from kvstore_proto.errors import ErrorKind
 from kvstore_proto.objects import object_tokens
 from tests.reference.fake_daemon import FakeDaemon
@@ -116,7 +116,7 @@ def test_words_are_those_that_are_known(session: Session, given: Any) -> None:
     assert "durability" in refusal(lambda: session.put(TOKENS, payloads=PAYLOADS, durability=given))
     assert "wait" in refusal(lambda: session.put(TOKENS, payloads=PAYLOADS, wait=given))
     if given is not None:
-        assert "next_step" in refusal(lambda: Expected(None, None, given, 0))
+        assert "next_step" in refusal(lambda: Expectation(None, None, given, 0))
     assert "stream" in refusal(lambda: kvstore_client.connect("/nowhere", fingerprint=FINGERPRINT, stream=given))
 
 

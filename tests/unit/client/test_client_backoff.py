@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.backoff import Backoff, Breaker
+from kvstore_client.connection import Backoff, Breaker
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))

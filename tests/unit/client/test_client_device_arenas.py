@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.counters import Counters
 from kvstore_client.device.arenas import IDLE_S, RETRY_S, DeviceArenas
 from kvstore_client.device.memory import DeviceChunk, DeviceError
 from kvstore_client.get import Get
@@ -20,7 +19,7 @@ from kvstore_client.handshake import GrantedArena
 from kvstore_client.keys import KeyChains
 from kvstore_client.memory import Bytes
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.results import REASON_DEADLINE, Counters
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of

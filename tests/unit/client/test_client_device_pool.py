@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.counters import Counters
 from kvstore_client.device import DevicePool, PoolPart
 from kvstore_client.errors import KVStoreError
 from kvstore_client.get import Get
 from kvstore_client.keys import KeyChains
 from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_VERIFY_FAILED
+from kvstore_client.results import REASON_VERIFY_FAILED, Counters
 from kvstore_cuda.copies import Run, Runs
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as wire

@@ -60,11 +60,11 @@ def test_a_forked_child_gives_back_nothing_of_its_parent(daemon: FakeDaemon, ses
     lease = session.get(TOKENS)
     child = os.fork()
     if not child:
-        from kvstore_client import dropped_leases
+        from kvstore_client.lease import _dropped
 
         del lease
         gc.collect()
-        os._exit(len(dropped_leases._dropped))
+        os._exit(len(_dropped))
     assert os.waitpid(child, 0)[1] == 0
     assert lease.valid and held(daemon) == 1
     lease.release()

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.get import _kept
-from kvstore_client.joined_lease import joined
-from kvstore_client.lease import Lease, LeasedBlock
+from kvstore_client.lease import Lease, LeasedBlock, joined
 
 
 class Grant:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client import Session, store_call
+from kvstore_client import Session, put
 from kvstore_client.call import Call
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon
@@ -122,7 +122,7 @@ def test_a_refusal_over_a_rate_frees_its_bytes_also_when_the_stream_has_ended(
 def test_a_put_gives_up_a_block_that_another_client_never_finishes(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_call, "PENDING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(put, "PENDING_PATIENCE_S", 0.0)
     daemon.knobs.present_as_pending = 1 << 30
     receipt = session.put(TOKENS, payloads=PAYLOADS)
     assert (receipt.statuses, len(daemon.stores)) == (["throttled"] * BLOCKS, 1)

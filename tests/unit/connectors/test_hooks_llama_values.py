@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_connectors.llama_state import Plane
-from kvstore_connectors.llama_values import BF16, F16, F32, IQ4_NL, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, plane_values
+from kvstore_connectors.llama_state import BF16, F16, F32, IQ4_NL, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Plane, plane_values
 
 TOKENS, NUMBERS = 5, 64
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvstore_connectors.sglang.chains import Chains
-from kvstore_connectors.sglang.device_pages import DevicePages
-from kvstore_connectors.sglang.layer_loads import Copies, HeldPages, LayerBatch, LayerCounter
-from kvstore_connectors.sglang.offloads import Offloads
+from kvstore_connectors.sglang.layer_loads import Copies, DevicePages, HeldPages, LayerBatch, LayerCounter, Offloads
 from kvstore_connectors.sglang.pages import BackendMisconfigured
+from kvstore_connectors.sglang.stored_pages import Chains
 from tests.reference.device_pool import pieces
 
 PAGE, PAGES, ROW = 4, 5, 32

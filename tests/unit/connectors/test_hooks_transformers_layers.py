@@ -16,12 +16,11 @@ from tests.reference.tiny_transformers import prompt
 import torch
 from transformers import DynamicCache
 
-from kvstore_connectors.transformers.compute_times import ComputeTimes
+from kvstore_connectors.moments import ComputeTimes
 from kvstore_connectors.transformers.copies import Span
 from kvstore_connectors.transformers.fingerprint import KVShape
-from kvstore_connectors.transformers.host_copies import HostCopies, gather, scatter
+from kvstore_connectors.transformers.host_copies import HostCopies, LayerCopy, gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
-from kvstore_connectors.transformers.layerwise import LayerCopy
 from kvstore_connectors.transformers.restore import Wanted, restore
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.choice import LoadChoice

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvstore_client import Session
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
-from kvstore_connectors.transformers.mapped_weights import written_file
+from kvstore_connectors.transformers.fingerprint import written_file
 from kvstore_connectors.weight_files import mappings_now
 from kvstore_proto.errors import KVStoreError
 

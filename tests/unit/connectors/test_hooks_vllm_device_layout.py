@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_connectors.vllm.device_layout import CacheMemory, device_pool
+from kvstore_connectors.vllm.tensors import CacheMemory, device_pool
 from tests.reference.device_pool import pieces
 from tests.reference.vllm_layouts import KV_LAYOUTS, device_caches
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, PoolPart
 from kvstore_client.device.mappings import HostMappings
-from kvstore_connectors.vllm.device_pages import DevicePages
+from kvstore_connectors.vllm.tensors import DevicePages
 
 _ENDS = {"cuStreamDestroy": "cuStreamCreateWithPriority", "cuMemHostUnregister": "cuMemHostRegister"}
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_connectors.vllm.identity import Extras, Item, address, derived_keys
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
 
@@ -16,7 +16,7 @@ BLOCKS = len(TOKENS) // BLOCK_TOKENS
 
 
 def keys_of(extras: Extras) -> list[bytes]:
-    prefix = Prefix(pack_tokens(TOKENS), extras.digests(BLOCKS, BLOCK_TOKENS))
+    prefix = RequestPrefix(pack_tokens(TOKENS), extras.digests(BLOCKS, BLOCK_TOKENS))
     named = address(KeyedStore(), prefix)
     assert named is not None
     found = named["keys"] if "keys" in named else KeyedStore().keys(named["tokens"])
@@ -25,20 +25,20 @@ def keys_of(extras: Extras) -> list[bytes]:
 
 
 def test_plain_text_is_named_by_its_tokens_so_that_they_are_verified() -> None:
-    named = address(KeyedStore(), Prefix(pack_tokens(TOKENS)))
+    named = address(KeyedStore(), RequestPrefix(pack_tokens(TOKENS)))
     assert named is not None and list(named) == ["tokens"]
     assert np.array_equal(named["tokens"], TOKENS)
 
 
 def test_a_run_that_starts_later_is_named_by_keys() -> None:
-    named = address(KeyedStore(), Prefix(pack_tokens(TOKENS)), 2)
+    named = address(KeyedStore(), RequestPrefix(pack_tokens(TOKENS)), 2)
     assert named == {"keys": BlockKeys(keys_of(Extras())[2])}
 
 
 def test_nothing_can_be_named_without_a_daemon_but_by_tokens() -> None:
     absent = KeyedStore(connected=False)
-    assert address(absent, Prefix(pack_tokens(TOKENS)), 1) is None
-    assert address(absent, Prefix(pack_tokens(TOKENS), Extras(salt="a").digests(BLOCKS, BLOCK_TOKENS))) is None
+    assert address(absent, RequestPrefix(pack_tokens(TOKENS)), 1) is None
+    assert address(absent, RequestPrefix(pack_tokens(TOKENS), Extras(salt="a").digests(BLOCKS, BLOCK_TOKENS))) is None
 
 
 def test_salt_and_adapter_change_every_key() -> None:

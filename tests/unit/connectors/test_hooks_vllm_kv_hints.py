@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_connectors.vllm.kv_hints import END, PAUSE, PREFETCH, VERSION, Expected, KvHints
+from kvstore_connectors.vllm.kv_hints import END, PAUSE, PREFETCH, VERSION, HintedChain, KvHints
 
 
 def action(kind: Any, payload: Any, version: Any = VERSION) -> Any:
@@ -24,18 +24,18 @@ def envelope(*actions: Any) -> Any:
 @pytest.mark.parametrize(
     ("actions", "expected"),
     [
-        ((), Expected()),
-        ((action(PREFETCH, {}),), Expected(wants_prefetch=True)),
-        ((action(PREFETCH, {"in_s": 30}),), Expected(wants_prefetch=True, prefetch_in_s=30.0)),
-        ((action(PAUSE, {"next_step": "tool_call", "returns_in_s": 1.5}),), Expected("tool_call", 1.5)),
-        ((action(PAUSE, {"next_step": "end_of_turn"}),), Expected("end_of_turn")),
-        ((action(PAUSE, {"returns_in_s": 9, "later": "field"}),), Expected(None, 9.0)),
-        ((action(END, {}),), Expected("closed")),
-        ((action(PAUSE, {"returns_in_s": 9}), action(END, {})), Expected("closed")),
-        ((action(PREFETCH, {}), action(PAUSE, {"returns_in_s": 9})), Expected(None, 9.0, True)),
+        ((), HintedChain()),
+        ((action(PREFETCH, {}),), HintedChain(wants_prefetch=True)),
+        ((action(PREFETCH, {"in_s": 30}),), HintedChain(wants_prefetch=True, prefetch_in_s=30.0)),
+        ((action(PAUSE, {"next_step": "tool_call", "returns_in_s": 1.5}),), HintedChain("tool_call", 1.5)),
+        ((action(PAUSE, {"next_step": "end_of_turn"}),), HintedChain("end_of_turn")),
+        ((action(PAUSE, {"returns_in_s": 9, "later": "field"}),), HintedChain(None, 9.0)),
+        ((action(END, {}),), HintedChain("closed")),
+        ((action(PAUSE, {"returns_in_s": 9}), action(END, {})), HintedChain("closed")),
+        ((action(PREFETCH, {}), action(PAUSE, {"returns_in_s": 9})), HintedChain(None, 9.0, True)),
     ],
 )
-def test_what_is_read(actions: tuple[Any, ...], expected: Expected) -> None:
+def test_what_is_read(actions: tuple[Any, ...], expected: HintedChain) -> None:
     said: list[str] = []
     hints = KvHints(said.append)
     assert hints.read(envelope(*actions)) == expected
@@ -44,14 +44,14 @@ def test_what_is_read(actions: tuple[Any, ...], expected: Expected) -> None:
 
 def test_a_request_without_hints_expects_nothing() -> None:
     hints = KvHints(print)
-    assert hints.read(None) == Expected() and not hints.malformed
+    assert hints.read(None) == HintedChain() and not hints.malformed
 
 
 def test_actions_of_others_and_of_other_versions_are_counted_and_the_rest_is_read() -> None:
     said: list[str] = []
     hints = KvHints(said.append)
     others = (action("kv.fetch", {"block_hashes": [1]}, "1.0"), action(END, {}, "2"), action(7, None), action([], {}))
-    assert hints.read(envelope(*others, action(PAUSE, {"returns_in_s": 4}))) == Expected(None, 4.0)
+    assert hints.read(envelope(*others, action(PAUSE, {"returns_in_s": 4}))) == HintedChain(None, 4.0)
     assert (hints.ignored, hints.malformed, said) == (4, 0, [])
 
 
@@ -76,7 +76,7 @@ def test_actions_of_others_and_of_other_versions_are_counted_and_the_rest_is_rea
 def test_what_makes_no_sense_is_said_once_and_expects_nothing(broken: Any) -> None:
     said: list[str] = []
     hints = KvHints(said.append)
-    assert [hints.read(broken) for _ in range(3)] == [Expected()] * 3
+    assert [hints.read(broken) for _ in range(3)] == [HintedChain()] * 3
     assert (hints.malformed, len(said)) == (3, 1)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.results import Lookup
-from kvstore_connectors.vllm.layout import PagedLayers
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
+from kvstore_connectors.vllm.tensors import PagedLayers
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (128, 0), (129, 1), (256, 1), (257, 2), (1000, 7)])

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from kvstore_client.results import Lookup
-from kvstore_connectors.vllm.layout import PagedLayers
-from kvstore_connectors.vllm.loads import Load
 from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Prefix, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, RequestPrefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_connectors.vllm.worker import WorkerSide
+from kvstore_connectors.vllm.tensors import PagedLayers
+from kvstore_connectors.vllm.worker import Load, WorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from kvstore_restore.choice import LoadChoice
@@ -152,7 +151,9 @@ def worker(store: KeyedStore, pages: type[PagedLayers] = PagedLayers) -> tuple[W
 
 
 def order_of(name: str, *block_ids: int, deadline_s: float = PATIENCE_S) -> LoadOrder:
-    return LoadOrder(name, Prefix(pack_tokens(TOKENS[: len(block_ids) * BLOCK_TOKENS])), 0, block_ids, deadline_s)
+    return LoadOrder(
+        name, RequestPrefix(pack_tokens(TOKENS[: len(block_ids) * BLOCK_TOKENS])), 0, block_ids, deadline_s
+    )
 
 
 def ended(side: WorkerSide, name: str) -> None:

@@ -20,8 +20,8 @@ from kvstore_connectors.vllm.model import (
     model_fingerprint,
     refusal,
     refused_backends,
+    weights_digest,
 )
-from kvstore_connectors.vllm.weights import weights_digest
 from tests.reference.vllm_records import image, request
 
 

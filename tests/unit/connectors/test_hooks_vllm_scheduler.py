@@ -10,7 +10,7 @@ import numpy as np
 from kvstore_connectors.vllm.answers import Answer
 from kvstore_connectors.vllm.identity import Extras
 from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.orders import Prefix
+from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_proto.identity import pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, request
@@ -143,7 +143,7 @@ def test_the_end_of_an_answer_is_reported_with_all_blocks_that_were_ordered() ->
     side.orders(step(running={"r": (23, 1)}))
     asked.num_output_tokens = 3
     side.finished(asked)
-    assert reported == [Answer(Prefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
+    assert reported == [Answer(RequestPrefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
 
 
 def test_an_answer_carries_the_hints_that_its_request_came_with() -> None:

@@ -77,7 +77,7 @@ def test_vllms_own_classes_are_known_and_their_packing_is_named(mamba_first: boo
     import torch
     from vllm.v1 import kv_cache_interface as interface
 
-    from kvstore_connectors.vllm.packing import packing
+    from kvstore_connectors.vllm.specs import packing
 
     attention = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     specs: list[Any] = [

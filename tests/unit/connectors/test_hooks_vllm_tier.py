@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 import kvstore_connectors.vllm_tier as door
-from kvstore_connectors.vllm_tier.chunks import Run, is_named_well, names, runs_to_load, runs_to_store
+from kvstore_connectors.vllm.settings import TierSettings
+from kvstore_connectors.vllm_tier.chunks import ChunkRun, is_named_well, names, runs_to_load, runs_to_store
 from kvstore_connectors.vllm_tier.engine import EngineName, engine_name, refusal, stated, tier_fingerprint, unpacked
-from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, Ended, Jobs
-from kvstore_connectors.vllm_tier.moves import LOADED, load
-from kvstore_connectors.vllm_tier.settings import TierSettings
+from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, LOADED, Ended, Jobs, load
 from tests.reference.vllm_records import HeldBlocks, KeyedStore
 
 ROOT = Path(__file__).parents[3]
@@ -34,32 +33,32 @@ def key(chunk: int, group: int = 0) -> bytes:
 POSITIONS = {key(chunk, group): (chunk + 1) * 16 for group in (0, 1) for chunk in range(8)}
 
 
-def to_store(chunks: Sequence[int], kind: Any, group: int = 0) -> list[Run]:
+def to_store(chunks: Sequence[int], kind: Any, group: int = 0) -> list[ChunkRun]:
     keys = [key(chunk, group) for chunk in chunks]
     return runs_to_store(keys, [chunk + 100 for chunk in chunks], POSITIONS, {group: kind}, "")
 
 
 def test_chunks_are_stored_in_the_order_of_their_tokens_behind_the_one_before() -> None:
-    assert to_store([4, 2, 3], "full") == [Run(0, (key(2), key(3), key(4)), (102, 103, 104), key(1))]
-    assert to_store([1, 0], "full") == [Run(0, (key(0), key(1)), (100, 101), None)]
+    assert to_store([4, 2, 3], "full") == [ChunkRun(0, (key(2), key(3), key(4)), (102, 103, 104), key(1))]
+    assert to_store([1, 0], "full") == [ChunkRun(0, (key(0), key(1)), (100, 101), None)]
     assert [(run.keys[0], run.before) for run in to_store([6, 1], "full")] == [(key(1), key(0)), (key(6), key(5))]
 
 
 def test_windows_stand_without_what_is_before_them_and_recurrent_states_alone() -> None:
-    assert to_store([5, 4], "sliding", 1) == [Run(1, (key(4, 1), key(5, 1)), (104, 105), None)]
+    assert to_store([5, 4], "sliding", 1) == [ChunkRun(1, (key(4, 1), key(5, 1)), (104, 105), None)]
     assert [run.rows for run in to_store([5, 4], "recurrent", 1)] == [(104,), (105,)]
     unplaced = runs_to_store([key(9)], [1], POSITIONS, {0: "full"}, "")
-    assert unplaced == [Run(0, (key(9),), (1,), None)]
+    assert unplaced == [ChunkRun(0, (key(9),), (1,), None)]
 
 
 def test_parts_of_a_run_follow_one_another() -> None:
-    parts = Run(0, tuple(map(key, range(5))), (0, 1, 2, 3, 4), None).parts(2)
+    parts = ChunkRun(0, tuple(map(key, range(5))), (0, 1, 2, 3, 4), None).parts(2)
     assert [(part.rows, part.before) for part in parts] == [((0, 1), None), ((2, 3), key(1)), ((4,), key(3))]
 
 
 def test_a_load_has_one_run_a_group_in_the_order_asked_for() -> None:
     runs = runs_to_load([key(3), key(1, 1), key(2)], [7, 8, 9], "a")
-    assert runs == [Run(0, (key(3), key(2)), (7, 9), adapter="a"), Run(1, (key(1, 1),), (8,), adapter="a")]
+    assert runs == [ChunkRun(0, (key(3), key(2)), (7, 9), adapter="a"), ChunkRun(1, (key(1, 1),), (8,), adapter="a")]
 
 
 def test_names_differ_by_chunk_group_and_adapter_and_short_hashes_are_none() -> None:
@@ -85,20 +84,20 @@ def test_a_chunk_counts_as_loaded_if_its_lease_held_and_it_fits(
     lease.reason = "evicted"
     session: Any = SimpleNamespace(block_tokens=4, keys=KeyedStore().keys, get=lambda **_: lease)
     memory = np.zeros((4, 8), np.uint8)
-    assert load(session, Run(0, (key(0), key(1), key(2)), (3, 1, 0)), memory, 1.0) == expected
+    assert load(session, ChunkRun(0, (key(0), key(1), key(2)), (3, 1, 0)), memory, 1.0) == expected
     assert memory[3].tolist() == [7] * 8 and not memory[0].any() and lease.released
     degraded: Any = SimpleNamespace(block_tokens=4, keys=lambda *_, **__: None)
-    assert load(degraded, Run(0, (key(0),), (0,)), memory, 1.0) == ["no_daemon"]
+    assert load(degraded, ChunkRun(0, (key(0),), (0,)), memory, 1.0) == ["no_daemon"]
 
 
 class Held:
     """Moves that wait until they are let go, and end as `outcome`."""
 
     def __init__(self, outcome: str = "done") -> None:
-        self.outcome, self.runs = outcome, list[Run]()
+        self.outcome, self.runs = outcome, list[ChunkRun]()
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def __call__(self, run: Run) -> list[str]:
+    def __call__(self, run: ChunkRun) -> list[str]:
         self.runs.append(run)
         self.begun.set()
         assert self.may_end.wait(30)
@@ -106,13 +105,13 @@ class Held:
 
 
 def jobs_of(
-    load: Callable[[Run], list[str]], store: Callable[[Run], list[str]], said: list[str], most: int = 4
+    load: Callable[[ChunkRun], list[str]], store: Callable[[ChunkRun], list[str]], said: list[str], most: int = 4
 ) -> Jobs:
     return Jobs(load, store, part_chunks=2, load_threads=2, most_waiting_chunks=most, say=said.append)
 
 
-def run_of(*chunks: int) -> Run:
-    return Run(0, tuple(map(key, chunks)), chunks)
+def run_of(*chunks: int) -> ChunkRun:
+    return ChunkRun(0, tuple(map(key, chunks)), chunks)
 
 
 def outcomes(ended: Sequence[Ended]) -> dict[int, dict[bytes, str]]:
@@ -170,7 +169,7 @@ def test_draining_gives_up_what_has_not_begun_and_waits_for_the_rest() -> None:
 
 
 def test_a_move_that_raises_fails_its_chunks_and_is_said_once() -> None:
-    def broken(run: Run) -> list[str]:
+    def broken(run: ChunkRun) -> list[str]:
         raise RuntimeError("no such slot")
 
     said = list[str]()

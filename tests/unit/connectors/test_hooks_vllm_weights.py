@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from kvstore_connectors.vllm.weights import combined_digest, weight_files, weights_digest
+from kvstore_connectors.vllm.model import combined_digest, weight_files, weights_digest
 
 
 def test_same_content_same_digest_in_every_directory(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore_client.device import LinkBudget
 from kvstore_connectors.vllm.identity import Extras, derived_keys
-from kvstore_connectors.vllm.layout import PagedLayers
-from kvstore_connectors.vllm.orders import LoadOrder, Prefix, SaveOrder, StepOrders
+from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
+from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import WorkerSide, open_worker
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -71,9 +71,9 @@ class Engine:
         return derived_keys(plain, digests) if digests and plain is not None else None
 
 
-def prefix(blocks: int, extras: Extras | None = None) -> Prefix:
+def prefix(blocks: int, extras: Extras | None = None) -> RequestPrefix:
     tokens = pack_tokens(TOKENS[: blocks * BLOCK_TOKENS])
-    return Prefix(tokens, (extras or Extras()).digests(blocks, BLOCK_TOKENS))
+    return RequestPrefix(tokens, (extras or Extras()).digests(blocks, BLOCK_TOKENS))
 
 
 def save_of(first: int, *block_ids: int, name: str = "r", extras: Extras | None = None) -> SaveOrder:

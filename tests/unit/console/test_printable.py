@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvctl.exit_codes import FAILED, OK
 from kvctl.main import main
+from kvctl.output import FAILED, OK
 from kvstore_console.log_format import PrintableFormatter
 from kvstore_console.printable import printable, printable_lines
 from kvstore_console.terminal import Line

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvctl.budget import budget_line
-from kvctl.explain_text import _VOLATILE, render_chain
+from kvctl.explain import _VOLATILE, render_chain
+from kvctl.show import budget_line
 from kvstore_proto.v1 import admin_pb2 as wire
 from kvstored.store.transfer.write_refusals import Refusal
 

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from kvctl.arguments import build_parser
-from kvctl.exit_codes import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
 from kvctl.main import main
+from kvctl.output import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2
 from tests.reference.fake_admin import FakeAdmin

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvctl.bench import check_room
 from kvctl.data_arguments import positive_size
-from kvctl.exit_codes import DENIED, FAILED, USAGE, CommandError
-from kvctl.explain_text import reason_text, render_chain
+from kvctl.explain import reason_text, render_chain
 from kvctl.main import main
+from kvctl.output import DENIED, FAILED, USAGE, CommandError
 from kvctl.target import parse_tokens
 from kvstore_console.units import human_blocks
 from kvstore_proto.v1 import admin_pb2 as pb

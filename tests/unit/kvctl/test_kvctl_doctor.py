@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.doctor import disk, disk_speed, limits, machine, memory, packages, secret, settings, sockets
+from kvctl.doctor import disk, limits, machine, serving, sockets, surroundings
 from kvctl.doctor.command import doctor, document, look_around, render
-from kvctl.doctor.disk_speed import Measured
-from kvctl.doctor.finding import Finding, Level, guarded, ok
-from kvctl.doctor.settings import Settings, size_of
-from kvctl.doctor.surroundings import Surroundings
+from kvctl.doctor.disk import Measured
+from kvctl.doctor.surroundings import DaemonSettings, Finding, Level, Surroundings, guarded, ok, size_of
 from kvstore_proto.state_identity import Identity, secret_check
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.fake_admin import FakeAdmin
@@ -41,7 +39,7 @@ def around(tmp_path: Path) -> Surroundings:
     (tmp_path / "run").mkdir(mode=0o750)
     return Surroundings(
         tmp_path / "run",
-        Settings("a test", values),
+        DaemonSettings("a test", values),
         proc=tmp_path / "proc",
         sys=tmp_path / "sys",
         systemd=tmp_path / "systemd",
@@ -97,7 +95,7 @@ def test_live_sockets_are_fine(around: Surroundings, listening: dict[str, socket
 def test_the_socket_of_unary_calls_is_looked_at_where_there_should_be_one(
     around: Surroundings, listening: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    around = replace(around, settings=Settings("", {**around.settings.values, "unary.enabled": "True"}))
+    around = replace(around, settings=DaemonSettings("", {**around.settings.values, "unary.enabled": "True"}))
     missing = only(sockets.sockets(around), "unary.sock")
     assert missing.level is Level.FAIL and "does not exist" in missing.seen
     path = around.socket_dir / "unary.sock"
@@ -219,10 +217,10 @@ def test_the_capacity_must_fit_the_machine(around: Surroundings, total: float, a
         return round(gib * GIB / 1024)
 
     write(around.proc / "meminfo", f"MemTotal: {kib(total)} kB\nMemAvailable: {kib(available)} kB\nSwapTotal: 0 kB\n")
-    assert only(memory.capacity(around), "capacity").level is level
-    assert only(memory.capacity(around), "swap").level is Level.OK
+    assert only(limits.capacity(around), "capacity").level is level
+    assert only(limits.capacity(around), "swap").level is Level.OK
     write(around.proc / "meminfo", f"MemTotal: {kib(total)} kB\nSwapTotal: 1024 kB\n")
-    assert only(memory.capacity(around), "swap").level is Level.WARN
+    assert only(limits.capacity(around), "swap").level is Level.WARN
 
 
 @pytest.mark.parametrize(
@@ -231,13 +229,13 @@ def test_the_capacity_must_fit_the_machine(around: Surroundings, total: float, a
 )
 def test_huge_pages_are_a_hint(around: Surroundings, text: str, hint: bool) -> None:
     write(around.sys / "kernel/mm/transparent_hugepage/shmem_enabled", text)
-    found = only(memory.huge_pages(around))
+    found = only(limits.huge_pages(around))
     assert found.level is Level.OK and bool(found.advice) is hint
     assert not hint or "16,384 pages" in found.seen
 
 
 def test_memfds_work_here(around: Surroundings) -> None:
-    assert {finding.name for finding in memory.shared(around)} == {"memfd", "prefault"}
+    assert {finding.name for finding in limits.shared(around)} == {"memfd", "prefault"}
 
 
 # Disk
@@ -270,7 +268,7 @@ def test_room_counts_what_the_tier_has_already(around: Surroundings, tmp_path: P
     (tmp_path / "nvme/slabs").mkdir(parents=True)
     (tmp_path / "nvme/slabs/1.slab").write_bytes(os.urandom(3 * MIB))
     assert "of which 3.0 MiB are taken" in only(disk.room(around)).seen
-    huge = replace(around, settings=Settings("", {**around.settings.values, "nvme.capacity_bytes": str(1 << 60)}))
+    huge = replace(around, settings=DaemonSettings("", {**around.settings.values, "nvme.capacity_bytes": str(1 << 60)}))
     found = only(disk.room(huge))
     assert found.level is Level.WARN and "short" in found.seen
 
@@ -302,7 +300,7 @@ def test_the_disk_is_tried_and_nothing_is_left(around: Surroundings, tmp_path: P
     (tmp_path / "nvme").mkdir(mode=0o700)
     assert only(disk.direct(around)).level in (Level.OK, Level.WARN)
     progress: list[str] = []
-    measured = disk_speed.measure(tmp_path / "nvme", 16 * MIB, progress.append)
+    measured = disk.measure(tmp_path / "nvme", 16 * MIB, progress.append)
     assert measured.written_bytes == measured.read_bytes == 16 * MIB
     assert min(measured.write_s, measured.read_s, measured.sync_s) > 0
     assert progress[-1] == "reading a temporary file: 16.0 MiB of 16.0 MiB"
@@ -311,17 +309,17 @@ def test_the_disk_is_tried_and_nothing_is_left(around: Surroundings, tmp_path: P
 
 def test_speeds_are_judged() -> None:
     fast = Measured(256 * MIB, 0.1, 256 * MIB, 0.1, 0.0001, True)
-    assert is_clean(disk_speed.judge(fast))
-    assert only(disk_speed.judge(replace(fast, read_s=60.0)), "speed").level is Level.WARN
-    assert only(disk_speed.judge(replace(fast, sync_s=0.05)), "sync").level is Level.WARN
-    assert "page cache" in only(disk_speed.judge(replace(fast, is_direct=False)), "speed").seen
+    assert is_clean(disk.judge(fast))
+    assert only(disk.judge(replace(fast, read_s=60.0)), "speed").level is Level.WARN
+    assert only(disk.judge(replace(fast, sync_s=0.05)), "sync").level is Level.WARN
+    assert "page cache" in only(disk.judge(replace(fast, is_direct=False)), "speed").seen
 
 
 @pytest.mark.parametrize("check", [disk.directory, disk.room, disk.file_system, disk.direct])
 def test_no_disk_is_looked_at_where_there_is_no_nvme_tier(
     around: Surroundings, check: Callable[[Surroundings], Iterator[Finding]]
 ) -> None:
-    off = replace(around, settings=Settings("", {**around.settings.values, "nvme.enabled": "False"}))
+    off = replace(around, settings=DaemonSettings("", {**around.settings.values, "nvme.enabled": "False"}))
     assert is_clean(check(off))
 
 
@@ -384,23 +382,23 @@ def test_a_clock_that_jumps_is_reported() -> None:
 
 
 def test_packages_that_are_old_or_missing_fail() -> None:
-    assert is_clean(packages.python())
+    assert is_clean(machine.python())
     versions = {"grpcio": "1.60.0", "protobuf": "6.33.0rc1"}
 
     def installed(name: str) -> str:
         if name in versions:
             return versions[name]
-        raise packages.PackageNotFoundError(name)
+        raise machine.PackageNotFoundError(name)
 
     required = ["grpcio>=1.71.2", "protobuf>=5.29", "xxhash>=3.4", 'numba>=0.60; extra == "engine"']
-    found = {finding.name: finding for finding in packages.python(required, installed)}
+    found = {finding.name: finding for finding in machine.python(required, installed)}
     assert set(found) == {"python", "grpcio", "protobuf", "xxhash"}
     assert found["grpcio"].level is Level.FAIL and "pip install 'grpcio>=1.71.2'" in found["grpcio"].advice
     assert found["protobuf"].level is Level.OK
     assert found["xxhash"].level is Level.FAIL and "not installed" in found["xxhash"].seen
 
 
-# Settings and the whole
+# DaemonSettings and the whole
 
 
 def test_settings_come_from_the_file_the_daemon_would_read(tmp_path: Path) -> None:
@@ -409,14 +407,14 @@ def test_settings_come_from_the_file_the_daemon_would_read(tmp_path: Path) -> No
         f'[daemon]\nstate_dir = "{tmp_path}/state"\n[nvme]\ncapacity = "3GiB"\n'
         '[host]\ncapacity = "1GiB"\narena = "64MiB"\n'
     )
-    found = settings.of_file(config, None)
+    found = surroundings.of_file(config, None)
     assert found.problem == "" and found.source == str(config)
     assert found.nbytes("nvme.capacity") == 3 * GIB and found.nbytes("host.arena") == 64 * MIB
     assert found.path("nvme.path") == tmp_path / "state/nvme"
     assert found.flag("nvme.enabled")
-    assert settings.of_file(config, str(tmp_path / "other")).path("nvme.path") == tmp_path / "other/nvme"
+    assert surroundings.of_file(config, str(tmp_path / "other")).path("nvme.path") == tmp_path / "other/nvme"
     config.write_text("[nvme]\ncapacitee = 3\n")
-    assert "capacitee" in settings.of_file(config, None).problem
+    assert "capacitee" in surroundings.of_file(config, None).problem
 
 
 @pytest.mark.parametrize(
@@ -440,18 +438,18 @@ def test_a_check_that_cannot_be_made_is_a_warning() -> None:
 def test_the_secret_is_compared_with_the_blocks(around: Surroundings, tmp_path: Path) -> None:
     """As after an accident, whether a daemon runs or not: the next start would be refused."""
     place, identity = tmp_path / "state" / "secret", Identity(secret_check(bytes(32))).to_bytes().decode()
-    assert "does not exist yet" in only(secret.secret(around)).seen
+    assert "does not exist yet" in only(serving.secret(around)).seen
     write(place, "\0" * 32)
     write(tmp_path / "state" / "identity.json", identity)
     write(tmp_path / "nvme" / "identity.json", identity)
-    assert is_clean(secret.secret(around))
+    assert is_clean(serving.secret(around))
     for spoil, said in (
         (lambda: write(place, "\1" * 32), "is not the secret"),
         (lambda: write(place, "short"), "is damaged"),
         (place.unlink, "is lost"),
     ):
         spoil()
-        found = only(secret.secret(around))
+        found = only(serving.secret(around))
         assert found.level is Level.FAIL and said in found.seen
         assert "from a backup" in found.advice and "--new-secret" in found.advice
 
@@ -460,7 +458,7 @@ def test_the_secret_is_compared_with_the_blocks(around: Surroundings, tmp_path: 
 def test_a_secret_that_is_closed_to_us_is_as_it_should_be(around: Surroundings, tmp_path: Path) -> None:
     write(tmp_path / "state" / "secret", "\0" * 32)
     (tmp_path / "state" / "secret").chmod(0)
-    assert "as it should be" in only(secret.secret(around)).seen
+    assert "as it should be" in only(serving.secret(around)).seen
 
 
 def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.doctor import gpu
-from kvctl.doctor.finding import Finding, Level
-from kvctl.doctor.settings import Settings
-from kvctl.doctor.surroundings import Surroundings
+from kvctl.doctor import tiers
+from kvctl.doctor.surroundings import DaemonSettings, Finding, Level, Surroundings
 from tests.tidy.tree import ROOT
 
 NODES = ("nvidia0", "nvidiactl", "nvidia-uvm")
@@ -28,13 +26,13 @@ def around(tmp_path: Path) -> Surroundings:
     for name in NODES:
         (dev / name).touch()
         (dev / name).chmod(0o666)
-    settings = Settings("a test", {"vram.device": "0"})
+    settings = DaemonSettings("a test", {"vram.device": "0"})
     return Surroundings(tmp_path, settings, dev=dev, systemd=systemd, run=lambda command: "LoadState=loaded\n")
 
 
 def unit_with(around: Surroundings, *lines: str) -> list[Finding]:
     shown = "\n".join(["LoadState=loaded", *lines])
-    return list(gpu.unit(replace(around, run=lambda command: shown)))
+    return list(tiers.unit(replace(around, run=lambda command: shown)))
 
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
@@ -47,21 +45,21 @@ def levels(findings: Iterable[Finding]) -> set[Level]:
 
 def test_gpu_tiers_are_known_from_a_daemon_and_from_a_file() -> None:
     daemons = {"vram.device": "0", "vram.from_nvme": "bounce", "far.encrypt": "True"}
-    assert gpu.tiers_of(Settings("", daemons)) == ["vram"]
-    assert gpu.tiers_of(Settings("", {"host.kind": "shared", "g.kind": "gpu", "s.kind": "remote"})) == ["g"]
-    assert gpu.tiers_of(Settings("", {"host.kind": "shared"})) == []
+    assert tiers.gpu_tiers(DaemonSettings("", daemons)) == ["vram"]
+    assert tiers.gpu_tiers(DaemonSettings("", {"host.kind": "shared", "g.kind": "gpu", "s.kind": "remote"})) == ["g"]
+    assert tiers.gpu_tiers(DaemonSettings("", {"host.kind": "shared"})) == []
 
 
 def test_a_machine_whose_devices_can_be_opened_is_fine(around: Surroundings) -> None:
-    found = by_name(gpu.devices(around))
+    found = by_name(tiers.devices(around))
     assert found.keys() == set(NODES) and levels(found.values()) == {Level.OK}
-    assert levels(gpu.unit(around)) == {Level.OK}
+    assert levels(tiers.unit(around)) == {Level.OK}
 
 
 def test_a_device_that_is_not_there_says_how_it_is_made(around: Surroundings) -> None:
     for name in NODES:
         (around.dev / name).unlink()
-    found = by_name(gpu.devices(around))
+    found = by_name(tiers.devices(around))
     assert found.keys() == set(NODES) and levels(found.values()) == {Level.FAIL}
     assert "nvidia-modprobe" in found["nvidia-uvm"].advice and "does not exist" in found["nvidia0"].seen
 
@@ -72,14 +70,14 @@ def test_a_device_whose_driver_does_not_answer_fails(around: Surroundings) -> No
     node.unlink()
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(node))
-        found = by_name(gpu.devices(around))["nvidiactl"]
+        found = by_name(tiers.devices(around))["nvidiactl"]
     assert found.level is Level.FAIL and "No such device" in found.seen and "NVRM" in found.advice
 
 
 def test_a_device_of_a_group_names_the_group(around: Surroundings) -> None:
     node = around.dev / "nvidia0"
     node.chmod(0o660)
-    found = by_name(gpu.devices(around))["nvidia0"]
+    found = by_name(tiers.devices(around))["nvidia0"]
     assert found.level is Level.WARN and f"SupplementaryGroups={node.stat().st_gid}" in found.advice
 
 
@@ -103,12 +101,12 @@ def test_our_drop_in_is_what_the_doctor_asks_for(around: Surroundings) -> None:
 
 
 def test_without_a_unit_or_systemd_nothing_is_said_of_them(around: Surroundings) -> None:
-    assert not list(gpu.unit(replace(around, run=lambda command: "LoadState=not-found\nPrivateDevices=yes\n")))
-    assert not list(gpu.unit(replace(around, systemd=around.dev / "nowhere")))
+    assert not list(tiers.unit(replace(around, run=lambda command: "LoadState=not-found\nPrivateDevices=yes\n")))
+    assert not list(tiers.unit(replace(around, systemd=around.dev / "nowhere")))
 
 
 def test_a_missing_library_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda", "cuda.bindings"):  # it may be loaded already
         monkeypatch.setitem(sys.modules, name, None)
-    (found,) = gpu.library()
+    (found,) = tiers.library()
     assert found.level is Level.FAIL and "kvstored[gpu]" in found.advice

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.doctor import remote
-from kvctl.doctor.finding import Finding, Level
-from kvctl.doctor.settings import Settings
-from kvctl.doctor.surroundings import Surroundings
+from kvctl.doctor import tiers
+from kvctl.doctor.surroundings import DaemonSettings, Finding, Level, Surroundings
 from kvstore_proto.v1 import admin_pb2 as pb
 
 DAEMONS = {
@@ -24,19 +22,19 @@ DAEMONS = {
 def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Those that are installed."""
     installed = {"cryptography", "redis"}
-    monkeypatch.setattr(remote, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(tiers, "find_spec", lambda name: object() if name in installed else None)
     return installed
 
 
 @pytest.fixture
 def around(tmp_path: Path, packages: set[str]) -> Surroundings:
     """A daemon that is content."""
-    return Surroundings(tmp_path, Settings("a test", DAEMONS), pb.StatusReply(pid=1, state="serving"))
+    return Surroundings(tmp_path, DaemonSettings("a test", DAEMONS), pb.StatusReply(pid=1, state="serving"))
 
 
 def changed(around: Surroundings, **values: str) -> Surroundings:
     settings = {**around.settings.values, **{key.replace("__", "."): value for key, value in values.items()}}
-    return replace(around, settings=Settings("a test", settings))
+    return replace(around, settings=DaemonSettings("a test", settings))
 
 
 def bad(findings: Iterable[Finding]) -> list[Finding]:
@@ -44,21 +42,21 @@ def bad(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def test_remote_tiers_are_known_from_a_daemon_and_from_a_file() -> None:
-    assert remote.tiers_of(Settings("", DAEMONS)) == ["far"]
+    assert tiers.remote_tiers(DaemonSettings("", DAEMONS)) == ["far"]
     file = {"host.kind": "shared", "nvme.kind": "nvme", "s.kind": "remote", "s.url": "s3://b/p", "g.kind": "gpu"}
-    assert remote.tiers_of(Settings("", file)) == ["s"]
-    assert remote.tiers_of(Settings("", {"host.kind": "shared"})) == []
+    assert tiers.remote_tiers(DaemonSettings("", file)) == ["s"]
+    assert tiers.remote_tiers(DaemonSettings("", {"host.kind": "shared"})) == []
 
 
 def test_a_sound_tier_has_no_finding_but_ok(around: Surroundings) -> None:
-    assert not bad(remote.tier(around, "far"))
-    (alone,) = remote.cluster(around)
+    assert not bad(tiers.remote_tier(around, "far"))
+    (alone,) = tiers.cluster(around)
     assert alone.level is Level.OK and "no other node" in alone.seen and "secret" in alone.name
 
 
 def test_a_tier_that_is_off_is_not_looked_at(around: Surroundings, packages: set[str]) -> None:
     packages.clear()
-    (finding,) = remote.tier(changed(around, far__enabled="False", far__encrypt="False"), "far")
+    (finding,) = tiers.remote_tier(changed(around, far__enabled="False", far__encrypt="False"), "far")
     assert finding.level is Level.OK and "off" in finding.seen
 
 
@@ -67,25 +65,25 @@ def test_a_tier_that_is_off_is_not_looked_at(around: Surroundings, packages: set
     [("mooncake://m:50051", "mooncake"), ("s3://b/p", "obstore"), ("gs://b", "obstore"), ("file:///d", "obstore")],
 )
 def test_a_missing_package_is_named_with_the_extra(around: Surroundings, url: str, package: str) -> None:
-    (finding,) = bad(remote.tier(changed(around, far__url=url), "far"))
+    (finding,) = bad(tiers.remote_tier(changed(around, far__url=url), "far"))
     assert finding.level is Level.FAIL and package in finding.seen and "kvstored[remote]" in finding.advice
 
 
 def test_a_store_that_does_not_answer_is_a_warning_with_the_reason(around: Surroundings) -> None:
     status = pb.StatusReply(degraded=[pb.DegradedStatus(part="far", mode="failed", reason="no route to host")])
-    (finding,) = bad(remote.tier(replace(around, status=status), "far"))
+    (finding,) = bad(tiers.remote_tier(replace(around, status=status), "far"))
     assert finding.level is Level.WARN and "failed: no route to host" in finding.seen and "every 2 s" in finding.advice
     other = pb.StatusReply(degraded=[pb.DegradedStatus(part="nvme", mode="failed", reason="")])
-    assert not bad(remote.tier(replace(around, status=other), "far"))
-    silent = [finding.seen for finding in remote.tier(replace(around, status=None), "far")]
+    assert not bad(tiers.remote_tier(replace(around, status=other), "far"))
+    silent = [finding.seen for finding in tiers.remote_tier(replace(around, status=None), "far")]
     assert any("not known" in seen for seen in silent)
 
 
 def test_encryption_that_is_off_is_warned_about(around: Surroundings) -> None:
-    (finding,) = bad(remote.tier(changed(around, far__encrypt="False"), "far"))
+    (finding,) = bad(tiers.remote_tier(changed(around, far__encrypt="False"), "far"))
     assert finding.level is Level.WARN and "far.encrypt" in finding.seen and "prompts" in finding.seen
     one = changed(around, tenant__chat__remote="plain", tenant__law__remote="encrypted", tenant__lab__remote="off")
-    (finding,) = bad(remote.tier(one, "far"))
+    (finding,) = bad(tiers.remote_tier(one, "far"))
     assert "tenant chat " in finding.seen
 
 
@@ -95,7 +93,7 @@ def test_files_with_secrets_must_be_there_and_closed(around: Surroundings, tmp_p
     here = changed(around, **{setting.replace(".", "__"): str(path)})
 
     def found() -> list[Finding]:
-        return bad(remote.cluster(here) if setting.startswith("cluster") else remote.tier(here, "far"))
+        return bad(tiers.cluster(here) if setting.startswith("cluster") else tiers.remote_tier(here, "far"))
 
     assert "does not exist" in found()[0].seen
     path.write_text("x" * 44)
@@ -113,5 +111,5 @@ def test_a_short_secret_is_found(around: Surroundings, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("short\n")
     path.chmod(0o600)
-    (finding,) = bad(remote.cluster(changed(around, cluster__secret_file=str(path))))
+    (finding,) = bad(tiers.cluster(changed(around, cluster__secret_file=str(path))))
     assert "too short" in finding.seen and "head -c 32" in finding.advice

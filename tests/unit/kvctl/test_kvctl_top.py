@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.dashboard import hit_ratios, render
-from kvctl.past import Past
-from kvctl.snapshot import Snapshot, without_nan
+from kvctl.dashboard import render
+from kvctl.snapshot import Past, Snapshot, hit_ratios, without_nan
 from kvstore_console.terminal import Line, bar, is_terminal, size_of, sparkline, wants_colour
 from kvstore_proto.v1 import admin_pb2 as pb
 

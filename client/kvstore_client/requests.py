@@ -1,0 +1,233 @@
+"""The requests of a session that lease and store nothing: lookups and probes of the index, hints, prefetches and
+touches, deletions, explanations. Each goes in as many requests as the daemon's limit of keys takes.
+
+Owns the check of what an engine expects. Never raises for a miss; a missing answer is a reason in the result, and no
+error where what was sent may be lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kvstore_client import lookup_index
+from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
+from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.errors import invalid
+from kvstore_client.prefix import Prefix
+from kvstore_client.results import (
+    MISS_REASONS,
+    REASON_LIMIT,
+    REASON_NO_DAEMON,
+    TIER_NAMES,
+    Deleted,
+    Lookup,
+    Prefetched,
+    miss_reason,
+    tier_name,
+)
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.matching import match_of, restorable_blocks
+from kvstore_proto.v1 import kvstore_pb2 as wire
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
+
+MAX_DUE_S = 24 * 3600.0
+NextStep = Literal["tool_call", "end_of_turn", "closed"]
+NEXT_STEPS: Final[dict[str, wire.NextStep.ValueType]] = {
+    "tool_call": wire.NEXT_STEP_TOOL_CALL,
+    "end_of_turn": wire.NEXT_STEP_END_OF_TURN,
+    "closed": wire.NEXT_STEP_CLOSED,
+}
+KEYS_A_REQUEST = 4096  # what the daemon explains at once
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """See `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
+
+    will_continue: float | None
+    due_in_s: float | None
+    next_step: NextStep | None
+    answer_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.will_continue is not None:
+            number_between("will_continue", self.will_continue, 0, 1)
+        if self.due_in_s is not None:
+            number_between("due_in_s", self.due_in_s, 0, MAX_DUE_S)
+        if self.next_step is not None:
+            one_of("next_step", self.next_step, NEXT_STEPS)
+        count("answer_tokens", self.answer_tokens, most=UINT32_MAX)
+
+    def of(self, blocks: wire.KeySet) -> wire.Hint:
+        return wire.Hint(
+            set=blocks,
+            will_continue=self.will_continue,
+            due_in_ms=None if self.due_in_s is None else round(float(self.due_in_s) * 1000),
+            next_step=NEXT_STEPS[self.next_step] if self.next_step is not None else wire.NEXT_STEP_UNSPECIFIED,
+            answer_tokens=self.answer_tokens,
+        )
+
+    def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expectation, BlockKeys]]:
+        """Expectations and their keys, where one request takes `most` keys. How a chain ended concerns its end; when it
+        is due concerns all of its stored blocks.
+        """
+        if len(keys) <= most:
+            yield self, keys
+            return
+        ended, due = replace(self, due_in_s=None), Expectation(None, self.due_in_s, None, 0)
+        if self.due_in_s is not None:
+            for first in range(0, len(keys), most):
+                yield due, keys[first : first + most]
+        if ended != Expectation(None, None, None, 0):
+            yield ended, keys[len(keys) - most :]
+
+
+def send_hint(prefix: Prefix, expected: Expectation) -> int:
+    """How many leading blocks of the prefix the daemon has; 0 without an answer."""
+    known, most = 0, prefix.daemon.max_keys
+    for part, keys in expected.parts(prefix.chain.keys, most):
+        try:
+            request = wire.Request(hint=part.of(prefix.key_set(keys)))
+            answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        except KVStoreError:  # the values were checked: this daemon knows no hints
+            return 0
+        if isinstance(answer, str):
+            return 0
+        known = answer.hint.known_blocks
+    return known if len(prefix) <= most else lookup(prefix, prefix.daemon.deadline_s).blocks
+
+
+def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
+    """See `Session.prefetch`. What was answered, where an answer is missing."""
+    resident = scheduled = 0
+    in_ms = int(in_s * 1000)
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        blocks = piece.key_set(piece.chain.keys)
+        request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            return Prefetched(resident, scheduled, answer)
+        reply = answer.prefetch
+        resident, scheduled = resident + reply.resident_blocks, scheduled + reply.scheduled_blocks
+        taken = first + len(piece)
+        if resident + scheduled < min(taken, first + reply.stored_blocks):
+            return Prefetched(resident, scheduled, REASON_LIMIT)
+        if resident + scheduled < taken:
+            break
+        if budget_bytes:
+            budget_bytes -= reply.scheduled_bytes
+            if budget_bytes <= 0:
+                return Prefetched(resident, scheduled, REASON_LIMIT if taken < len(prefix) else "")
+    return Prefetched(resident, scheduled)
+
+
+def send_touch(prefix: Prefix) -> int:
+    """Return how many leading blocks of `prefix` the daemon has. A request without an answer ends the count."""
+    touched = 0
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys)))
+        answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
+        if isinstance(answer, str):
+            break
+        touched += answer.touch.touched
+        if touched < first + len(piece):
+            break
+    return touched
+
+
+def checked(request: ExplainRequest) -> ExplainRequest:
+    """Return the request. Raises KVStoreError(INVALID) for what is none."""
+    if not isinstance(request, ExplainRequest):
+        raise invalid(f"request must be an ExplainRequest, got {type(request).__name__}")
+    return request
+
+
+def explain(
+    daemon: DaemonSession, request: ExplainRequest, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
+) -> ExplainReply | None:
+    """Return what the daemon says; None unless all of it came in time. `recent_misses` and fingerprints are the first
+    answer's."""
+    until, whole = clock() + deadline_s, ExplainReply()
+    for first in range(0, max(len(request.keys), 1), KEYS_A_REQUEST):
+        part = ExplainRequest()
+        part.CopyFrom(request)
+        del part.keys[:]
+        part.keys.extend(request.keys[first : first + KEYS_A_REQUEST])
+        if first:
+            part.recent_misses = 0
+        answer = daemon.call(wire.Request(explain=part), max(until - clock(), 0.001))
+        if isinstance(answer, str):
+            return None
+        if first:
+            whole.blocks.extend(answer.explain.blocks)
+        else:
+            whole = answer.explain
+    return whole
+
+
+def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
+    """Delete from the end, so that no request leaves a hole. Stops at the first one without an answer."""
+    daemon, keys = prefix.daemon, prefix.chain.keys
+    total, until = Deleted(), clock() + deadline_s
+    for end in range(len(keys), 0, -daemon.max_keys):
+        part = keys[max(0, end - daemon.max_keys) : end]
+        answer = daemon.call(wire.Request(delete=wire.Delete(set=prefix.key_set(part))), max(until - clock(), 0.001))
+        if isinstance(answer, str):
+            return replace(total, reason=answer)
+        reply = answer.delete
+        total = Deleted(
+            total.blocks + reply.deleted,
+            total.payload_bytes + reply.deleted_bytes,
+            total.leased + reply.leased,
+            total.continued + reply.continued,
+            total.missing + reply.missing,
+        )
+    return total
+
+
+def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
+    """What the daemon says of a prefix, in several requests where it has more keys than one may name."""
+    blocks, reason, tiers, load_s = 0, "", list[str](), list[float]()
+    until, match = clock() + deadline_s, match_of(prefix.group.kind)
+    for first, piece in prefix.pieces() if len(prefix) else ():
+        request = wire.Request(lookup=wire.Lookup(sets=[piece.key_set(piece.chain.keys)]))
+        answer = prefix.daemon.call(request, max(until - clock(), 0.001))
+        if isinstance(answer, str):
+            reason = answer
+            break
+        if not answer.lookup.sets:
+            break
+        found = answer.lookup.sets[0]
+        usable = min(found.usable_blocks, len(piece))
+        tiers += map(tier_name, found.tiers)
+        load_s += (each / 1e6 for each in found.load_us[: len(piece)])
+        if match == wire.MATCH_PREFIX or len(piece) == len(prefix):
+            blocks = first + usable
+        else:  # a window may span two pieces, and a snapshot stands alone
+            blocks = restorable_blocks([tier != TIER_NAMES[0] for tier in tiers], match, prefix.window_blocks)
+        if usable < len(piece):
+            reason = miss_reason(found.miss_reason)
+            if match == wire.MATCH_PREFIX:
+                break
+    is_known = reason in MISS_REASONS
+    return Lookup(
+        blocks=blocks,
+        tokens=blocks * prefix.fingerprint.block_tokens,
+        tiers=tuple(tiers),
+        estimated_load_s=sum(load_s[:blocks], 0.0),
+        reason=reason if blocks < len(prefix) or not is_known else "",
+        load_s=tuple(load_s[:blocks]),
+    )
+
+
+def probe(prefix: Prefix, *, may_wait: bool) -> Lookup:
+    """What the lookup index says of a prefix."""
+    index = prefix.daemon.index.get(may_wait=may_wait)
+    found = lookup_index.probe(index, prefix.chain.keys, prefix.fingerprint, prefix.group)
+    if not prefix.daemon.is_alive():  # the memory of its index remains, and shows for ever what was last
+        return Lookup(reason=REASON_NO_DAEMON)
+    return found
