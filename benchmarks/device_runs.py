@@ -24,7 +24,7 @@ from support.report import AT_MOST, Row, main
 from support.timing import median
 
 from kvstore_client.device import DevicePool, PoolPart
-from kvstore_client.device.copies import CopyStream
+from kvstore_client.device.streams import CopyStream
 from kvstore_cuda.copies import BATCH_VERSION, Numbers
 
 LAYERS, PLANES = 32, 2

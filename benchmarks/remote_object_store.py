@@ -32,7 +32,7 @@ from support.timing import median, time_each
 
 from kvstore_tiers.remote.driver import Driver, Placed
 from kvstore_tiers.remote.drivers import open_driver
-from kvstore_tiers.remote.drivers.runs.changes import AddedRun, Change, rows_of
+from kvstore_tiers.remote.drivers.runs.values import AddedRun, Change, rows_of
 from tests.reference.s3_server import KEYS, s3_server
 
 COUNT, NBYTES = 64, 1 << 20

@@ -31,7 +31,7 @@ from kvstore_proto.arena import BlockHeader, slot_bytes
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme.io import ImageRead
+from kvstore_tiers.nvme.slot_transfers import ImageRead
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing import block, finish_all
 

@@ -12,9 +12,8 @@ import xxhash
 from kvstore_console.units import human_bytes
 from kvstore_cuda.copies import Run, Runs
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.checksums import Checksums
 from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.gpu.events import Events
+from kvstore_tiers.gpu.streams import Checksums, Events
 from support.gpu_answers import Answer, Sizes, known
 from support.gpu_memory import copy_s, on_device, pinned
 

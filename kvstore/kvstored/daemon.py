@@ -21,8 +21,8 @@ import grpc
 
 from kvstore_proto.v1 import kvstore_pb2_grpc
 from kvstore_tiers.heap import trim
+from kvstore_tiers.nvme.directory_files import DirectoryError
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstore_tiers.nvme.errors import DirectoryError
 from kvstored import __version__
 from kvstored.admin.drop import Drop
 from kvstored.admin.explain import Explain

@@ -69,7 +69,7 @@ def compile_with_log(
     library()  # says what to install where it is missing
     what = f"{program.source} for {architecture}"
     command = [
-        sys.executable, "-m", "kvstore_cuda.nvrtc_process", str(program.folder / program.source),
+        sys.executable, "-m", "kvstore_cuda.nvrtc", str(program.folder / program.source),
         architecture, *_options(program), f"--include-path={program.folder}", *extra,
     ]  # fmt: skip
     try:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash")
 
-from kvstore_tiers.remote.drivers.runs.changes import NAME_BYTES, AddedRun, Change, DamagedChange, rows_of
 from kvstore_tiers.remote.drivers.runs.reading import GAP_BYTES, SPAN_BYTES, Wanted, spans_of
-from kvstore_tiers.remote.drivers.runs.values import Place, Values
+from kvstore_tiers.remote.drivers.runs.values import NAME_BYTES, AddedRun, Change, DamagedChange, Place, Values, rows_of
 
 NAMES = st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
 RUNS = st.lists(st.tuples(NAMES, st.integers(1, 1 << 30)), min_size=1, max_size=5, unique_by=lambda row: row[0])

@@ -28,11 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
-from kvstore_tiers.file_image import FileImage
-from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
-from kvstore_tiers.slot import Slot
 
 __all__ = [
     "Completion",

@@ -35,9 +35,9 @@ from kvstore_tiers.base import (
 )
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
+from kvstore_tiers.image import aligned_down, require_slot_size
 from kvstore_tiers.lending import Borrower, Lending
 from kvstore_tiers.segments import Bytes
-from kvstore_tiers.sizes import aligned_down, require_slot_size
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
 MAPPED_NAME = "host"

@@ -36,14 +36,11 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore, object_name
-from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
 from kvstore_tiers.single_slots import SingleSlots
-from kvstore_tiers.sizes import require_slot_size
-from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
-from kvstore_tiers.waiting_reads import WaitingReads
+from kvstore_tiers.threads import PendingWrites, ResidentThreads, WaitingReads, deliver, run_transfer
 
 UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed

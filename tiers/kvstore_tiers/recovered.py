@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.slot import Slot
+from kvstore_tiers.image import Slot
 
 Column = npt.NDArray[Any]
 KEY_WORDS = 2

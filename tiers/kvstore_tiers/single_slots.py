@@ -6,7 +6,7 @@ Invariant: the slots that are taken never exceed the capacity.
 
 from __future__ import annotations
 
-from kvstore_tiers.slot import Slot
+from kvstore_tiers.image import Slot
 
 
 class SingleSlots:

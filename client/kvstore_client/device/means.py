@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.budget import LinkBudget
-from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.crossover import Crossover
 from kvstore_client.device.gather import FOR_KERNELS, HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
+from kvstore_client.device.streams import CopyStream
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 

@@ -1,6 +1,7 @@
 """Device memory of the daemon's GPU tier, imported to be read in place by an engine that computes on that device.
 
-Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Never
+Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Knows,
+by weak references, the arenas in host memory that sessions of the device have mapped, for what copies from them. Never
 copies a payload unless it is asked for one in host memory.
 Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
 engine's context; the caller's context is current again after each call; no call spoils a CUDA graph that the engine
@@ -21,17 +22,63 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore_client.device.mappings import HostMappings
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_cuda.copies import CopyQueue, Run, Runs
 from kvstore_cuda.driver import DriverError as DeviceError
 from kvstore_cuda.driver import call, cuda_driver, device_identity
 from kvstore_proto.arena import HEADER_BYTES
+
+
+class Follower(Protocol):
+    """Is called with the array over a whole mapping. Never waits."""
+
+    def mapped(self, memory: Bytes) -> None: ...
+    def given_up(self, memory: Bytes) -> None: ...
+
+
+class HostMappings:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()  # by address
+        self._followers: list[Follower] = []
+
+    def add(self, memory: Bytes) -> None:
+        """A session has mapped it, or goes on using it."""
+        with self._lock:
+            self._known[_address(memory)] = memory
+            for follower in self._followers:
+                follower.mapped(memory)
+
+    def drop(self, memory: Bytes) -> None:
+        """Its session has ended."""
+        with self._lock:
+            self._known.pop(_address(memory), None)
+            for follower in self._followers:
+                follower.given_up(memory)
+
+    def follow(self, follower: Follower) -> None:
+        """Call `follower` with every mapping: those that are known now, and later ones."""
+        with self._lock:
+            self._followers.append(follower)
+            for memory in list(self._known.values()):
+                follower.mapped(memory)
+
+    def leave(self, follower: Follower) -> None:
+        """End `follow`. Idempotent."""
+        with self._lock:
+            self._followers = [each for each in self._followers if each is not follower]
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
+
 
 _BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
 _PORTABLE, _NON_BLOCKING = 1, 1

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.streams import CopyStream
 from kvstore_client.memory import Bytes
 
 BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for those of the next payload

@@ -31,7 +31,7 @@ import socket
 import sys
 import time
 
-from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
+from kvstore_tiers.child_processes import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.notify import notify
 
 LOOK_S = 1.0  # between two looks at whether there is still reason to live

@@ -23,7 +23,7 @@ from kvstore_client.device import (
     PoolPart,
     RegisteredMemory,
 )
-from kvstore_client.device.mappings import HostMappings
+from kvstore_client.device.memory import HostMappings
 from kvstore_client.payload import PayloadWriter
 from kvstore_cuda import driver as cuda_driver
 from kvstore_proto.arena import HEADER_BYTES

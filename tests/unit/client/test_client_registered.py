@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore_client.arenas import Arenas
-from kvstore_client.device.mappings import HostMappings
-from kvstore_client.device.memory import DeviceError
+from kvstore_client.device.memory import DeviceError, HostMappings
 from kvstore_client.device.registered import EARLY_S, IDLE_S, RegisteredMemory
 from kvstore_client.handshake import GrantedArena
 from kvstore_client.memory import Bytes

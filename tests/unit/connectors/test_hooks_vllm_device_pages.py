@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, PoolPart
-from kvstore_client.device.mappings import HostMappings
+from kvstore_client.device.memory import HostMappings
 from kvstore_connectors.vllm.device_pages import DevicePages
 
 _ENDS = {"cuStreamDestroy": "cuStreamCreateWithPriority", "cuMemHostUnregister": "cuMemHostRegister"}

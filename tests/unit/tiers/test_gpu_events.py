@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.gpu.events import Events
+from kvstore_tiers.gpu.streams import Events
 
 PATIENCE_S = 30.0
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, read_header
-from kvstore_tiers import arena, image_copies
+from kvstore_tiers import arena, host_transfers
 from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
@@ -285,13 +285,13 @@ def test_the_copy_is_checksummed_not_the_clients_memory(tier: HostTier, monkeypa
     """A client that changes its staging memory during a put harms its own block, and never makes it look sound."""
     header, payload = block(1, 8192)
     as_copied = payload.copy()
-    real = image_copies.gather
+    real = host_transfers.gather
 
     def copy_then_client_writes(destination: int, segments: object) -> None:
         real(destination, segments)  # type: ignore[arg-type]
         payload[:] = 0
 
-    monkeypatch.setattr(image_copies, "gather", copy_then_client_writes)
+    monkeypatch.setattr(host_transfers, "gather", copy_then_client_writes)
     slot = stored_slot(tier, header, payload, "a")
     outcome, copy = get(tier, slot, header.key, 8192)
     assert outcome.ok and np.array_equal(copy, as_copied)

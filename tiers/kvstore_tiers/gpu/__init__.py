@@ -4,7 +4,7 @@
 started anew. `driver` is all that knows the CUDA driver.
 """
 
-from kvstore_tiers.gpu.settings import WorkerSettings
 from kvstore_tiers.gpu.tier import GpuTier
+from kvstore_tiers.gpu.worker_life import WorkerSettings
 
 __all__ = ["GpuTier", "WorkerSettings"]

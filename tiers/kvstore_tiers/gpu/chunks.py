@@ -20,7 +20,7 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, ForeignMemory
 from kvstore_tiers.base import ContainerReport
-from kvstore_tiers.slot import Slot
+from kvstore_tiers.image import Slot
 
 HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
 

@@ -24,9 +24,8 @@ from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Segm
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.settings import BOUNCE, DIRECT
-from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.written import Written, blamed, check
+from kvstore_tiers.gpu.steps import Steps, Written, blamed, check
+from kvstore_tiers.gpu.worker_life import BOUNCE, DIRECT
 from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import buffer_at, checksum_at, put_bytes
 from kvstore_tiers.threads import run_transfer

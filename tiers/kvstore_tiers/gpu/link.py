@@ -2,7 +2,7 @@
 
 Owns what a worker must know after a restart: regions, chunks and their descriptors. Which worker is at the other end,
 and whether there is one, is `worker_life`'s, whose thread hears it and ends transfers; what waits to be sent is
-`outbox`'s, which transfers are under way `pending`'s.
+`outbox`'s.
 Invariants: each transfer ends once, with a failure when its worker died or did not answer for too long; one that
 no worker has seen yet waits for the next, unless workers keep dying; a chunk whose descriptor has come is never made
 again, only mapped again; a region is dropped when no process of ours has it mapped any more.
@@ -21,10 +21,77 @@ from typing import Protocol
 
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.outbox import Greeting, Outbox, Outgoing
-from kvstore_tiers.gpu.pending import Done, Pending, Transfer
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.settings import WorkerSettings
-from kvstore_tiers.gpu.worker_life import WorkerLife
+from kvstore_tiers.gpu.worker_life import WorkerLife, WorkerSettings
+
+Done = Callable[[wire.End], None]
+
+
+@dataclass
+class Transfer:
+    """`waits`: for the next worker, where there is none now."""
+
+    ended: Done
+    since_s: float
+    patience_s: float
+    waits: bool
+    is_sent: bool = False
+
+
+class Pending:
+    """May be used from any thread; ends are called on that of the caller."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[int, Transfer] = {}
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def begin(self, ended: Done, patience_s: float, *, waits: bool, may: Callable[[], bool]) -> int | None:
+        """The number of a new transfer; None unless it `may` begin, which is asked in the same step."""
+        with self._lock:
+            if not may():
+                return None
+            self._last += 1
+            self._transfers[self._last] = Transfer(ended, time.monotonic(), patience_s, waits)
+            return self._last
+
+    def send(self, number: int) -> bool:
+        """A worker is to see it, and owes its end from now on; False where it has failed meanwhile."""
+        with self._lock:
+            transfer = self._transfers.get(number)
+            if transfer is not None:
+                transfer.is_sent, transfer.since_s = True, time.monotonic()
+            return transfer is not None
+
+    def take_back(self, number: int) -> None:
+        """It could not be sent."""
+        with self._lock:
+            transfer = self._transfers.get(number)
+            if transfer is not None:
+                transfer.is_sent = False
+
+    def end(self, number: int, end: wire.End) -> None:
+        """Of one that has ended already it means nothing."""
+        with self._lock:
+            transfer = self._transfers.pop(number, None)
+        if transfer is not None:
+            transfer.ended(end)
+
+    def fail(self, concerns: Callable[[Transfer], bool], end_of: Callable[[Transfer], wire.End]) -> int:
+        """End those that it concerns; how many."""
+        with self._lock:
+            numbers = [number for number, each in self._transfers.items() if concerns(each)]
+            failed = [self._transfers.pop(number) for number in numbers]
+        for each in failed:
+            each.ended(end_of(each))
+        return len(failed)
+
+    def is_overdue(self, now_s: float, ready_s: float) -> bool:
+        """Whether a worker that is ready since `ready_s` has owed the end of one for too long."""
+        with self._lock:
+            sent = [each for each in self._transfers.values() if each.is_sent]
+        return any(now_s - max(each.since_s, ready_s) > each.patience_s for each in sent)
+
 
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place

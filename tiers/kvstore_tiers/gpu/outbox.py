@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kvstore_tiers.child_processes import send_packet
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.passing import send_packet
 
 
 class Outgoing(NamedTuple):

@@ -1,18 +1,134 @@
-"""What transfers of the GPU tier have in common: threads that begin them and threads that end them, and the bounce
-buffer between this process and the worker.
+"""Parts that the transfers of the GPU tier share: threads that begin them and threads that end them, the bounce buffer
+between this process and the worker, and the check of what was written to the device.
 
 Owns the threads, the buffer and the count of transfers under way. `begin` jobs wait for room in the bounce buffer, so
-they are not on the threads that give it back. Invariant: each transfer is counted and delivered once.
+they are not on the threads that give it back. Engines of the tenant may import device memory, and read it without this
+process: where the worker can, it checksums what a copy has written there before the write is reported.
+Invariants: each transfer is counted and delivered once; ranges of the buffer that are taken do not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from kvstore_tiers.base import Completion, Outcome
-from kvstore_tiers.gpu.bounce import Bounce
-from kvstore_tiers.threads import ResidentThreads
-from kvstore_tiers.under_way import UnderWay
+import xxhash
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
+from kvstore_tiers.gpu import wire
+from kvstore_tiers.gpu.link import WorkerLink
+from kvstore_tiers.image import aligned_up, judge_header
+from kvstore_tiers.segments import buffer_at, checksum_of
+from kvstore_tiers.threads import ResidentThreads, UnderWay
+
+
+class Bounce:
+    """`nbytes` of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.descriptor = os.memfd_create("kvstore-bounce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.descriptor, 0o600)
+        os.ftruncate(self.descriptor, nbytes)
+        self._mapping = mmap.mmap(self.descriptor, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._free = [(0, nbytes)]  # offset and bytes, by offset
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a free range, which is waited for. Raises ValueError for one that can never be free."""
+        wanted = aligned_up(nbytes)
+        if wanted > self.nbytes:
+            raise ValueError(f"{nbytes} bytes do not fit a bounce buffer of {self.nbytes}")
+        with self._changed:
+            while True:
+                for position, (offset, free) in enumerate(self._free):
+                    if free >= wanted:
+                        left = [(offset + wanted, free - wanted)] if free > wanted else []
+                        self._free[position : position + 1] = left
+                        return offset
+                self._changed.wait()
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        with self._changed:
+            ranges = sorted([*self._free, (offset, aligned_up(nbytes))])
+            joined: list[tuple[int, int]] = []
+            for start, length in ranges:
+                if joined and sum(joined[-1]) == start:
+                    joined[-1] = (joined[-1][0], joined[-1][1] + length)
+                else:
+                    joined.append((start, length))
+            self._free = joined
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """What was written to a slot whole."""
+
+    key: bytes
+    payload_bytes: int
+    checksum: int
+    page_digest: int  # of the header page
+
+    @classmethod
+    def of(cls, header: BlockHeader, page: bytes) -> Written:
+        return cls(header.key, header.payload_bytes, header.checksum, xxhash.xxh3_64_intdigest(page))
+
+
+def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeader, bytes] | Outcome:
+    """The header of the block that was written to a slot whole, and its page; CORRUPT where no such block was."""
+    page = buffer_at(shadow.address, HEADER_BYTES).raw
+    header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+    if isinstance(header, str):
+        return Outcome(OutcomeKind.CORRUPT, message=f"no such block was written to {slot}: {header}")
+    return header, page
+
+
+def check(
+    link: WorkerLink, slot: Slot, written: Written, checked: Completion,
+    *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
+) -> None:  # fmt: skip
+    """Ask the device; `checked` is called on a thread of the link's, which is soon done with it. `pages`: other slots
+    whose header pages must have these digests, too. `waits`: as there."""
+
+    def summed(end: wire.End) -> None:
+        if end.failure:
+            outcome = Outcome(OutcomeKind.FAILED, message=end.failure)
+        elif end.sums[0] != written.page_digest:
+            outcome = Outcome(OutcomeKind.CORRUPT, message="the header is not the one that was written")
+        elif end.sums[1] != written.checksum:
+            outcome = Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        elif any(found != digest for found, (_, digest) in zip(end.sums[2:], pages, strict=True)):
+            outcome = Outcome(OutcomeKind.CORRUPT, message="another header is not the one that was written")
+        else:
+            outcome = Outcome(OutcomeKind.DONE)
+        checked(outcome)
+
+    payload = slot.offset + HEADER_BYTES
+    places = [(slot.container, slot.offset, HEADER_BYTES), (slot.container, payload, written.payload_bytes)]
+    places += [(other.container, other.offset, HEADER_BYTES) for other, _ in pages]
+    link.checksums(places, summed, waits=waits)
+
+
+def blamed(slot: Slot, payload: Sequence[Segment], written: Written) -> Outcome:
+    """Why the device has other bytes than were to be written: the source was damaged, or the way is."""
+    if checksum_of(payload, written.payload_bytes) != written.checksum:
+        return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+    message = f"other bytes arrived in {slot} on the device than were sent"
+    _LOG.error("%s: block %s", message, written.key.hex())
+    return Outcome(OutcomeKind.FAILED, message=message)
 
 
 class Steps:

@@ -1,6 +1,6 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers`, `relocations` and `file_loads` make transfers. Holds no CUDA
+Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA
 context: the link (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks
 outlive the worker. A witness that keeps these descriptors, and those of the shadows, has them outlive this process too
 (`adopt`, `leave`).
@@ -51,13 +51,12 @@ from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.relocations import GpuRelocations
-from kvstore_tiers.gpu.settings import AUTO, OFF, WorkerSettings
 from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.transfers import GpuTransfers
+from kvstore_tiers.gpu.transfers import GpuRelocations, GpuTransfers
+from kvstore_tiers.gpu.worker_life import AUTO, OFF, WorkerSettings
+from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.segments import buffer_at
-from kvstore_tiers.sizes import require_slot_size
 
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
 DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20

@@ -22,17 +22,13 @@ from kvstore_cuda.copies import Run, Way
 from kvstore_cuda.driver import DriverError
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.checksums import Checksums, Range
-from kvstore_tiers.gpu.copies import Copies
-from kvstore_tiers.gpu.device_memory import DeviceMemory
-from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
 from kvstore_tiers.gpu.driver import Driver, NoDriver
-from kvstore_tiers.gpu.events import Events
-from kvstore_tiers.gpu.file_reads import FileRead, FileReads
-from kvstore_tiers.gpu.host_memory import HostMemory, Unregistered
-from kvstore_tiers.passing import receive_packet, send_packet
-from kvstore_tiers.sizes import aligned_up
+from kvstore_tiers.gpu.file_reads import DirectStorage, DirectStorageFailed, FileRead, FileReads
+from kvstore_tiers.gpu.streams import Checksums, Copies, Events, Range
+from kvstore_tiers.gpu.worker_memory import DeviceMemory, HostMemory, Unregistered
+from kvstore_tiers.image import aligned_up
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1

@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
-from kvstore_tiers.sizes import aligned_down, aligned_up
+from kvstore_tiers.image import aligned_down, aligned_up
 
 FORMAT_VERSION = 1
 SUPERBLOCK_BYTES = 4096

@@ -28,7 +28,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Slot
 from kvstore_tiers.failures import CANNOT_WRITE
 from kvstore_tiers.heap import expect
-from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.directory import Seal, TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
@@ -38,7 +38,6 @@ from kvstore_tiers.nvme.layout import (
     record_header,
 )
 from kvstore_tiers.nvme.record_scan import ScannedSlab, scan_slabs
-from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace

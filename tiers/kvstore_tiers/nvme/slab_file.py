@@ -18,8 +18,9 @@ import numpy as np
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
 from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct
-from kvstore_tiers.nvme.errors import FormatUnsupported
+from kvstore_tiers.nvme.directory_files import FormatUnsupported
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
     RECORD_BYTES,
@@ -30,7 +31,6 @@ from kvstore_tiers.nvme.layout import (
     read_superblock,
 )
 from kvstore_tiers.replaced_file import sync_directory
-from kvstore_tiers.sizes import aligned_up
 
 _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there
 

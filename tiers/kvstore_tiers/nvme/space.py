@@ -17,10 +17,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvstore_tiers.base import Column, ContainerReport, Slot
+from kvstore_tiers.image import aligned_down, aligned_up
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
 from kvstore_tiers.nvme.slab import Slab, SlotState
-from kvstore_tiers.sizes import aligned_down, aligned_up
 
 DEFAULT_SLAB_BYTES = 256 * 2**20
 FILES_BYTES = 32 << 10  # lock, format, identity.json and seal: a page each, two while one is replaced

@@ -34,23 +34,19 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.nvme.commit import RecordCommit
-from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.image import require_slot_size
+from kvstore_tiers.nvme.commit import Journal, RecordCommit
+from kvstore_tiers.nvme.directory import SEAL, Seal, TierDirectory
+from kvstore_tiers.nvme.directory_files import DirectoryUnusable
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstore_tiers.nvme.errors import DirectoryUnusable
-from kvstore_tiers.nvme.health import TierHealth
-from kvstore_tiers.nvme.journal import Journal
+from kvstore_tiers.nvme.health import TierHealth, probe_medium, require_place
 from kvstore_tiers.nvme.layout import record_header, record_holds
-from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
-from kvstore_tiers.nvme.seal import SEAL, Seal
 from kvstore_tiers.nvme.slab import SlotState
 from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
-from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.recovered import RecoveredBlocks
-from kvstore_tiers.sizes import require_slot_size
-from kvstore_tiers.threads import ResidentThreads
+from kvstore_tiers.threads import PendingWrites, ResidentThreads
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.remote.driver import CannotOpen
 from kvstore_tiers.remote.drivers import open_driver
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 
 START_S = 20.0  # a worker that is not ready by then hangs
 SPARE_S = 2.0  # beyond the driver's own bound, before a worker counts as hung

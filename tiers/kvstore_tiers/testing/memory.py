@@ -29,9 +29,8 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.segments import AlignedBuffer, buffer_at, put_bytes, total_bytes
-from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
 
 

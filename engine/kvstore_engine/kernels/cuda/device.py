@@ -11,14 +11,40 @@ import contextlib
 import ctypes as ct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_cuda.compiler import load_program
 from kvstore_cuda.driver import DriverError, call, cuda_driver, launch
 from kvstore_cuda.nvrtc import EXTRA, CompileError
-from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWindow:
+    """`nbytes` of device memory at `address`."""
+
+    address: int
+    nbytes: int
+
+    @classmethod
+    def of_blocks(
+        cls, plane: int, block_bytes: int, blocks: npt.NDArray[np.int32], most_bytes: int
+    ) -> CacheWindow | None:
+        """The longest run of consecutive ids among `blocks`, int32 [n] in the order of a block table, in the plane at
+        address `plane`, of at most `most_bytes`; None where not even a block fits. The first of equally long runs."""
+        most = most_bytes // block_bytes if block_bytes > 0 else 0
+        if most < 1 or not len(blocks):
+            return None
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1))
+        lengths = np.diff(np.append(starts, len(blocks)))
+        at = int(lengths.argmax())
+        return cls(plane + int(blocks[starts[at]]) * block_bytes, min(int(lengths[at]), most) * block_bytes)
+
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute

@@ -1,9 +1,9 @@
 """A put without a copy: a client gets slots of its tenant's arenas, writes blocks there, and stores them.
 
 Owns which client may, how much, and the checks of such a store; the store then does what every put does, without the
-copy; the slot is checksummed where it is (`kvstore_tiers/image_copies.py`). Invariants: no lookup finds a reserved slot
-before it is stored; slots that a request has not stored are free when it has ended; a slot that a living client may be
-writing to is given to no other.
+copy; the slot is checksummed where it is (`kvstore_tiers/host_transfers.py`).
+Invariants: no lookup finds a reserved slot before it is stored; slots that a request has not stored are free when it
+has ended; a slot that a living client may be writing to is given to no other.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome
+from kvstore_tiers.image import Slot
 from kvstore_tiers.segments import Segment
-from kvstore_tiers.slot import Slot
 
 NOWHERE = -1
 Settling = dict[int, asyncio.Future[bool]]

@@ -27,11 +27,10 @@ from typing import Any, Final, TypeVar
 
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers.bucket import Bucket, split_options
-from kvstore_tiers.remote.drivers.runs.changes import AddedRun, Change
 from kvstore_tiers.remote.drivers.runs.log import Log, run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
 from kvstore_tiers.remote.drivers.runs.reading import Wanted, read_runs, write_runs
-from kvstore_tiers.remote.drivers.runs.values import Drop
+from kvstore_tiers.remote.drivers.runs.values import AddedRun, Change, Drop
 
 INDEX_AGE_S: Final = 2.0
 LARGEST_VALUE_BYTES: Final = 1 << 30

@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.remote.drivers.runs.changes import RUN_ID_BYTES, AddedRun, rows_of
 from kvstore_tiers.remote.drivers.runs.log import run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
-from kvstore_tiers.remote.drivers.runs.values import Place
+from kvstore_tiers.remote.drivers.runs.values import RUN_ID_BYTES, AddedRun, Place, rows_of
 
 RUN_BYTES: Final = 8 << 20
 SPAN_BYTES: Final = RUN_BYTES  # of a request, where values are shorter

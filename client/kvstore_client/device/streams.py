@@ -1,4 +1,5 @@
-"""A stream of this process for copies: small ones by a kernel where that is faster, the others in a batch.
+"""A stream of this process for copies, small ones by a kernel where that is faster, the others in a batch; and an event
+behind what an engine has queued on a stream of its own.
 
 Owns the stream until its user destroys it. Never decides what is copied, or when it must have ended.
 The device's context has to be current (`DeviceMemory.current`).
@@ -6,6 +7,8 @@ The device's context has to be current (`DeviceMemory.current`).
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,3 +47,37 @@ class CopyStream:
         except DeviceError:
             self._device.quietly("cuStreamSynchronize", self.handle)
             raise
+
+
+_BLOCKING = 1  # a thread that waits for the event sleeps
+
+
+class DeviceMoment:
+    """Behind what is queued on a stream (a CUstream's address) now. Raises DeviceError."""
+
+    def __init__(self, device: DeviceMemory, stream: int) -> None:
+        self._device = device
+        with device.current():
+            self._event = device.call("cuEventCreate", _BLOCKING)
+            weakref.finalize(self, _destroy, device, self._event).atexit = False
+            device.call("cuEventRecord", self._event, device.driver.CUstream(stream))
+
+    @property
+    def event(self) -> int:
+        """The CUevent's address; good as long as the moment is kept."""
+        return int(self._event)
+
+    def wait(self) -> None:
+        with self._device.current():
+            self._device.call("cuEventSynchronize", self._event)
+
+    def seconds_since(self, earlier: DeviceMoment) -> float | None:
+        """None until both have come."""
+        with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until then
+            return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
+        return None
+
+
+def _destroy(device: DeviceMemory, event: Any) -> None:
+    with contextlib.suppress(DeviceError), device.current():
+        device.quietly("cuEventDestroy", event)
