@@ -39,8 +39,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """Names an image that a tier may read by itself: from `offset` on a header page with this `generation`, then `payload_bytes` of payload and zeros up to the end
-    of the page. `descriptor` can read the file and not write it, past the page cache where the file system has that."""
+    """Names an image that a tier may read by itself: from `offset` on a header page with this `generation`, then
+    `payload_bytes` of payload and zeros up to the end of the page. `descriptor` can read the file and not write it,
+    past the page cache where the file system has that."""
 
     descriptor: int
     offset: int

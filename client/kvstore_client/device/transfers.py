@@ -1,7 +1,7 @@
 """Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
 
-Owns the loads and the registrations that they have taken; stream, buffer and registrations are in its `means`. Never touches the engine's streams but to let them
-wait.
+Owns the loads and the registrations that they have taken; stream, buffer and registrations are in its `means`. Never
+touches the engine's streams but to let them wait.
 Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
 copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
 While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A store waits for it
@@ -50,7 +50,8 @@ class Payloads:
 
 
 class Sources:
-    """Finds the payloads of blocks, with their pages. Their get has seen that the payloads are inside of their memory."""
+    """Finds the payloads of blocks, with their pages. Their get has seen that the payloads are inside of their
+    memory."""
 
     def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
         self._registered = registered

@@ -1,11 +1,13 @@
 """Memory that a worker has mapped: chunks of the device, and host memory with the thread that registers it.
 
-Owns the handles, mappings and registrations, and what is known of chunks that are not there. Registering takes about 0.1 s a GB by others' figures, so only the bounce
-buffer, which nothing works without, is registered at once; all else in turn by the thread, while commands are obeyed.
-What is dropped goes first: its memory stays in use until it is unregistered.
+Owns the handles, mappings and registrations, and what is known of chunks that are not there. Registering takes about
+0.1 s a GB by others' figures, so only the bounce buffer, which nothing works without, is registered at once; all else
+in turn by the thread, while commands are obeyed. What is dropped goes first: its memory stays in use until it is
+unregistered.
 Invariants: a copy finds registered memory only; memory is unregistered when no copy is under way any more that was
 queued before it was dropped, and reported as left after that, once; a chunk that was made is there once it is cleared
-and the tier has a descriptor of it; a chunk with blocks that could not be mapped is tried again whenever it is asked for.
+and the tier has a descriptor of it; a chunk with blocks that could not be mapped is tried again whenever it is asked
+for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks one slab file: its superblocks, its length, every record, and the slot that each record names.
 
 Owns the judgement of one file, and the closed list of what can be wrong in a directory; check.py puts slabs and
-directory together. After a clean close there are only notes; after a crash there is no damage. Reads only, and needs no lock of its
-own: on a directory that a daemon writes to, its findings are guesses.
+directory together. After a clean close there are only notes; after a crash there is no damage. Reads only, and needs no
+lock of its own: on a directory that a daemon writes to, its findings are guesses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Record commit: makes everything that completed before it durable. docs/ordering.md gives the order and its reasons.
 
-Owns the pending changes of all slabs, the sequence number of the next commit, the thread that syncs, and the order: slot images synced, records withdrawn, records published, records synced,
-waiters answered. Requests that arrive during a commit share the next one.
-Invariants: a waiter is answered DONE only after the records of every block written before its request are on the medium;
-a batch that could not be committed is put back under what changed meanwhile, so no change is ever forgotten; a block is
-noted only when its slot image is whole.
+Owns the pending changes of all slabs, the sequence number of the next commit, the thread that syncs, and the order:
+slot images synced, records withdrawn, records published, records synced, waiters answered. Requests that arrive during
+a commit share the next one.
+Invariants: a waiter is answered DONE only after the records of every block written before its request are on the
+medium; a batch that could not be committed is put back under what changed meanwhile, so no change is ever forgotten; a
+block is noted only when its slot image is whole.
 """
 
 from __future__ import annotations

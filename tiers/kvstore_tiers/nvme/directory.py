@@ -8,8 +8,8 @@
 
 Owns the lock, the seal and the paths. Never reads a block. The lock is the kernel's, on an open file, and needs no
 space. The holder's number in it is for people, and shows whether another process was there. The directory itself is
-locked too: where there is no file and none can be made that alone holds, also against a process that comes when there is
-room again. The seal saves the next start the sync of all slabs; a file that says anything else is no seal.
+locked too: where there is no file and none can be made that alone holds, also against a process that comes when there
+is room again. The seal saves the next start the sync of all slabs; a file that says anything else is no seal.
 Invariants: nothing in the directory is changed before the lock is held and the format is known to be ours; the seal is
 written only when the last commit held, and is gone from the medium before a record changes.
 """

@@ -1,12 +1,14 @@
-"""Steps of the I/O threads of an NVMe tier: store a block in a slot, load one, copy one, lend one; one preadv or pwritev
-for an image.
+"""Steps of the I/O threads of an NVMe tier: store a block in a slot, load one, copy one, lend one; one preadv or
+pwritev for an image.
 
 Owns the order of these steps, the judgement of what was read, and the aligned pages that a direct transfer needs beside
 the caller's memory: the header, the last partial page of a payload, and, for memory that is not aligned, a bounce
-buffer. One set a thread, so nothing of it is shared or locked. Knows no allocation: the caller names slots that are out.
+buffer. One set a thread, so nothing of it is shared or locked. Knows no allocation: the caller names slots that are
+out.
 Invariants: what is in a slot behind a payload's last byte, up to the page's end, is zeros; nothing is read beyond the
-payload's last page, so bytes of a slot's former block never reach a caller; a slot's old record is withdrawn, on the medium too, before its bytes are overwritten; a load is DONE
-only when magic, key, generation, header checksum and payload checksum hold.
+payload's last page, so bytes of a slot's former block never reach a caller; a slot's old record is withdrawn, on the
+medium too, before its bytes are overwritten; a load is DONE only when magic, key, generation, header checksum and
+payload checksum hold.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Owns the shared memory and the worker. An image is written into that memory by the tier, sealed and stored by the
 worker, and the other way round. Half of the memory is for reads: writes that wait for a slow store hold up no read.
 Invariants: two parts that are out never overlap; a part is given back only when the worker has answered for it, or is
-dead; callers have their parts in the order in which they asked, so that large ones are not passed by small ones for ever.
+dead; callers have their parts in the order in which they asked, so that large ones are not passed by small ones for
+ever.
 """
 
 from __future__ import annotations
