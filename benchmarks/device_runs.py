@@ -25,7 +25,8 @@ from support.timing import median
 
 from kvstore_client.device import DevicePool, PoolPart
 from kvstore_client.device.streams import CopyStream
-from kvstore_cuda.copies import BATCH_VERSION, Numbers
+from kvstore_cuda.copies import BATCH_VERSION, CopyQueue, Numbers
+from kvstore_cuda.device import CudaDevice
 
 LAYERS, PLANES = 32, 2
 BUS_BYTES_S = 50e9
@@ -66,11 +67,12 @@ class IdleDriver:
             return 0
 
 
-class IdleDevice:
+class IdleDevice(CudaDevice):
     """What a stream is made of."""
 
     def __init__(self) -> None:
-        self.driver = IdleDriver()
+        self.driver: Any = IdleDriver()
+        self._copies = CopyQueue(self.driver)
 
     def call(self, *_: object) -> int:
         return 1

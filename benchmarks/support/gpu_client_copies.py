@@ -10,8 +10,8 @@ from kvstore_client.device import DeviceMemory
 from kvstore_client.device.crossover import WAYS, Crossover
 from kvstore_client.device.gather import GatherKernel
 from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.nvrtc import CompileError
-from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, on_device, pinned
 
@@ -22,7 +22,7 @@ MOST_BYTES = 64 << 20
 def client_gather(device: int, sizes: Sizes) -> Answer:
     """Holds where the kernel moves the right bytes: what it reads, on hardware, only the host may read."""
     nbytes = min(sizes.copied_bytes, MOST_BYTES)
-    driver, memory = Driver(device), DeviceMemory(device)
+    driver, memory = CudaDevice(device).use_in_this_thread(), DeviceMemory(device)
     pool = on_device(driver, 2 * nbytes)
     filled, source, why = arena(driver, nbytes, for_kernels=True)
     stored, staging = pinned(driver, nbytes, for_kernels=True)

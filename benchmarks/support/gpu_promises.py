@@ -12,15 +12,15 @@ from multiprocessing.reduction import DupFd
 
 from kvstore_console.units import human_bytes
 from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, copy_s, on_device, pinned
 
 
 def registers_read_only(device: int, sizes: Sizes) -> Answer:
     """Whether an arena that a client maps read-only can be registered, and copied from."""
-    driver, nbytes = Driver(device), sizes.copied_bytes
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     mapping, address, why = arena(driver, nbytes)
     if why:
         return Answer(False, f"a memfd that is mapped read-only CANNOT be registered: {why}")
@@ -33,7 +33,7 @@ def registers_read_only(device: int, sizes: Sizes) -> Answer:
 
 def read_only_access_holds(device: int, sizes: Sizes) -> Answer:
     """Whether an importer that maps device memory read-only cannot write to it."""
-    driver, nbytes = Driver(device), sizes.copied_bytes
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     at = driver.map(driver.create(nbytes), nbytes, read_only=True)
     _, source = pinned(driver, nbytes)
     try:
@@ -44,7 +44,7 @@ def read_only_access_holds(device: int, sizes: Sizes) -> Answer:
 
 
 def _make_and_wait(device: int, nbytes: int, pipe: Connection) -> None:
-    driver = Driver(device)
+    driver = CudaDevice(device).use_in_this_thread()
     handle = driver.create(nbytes)
     at = driver.map(handle, nbytes)
     mapping, source = pinned(driver, nbytes)
@@ -64,7 +64,7 @@ def memory_outlives_its_maker(device: int, sizes: Sizes) -> Answer:
     descriptor = ours.recv().detach()
     maker.kill()
     maker.join()
-    driver = Driver(device)
+    driver = CudaDevice(device).use_in_this_thread()
     held, _ = driver.memory_bytes()
     at = driver.map(driver.import_descriptor(descriptor), nbytes, read_only=True)
     back, to = pinned(driver, nbytes)

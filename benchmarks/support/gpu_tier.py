@@ -12,7 +12,7 @@ from functools import partial
 
 from kvstore_client import Lease, Session
 from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon
 from support.gpu_answers import Answer, Sizes, known
@@ -57,7 +57,7 @@ def _addresses(lease: Lease) -> list[int]:
 
 def get_of_resident(device: int, sizes: Sizes) -> Answer:
     """A lease on blocks in the GPU tier, and their copy within the device into an engine's blocks of 16 tokens."""
-    driver = Driver(device)
+    driver = CudaDevice(device).use_in_this_thread()
     timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     tokens = tokens_of(1, sizes.blocks)
     with resident(device, sizes) as (session, block_bytes):

@@ -26,10 +26,10 @@ import numpy as np
 from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 
 CHUNK, BLOCK = 2 << 20, 4096
-driver, device = Driver(0), Device(0)
+driver, device = CudaDevice(0).use_in_this_thread(), Device(0)
 stream = driver.stream()
 at = driver.map(driver.create(CHUNK), CHUNK)
 page = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
@@ -45,8 +45,8 @@ lists[1024 : 1024 + runs.runs.nbytes] = np.ascontiguousarray(runs.runs).view(np.
 lists[2048 : 2048 + runs.first_pieces.nbytes] = runs.first_pieces.view(np.uint8)
 driver.synchronize(stream)
 BlockMover(device).move(shared, runs, (shared + 1024, shared + 2048), plane_count=1, stream=int(stream))
-device.synchronize()
-driver._call("cuStreamQuery", stream)  # raises where the kernel has not run
+device.settle()
+driver.call("cuStreamQuery", stream)  # raises where the kernel has not run
 driver.copy(Runs.of([Run(page.ctypes.data, at, 8 * BLOCK)]), "to host", stream)
 driver.synchronize(stream)
 print(page[: 8 * BLOCK : BLOCK].tolist(), device.architecture, device.multiprocessors)
@@ -79,10 +79,10 @@ import numpy as np
 from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, Rows
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
 from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 
 CHUNK, BLOCKS, LONGEST_DELAY_S = 2 << 20, 8, 2e-4
-driver, device = Driver(0), Device(0)
+driver, device = CudaDevice(0).use_in_this_thread(), Device(0)
 stream, pages = driver.stream(), []
 
 

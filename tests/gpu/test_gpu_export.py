@@ -24,10 +24,10 @@ CHUNK_BYTES = 2 << 20
 PAYLOAD_BYTES = 50_000
 WRITE = """
 import mmap, sys, ctypes
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.copies import Run, Runs
 descriptor, chunk_bytes, offset, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-driver = Driver(0)
+driver = CudaDevice(0).use_in_this_thread()
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes)
 data = open(path, "rb").read()
 memory = mmap.mmap(-1, 1 << 20)
@@ -51,10 +51,10 @@ def overwrite(tier: GpuTier, node: dict[str, str], container: int, offset: int, 
 
 READ = """
 import mmap, sys, ctypes
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.copies import Run, Runs
 descriptor, chunk_bytes, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-driver = Driver(0)
+driver = CudaDevice(0).use_in_this_thread()
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes, read_only=True)
 memory = mmap.mmap(-1, chunk_bytes)
 to = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -29,7 +29,7 @@ RETRY_S = 30.0  # a failed import costs a round trip and a second request
 class ChunkSource(Protocol):
     """What imports chunks and reads their headers: `DeviceMemory`."""
 
-    def map(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
+    def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]: ...
 
 
@@ -101,7 +101,7 @@ class DeviceArenas:
                 self._turn_off()
             return None
         try:
-            return self._memory.map(grant.descriptor, grant.size_bytes)
+            return self._memory.import_chunk(grant.descriptor, grant.size_bytes)
         except DeviceError:
             self._turn_off()
             return None

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore_client.device.budget import LinkBudget
 from kvstore_client.device.crossover import Crossover
-from kvstore_client.device.gather import FOR_KERNELS, HIGHEST_PRIORITY
+from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
@@ -53,8 +53,8 @@ class CopyMeans:
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
-            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, FOR_KERNELS)
-            undo.callback(device.unregister, self.buffer_address, self.buffer)
+            device.register(self.buffer_address, self.buffer.nbytes, for_kernels=True)
+            undo.callback(device.forget, self.buffer_address, self.buffer)
             self.registered = registered or RegisteredMemory(device)
             undo.pop_all()
         self._owned = self.registered if registered is None else None
@@ -98,6 +98,6 @@ def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemo
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
         device.quietly("cuStreamDestroy", stream)
-    device.unregister(buffer.__array_interface__["data"][0], buffer)
+    device.forget(buffer.__array_interface__["data"][0], buffer)
     if owned is not None:
         owned.begin_close()

@@ -14,9 +14,8 @@ from typing import Any
 
 from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
-from kvstore_cuda.copies import CopyQueue, Runs, Way
+from kvstore_cuda.copies import Runs, Way
 
-_NON_BLOCKING = 1
 Small = Callable[[Runs, Way, Any], Runs]
 
 
@@ -27,13 +26,12 @@ class CopyStream:
 
     def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
         self._device, self._queue_small = device, queue_small
-        self._copies = CopyQueue(device.driver)
-        self.handle: Any = device.call("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+        self.handle: Any = device.stream(priority)
 
     def queue(self, runs: Runs, way: Way) -> None:
         """Queue copies, in no order among them."""
         if len(runs):
-            self._copies.add(self._queue_small(runs, way, self.handle), way, self.handle)
+            self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
         """What is queued from now on runs after this event (a CUevent's address) has passed."""
@@ -43,7 +41,7 @@ class CopyStream:
         """Wait until all that is queued has ended, also where a call says that something failed: its memory is used
         anew then."""
         try:
-            self._device.call("cuStreamSynchronize", self.handle)
+            self._device.synchronize(self.handle)
         except DeviceError:
             self._device.quietly("cuStreamSynchronize", self.handle)
             raise
@@ -60,7 +58,7 @@ class DeviceMoment:
         with device.current():
             self._event = device.call("cuEventCreate", _BLOCKING)
             weakref.finalize(self, _destroy, device, self._event).atexit = False
-            device.call("cuEventRecord", self._event, device.driver.CUstream(stream))
+            device.record(self._event, device.driver.CUstream(stream))
 
     @property
     def event(self) -> int:
@@ -69,7 +67,7 @@ class DeviceMoment:
 
     def wait(self) -> None:
         with self._device.current():
-            self._device.call("cuEventSynchronize", self._event)
+            self._device.wait(self._event)
 
     def seconds_since(self, earlier: DeviceMoment) -> float | None:
         """None until both have come."""

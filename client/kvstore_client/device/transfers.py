@@ -212,7 +212,7 @@ class DeviceTransfers:
     def _wait_for(self, events: Sequence[int]) -> None:
         with self.device.current():
             for event in events:
-                self.device.call("cuEventSynchronize", self.device.driver.CUevent(event))
+                self.device.wait(self.device.driver.CUevent(event))
 
     def _finish_store(self, storing: Storing) -> None:
         if not storing.is_over:
@@ -349,7 +349,7 @@ class LayerLoad:
             means.stream.queue(on_device[at], "on device")
             self._queue_by_buffer(layer, sources.elsewhere)
             self._events.append(means.device.call("cuEventCreate", _NO_TIMING))
-            means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
+            means.device.record(self._events[layer], means.stream.handle)
             self._say_queued(layer + 1)
 
     def _queue_from_host(self, runs: Runs) -> None:

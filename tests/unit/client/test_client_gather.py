@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,32 +12,20 @@ from kvstore_client.device import DeviceError, gather
 from kvstore_client.device.gather import MOST_RUNS, SHEETS, GatherKernel
 from kvstore_cuda import compiler as cuda_compiler
 from kvstore_cuda.copies import Run, Runs
+from tests.reference.played_device import PlayedDevice
 
 LINE = gather.ALIGNED_BYTES
 
 
-class Device:
+class Device(PlayedDevice):
     """Kernels run when `run` is called; an event has passed once those before it have."""
 
-    index = 0
-    driver = SimpleNamespace(CUdevice_attribute=int)
-
     def __init__(self) -> None:
+        super().__init__()
         self.launched: list[tuple[int, int]] = []  # runs, count
         self.due: dict[int, int] = {}  # kernels that an event waits for
         self.ran = self.made = self.waits = 0
         self.fails_to_record = False
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        yield
-
-    def quietly(self, name: str, *arguments: Any) -> None:
-        with contextlib.suppress(DeviceError):
-            self.call(name, *arguments)
-
-    def unregister(self, address: int, memory: object) -> None:
-        self.quietly("cuMemHostUnregister", address)
 
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "cuEventCreate":

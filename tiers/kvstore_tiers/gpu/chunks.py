@@ -32,7 +32,7 @@ def header_room(capacity_bytes: int) -> int:
 
 
 class Chunks:
-    """Of the device `device` (`Driver.identity`). `make` and `drop` are called with a chunk that is to be made, and
+    """Of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be made, and
     with the number of one to give back; `witness` receives each shadow."""
 
     def __init__(

@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import Any
 
 from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.streams import Events
 from kvstore_tiers.image import aligned_up
 
@@ -129,7 +129,7 @@ class FileRead:
 class FileReads:
     """`direct` is None where there is no direct storage. `ended` is called on threads of ours or of `events`."""
 
-    def __init__(self, driver: Driver, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
+    def __init__(self, driver: CudaDevice, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
         self._driver = driver
         self._events = events
         self._stream = events.stream()

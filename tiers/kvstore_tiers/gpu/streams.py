@@ -26,8 +26,8 @@ import numpy as np
 
 from kvstore_cuda.compiler import Program
 from kvstore_cuda.copies import Run, Runs, Way
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.driver import Driver, ended_after
 
 Settled = Callable[[DriverError | None], None]  # with what went wrong
 
@@ -35,7 +35,7 @@ Settled = Callable[[DriverError | None], None]  # with what went wrong
 class Events:
     """`settled` of what is queued is called on the thread that waits, or on the caller's."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDevice) -> None:
         self._driver = driver
         self._streams: list[Any] = []
         self._under_way: SimpleQueue[tuple[Any, Any, Settled] | None] = SimpleQueue()  # event, its stream
@@ -59,7 +59,7 @@ class Events:
                 self._spare.put(event)
                 raise
         except DriverError as error:
-            settled(ended_after(self._driver, error, stream))
+            settled(self._driver.ended_after(error, stream))
         else:
             self._under_way.put((event, stream, settled))
 
@@ -88,7 +88,7 @@ class Events:
                 self._driver.wait(event)
                 self._spare.put(event)
             except DriverError as error:
-                failure = ended_after(self._driver, error, stream)
+                failure = self._driver.ended_after(error, stream)
             settled(failure)
 
 
@@ -98,7 +98,7 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 class Copies:
     """Of one device. `ended` is called as `Events` says."""
 
-    def __init__(self, driver: Driver, events: Events, ended: Ended) -> None:
+    def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
         self._driver = driver
         self._events = events
         self._ended = ended
@@ -138,7 +138,7 @@ class Argument(ctypes.Structure):
 class Sheet:
     """Ranges of one launch in registered host memory, and their sums after it."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDevice) -> None:
         nbytes = MOST_RANGES * _RANGE.itemsize
         self.rows = np.frombuffer(mmap.mmap(-1, nbytes), dtype=_RANGE)
         self.rows.flags.writeable = True
@@ -156,7 +156,7 @@ class Sheet:
 class Checksums:
     """`summed` is called as `Events` says. Raises CompileError where the kernel cannot be compiled, DriverError."""
 
-    def __init__(self, driver: Driver, events: Events, summed: Summed) -> None:
+    def __init__(self, driver: CudaDevice, events: Events, summed: Summed) -> None:
         self._driver = driver
         self._events = events
         self._summed = summed
@@ -187,4 +187,5 @@ class Checksums:
         sheet.rows[: len(ranges)] = [(address, nbytes, 0) for address, nbytes in ranges]
         argument = Argument(sheet.address, len(ranges))
         blocks = min(len(ranges), MOST_BLOCKS)
-        self._driver.launch(self._kernel, blocks, THREADS, argument, shared_bytes=_SHARED_BYTES, stream=self._stream)
+        grid, stream = (blocks, 1, 1), self._stream
+        self._driver.start(self._kernel, grid, THREADS, argument, shared_bytes=_SHARED_BYTES, stream=stream)

@@ -274,7 +274,7 @@ class GpuTier(Tier):
 
     @property
     def device_identity(self) -> int:
-        """Of the device whose memory it is (`kvstore_cuda.driver`)."""
+        """Of the device whose memory it is (`kvstore_cuda.device`)."""
         return self._link.device_identity
 
     @property

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvstore_cuda.copies import Run, Way
-from kvstore_cuda.driver import DriverError
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.driver import DriverError, NoDriver
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.driver import Driver, NoDriver
 from kvstore_tiers.gpu.file_reads import DirectStorage, DirectStorageFailed, FileRead, FileReads
 from kvstore_tiers.gpu.streams import Checksums, Copies, Events, Range
 from kvstore_tiers.gpu.worker_memory import DeviceMemory, HostMemory, Unregistered
@@ -42,7 +42,7 @@ class Worker:
     """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
     storage is."""
 
-    def __init__(self, sock: socket.socket, driver: Driver, *, checks: bool = False, direct: bool = False) -> None:
+    def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
         self._sock = sock
         self._driver = driver
         self._events = Events(driver)
@@ -262,7 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:
-            worker = Worker(sock, Driver(chosen.device), checks=chosen.checksums, direct=chosen.direct_storage)
+            device = CudaDevice(chosen.device).use_in_this_thread()
+            device.require_descriptors()
+            worker = Worker(sock, device, checks=chosen.checksums, direct=chosen.direct_storage)
             worker.run()
             worker.close()
         except NoDriver as error:

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.gpu.streams import Events
 
 
@@ -45,7 +45,7 @@ class HostMemory:
     """`say` sends a packet; `broken` is called with an error after which the context is of no use."""
 
     def __init__(
-        self, driver: Driver, events: Events, say: Callable[[bytes], None], broken: Callable[[DriverError], None]
+        self, driver: CudaDevice, events: Events, say: Callable[[bytes], None], broken: Callable[[DriverError], None]
     ) -> None:
         self._driver = driver
         self._events = events
@@ -158,7 +158,7 @@ class _Chunk:
 class DeviceMemory:
     """`say` sends a packet and descriptors. Raises DriverError where the context is broken."""
 
-    def __init__(self, driver: Driver, events: Events, say: Callable[..., None]) -> None:
+    def __init__(self, driver: CudaDevice, events: Events, say: Callable[..., None]) -> None:
         self._driver = driver
         self._events = events
         self._say = say
