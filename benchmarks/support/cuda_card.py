@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore_client.device import LinkBudget
 from kvstore_client.device.budget import FIRST_SEEN_BYTES, SLICE_BYTES
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_engine.kernels.cuda import Device
 from support.gpu_answers import FULL, Sizes
@@ -54,7 +54,7 @@ class CudaCard(Card):
         mapping, host = self._pinned(array.nbytes)
         mapping[: array.nbytes] = array.tobytes()
         starts = range(0, nbytes, array.nbytes)
-        runs = Runs.of(Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
+        runs = Runs.of(CopyRun(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
         self._driver.copy(runs, "to device", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
@@ -62,7 +62,7 @@ class CudaCard(Card):
 
     def read(self, address: int, like: Array) -> Array:
         mapping, host = self._pinned(like.nbytes)
-        self._driver.copy(Runs.of([Run(host, address, like.nbytes)]), "to host", self._stream)
+        self._driver.copy(Runs.of([CopyRun(host, address, like.nbytes)]), "to host", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
         copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
@@ -93,7 +93,7 @@ class CudaCard(Card):
         return took
 
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
-        copies = Runs.of(Run(*run) for run in runs)
+        copies = Runs.of(CopyRun(*run) for run in runs)
 
         def copied_s() -> float:
             began_s = time.perf_counter()
@@ -179,7 +179,7 @@ def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
         driver = CudaDevice(index).use_in_this_thread()
         target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
         streams = driver.stream(), driver.stream()
-        run = Runs.of([Run(target, source, nbytes)])
+        run = Runs.of([CopyRun(target, source, nbytes)])
         driver.copy(run, "to device", streams[0])
         driver.synchronize(streams[0])
     except OSError as error:
@@ -205,7 +205,7 @@ def _store(index: int, nbytes: int, pipe: Connection) -> None:
     try:
         driver = CudaDevice(index).use_in_this_thread()
         source, (_kept, target) = on_device(driver, nbytes), pinned(driver, nbytes)
-        stream, run = driver.stream(), Runs.of([Run(target, source, nbytes)])
+        stream, run = driver.stream(), Runs.of([CopyRun(target, source, nbytes)])
         for _ in range(FIRST_SEEN_BYTES // nbytes + 1):  # wait for nothing: they show what the link moves
             _store_one(budget, driver, run, stream)
     except OSError as error:

@@ -9,7 +9,7 @@ import numpy as np
 from kvstore_client.device import DeviceMemory
 from kvstore_client.device.crossover import WAYS, Crossover
 from kvstore_client.device.gather import GatherKernel
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.nvrtc import CompileError
 from support.gpu_answers import Answer, Sizes
@@ -31,8 +31,8 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     try:
         with memory.current():
             kernel, stream = GatherKernel(memory), memory.call("cuStreamCreate", 1)
-            kernel.queue(Runs.of(Run(page, source + at, RUN_BYTES) for page, at in places), stream)
-            kernel.queue(Runs.of(Run(staging + at, page, RUN_BYTES) for page, at in places), stream)
+            kernel.queue(Runs.of(CopyRun(page, source + at, RUN_BYTES) for page, at in places), stream)
+            kernel.queue(Runs.of(CopyRun(staging + at, page, RUN_BYTES) for page, at in places), stream)
             memory.call("cuStreamSynchronize", stream)
     except CompileError as error:
         return Answer(None, f"there is no kernel: {error}")

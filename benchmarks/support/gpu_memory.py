@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from support.timing import warm
@@ -78,5 +78,5 @@ def copy_s(
     return min(copied_s() for _ in range(rounds))
 
 
-def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> Run:
-    return Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> CopyRun:
+    return CopyRun(device, host, nbytes) if to_device else CopyRun(host, device, nbytes)

@@ -29,7 +29,7 @@ _BatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY,
 _FirstBatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY, _SIZE, _ANY, _ANY)
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """A row of `Runs`: `nbytes` to copy from the address `source` to the address `to`."""
 
     to: int
@@ -44,7 +44,7 @@ class Runs:
     columns: Numbers
 
     @classmethod
-    def of(cls, rows: Iterable[Run]) -> Runs:
+    def of(cls, rows: Iterable[CopyRun]) -> Runs:
         return cls(np.array(list(rows), np.uint64).reshape(-1, 3).T)
 
     @classmethod
@@ -64,8 +64,8 @@ class Runs:
         """Those that a slice, a mask or an array of positions names."""
         return Runs(self.columns[:, chosen])
 
-    def rows(self) -> Iterator[Run]:
-        return map(Run, *self.columns.tolist())
+    def rows(self) -> Iterator[CopyRun]:
+        return map(CopyRun, *self.columns.tolist())
 
     def slices(self, nbytes: int) -> list[Runs]:
         """The same copies in parts of so many bytes, or of a single larger copy."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore_client.device.gather import ALIGNED_BYTES, HIGHEST_PRIORITY, GatherKernel
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_cuda.copies import Run, Runs, Way
+from kvstore_cuda.copies import CopyRun, Runs, Way
 
 VARIABLE = "KVSTORED_GATHER_BYTES"
 LEAST_RUNS = 8  # fewer are not worth a launch
@@ -140,7 +140,7 @@ class _Scratch:
         runs = []
         for number in range(MOVED_BYTES // nbytes):
             page, at = int(self._pool) + 2 * number * nbytes, int(packed) + number * nbytes
-            runs.append(Run(at, page, nbytes) if way == "to host" else Run(page, at, nbytes))
+            runs.append(CopyRun(at, page, nbytes) if way == "to host" else CopyRun(page, at, nbytes))
         return Runs.of(runs)
 
     def _seconds(self, queue: Callable[[], object]) -> float:

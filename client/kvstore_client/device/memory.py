@@ -27,7 +27,7 @@ import numpy as np
 
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice, forget, quietly
 from kvstore_cuda.driver import DriverError as DeviceError
 from kvstore_cuda.driver import NoDriver
@@ -161,7 +161,7 @@ class DeviceMemory(CudaDevice):
     def _fill(self, parts: list[tuple[Bytes, int]]) -> None:
         """Fill the arrays of `parts` from their addresses by way of the buffer, and empty the list."""
         places = list(accumulate((part.nbytes for part, _ in parts), initial=self._address))
-        runs = Runs.of(Run(at, source, part.nbytes) for at, (part, source) in zip(places, parts, strict=False))
+        runs = Runs.of(CopyRun(at, source, part.nbytes) for at, (part, source) in zip(places, parts, strict=False))
         self.copy(runs, "to host", self._stream)
         self.synchronize(self._stream)
         for at, (part, _) in zip(places, parts, strict=False):

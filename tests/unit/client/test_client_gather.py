@@ -11,7 +11,7 @@ import pytest
 from kvstore_client.device import DeviceError, gather
 from kvstore_client.device.gather import MOST_RUNS, SHEETS, GatherKernel
 from kvstore_cuda import compiler as cuda_compiler
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from tests.reference.played_device import PlayedDevice
 
 LINE = gather.ALIGNED_BYTES
@@ -67,7 +67,7 @@ def lines(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Runs]
     source = np.random.default_rng(1).integers(0, 256, count * LINE, np.uint8)
     to = np.zeros_like(source)
     offsets = range(0, count * LINE, LINE)
-    return source, to, Runs.of(Run(to.ctypes.data + at, source.ctypes.data + at, LINE) for at in offsets)
+    return source, to, Runs.of(CopyRun(to.ctypes.data + at, source.ctypes.data + at, LINE) for at in offsets)
 
 
 def test_what_no_sheet_is_free_for_is_returned_and_all_else_is_copied(made: tuple[Device, GatherKernel]) -> None:

@@ -24,7 +24,7 @@ from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Segm
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.steps import Steps, Written, blamed, check
+from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, check
 from kvstore_tiers.gpu.worker_life import BOUNCE, DIRECT
 from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import buffer_at, checksum_at, put_bytes
@@ -196,7 +196,7 @@ class _Attempt:
         stamped = header.stamped(slot.generation, header.checksum)
         page = stamped.pack()
         put_bytes(address, page)
-        written = Written.of(stamped, page)
+        written = WrittenBlock.of(stamped, page)
 
         def checked(outcome: Outcome) -> None:
             if outcome.ok:
@@ -218,7 +218,7 @@ class _Attempt:
         self.link.transfer(wire.WRITE, [piece], copied, waits=False)
         return Outcome(OutcomeKind.DONE)
 
-    def _checked(self, outcome: Outcome, written: Written) -> None:
+    def _checked(self, outcome: Outcome, written: WrittenBlock) -> None:
         if outcome.kind is not OutcomeKind.CORRUPT:
             self._end(outcome)
         elif self.is_direct:

@@ -22,7 +22,7 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.arena import HEADER_BYTES
@@ -168,7 +168,7 @@ class FileReads:
             self._end(read, None)
             return
         _read_whole(read.descriptor, read.host[: HEADER_BYTES + payload_pages], read.offset)
-        run = Runs.of([Run(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)])
+        run = Runs.of([CopyRun(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)])
 
         def settled(failure: DriverError | None) -> None:
             self._end(read, failure)

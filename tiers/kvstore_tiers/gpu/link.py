@@ -109,7 +109,7 @@ class _Chunk:
     descriptor: int = -1  # -1 until the worker has made it
 
 
-class Follower(Protocol):
+class WorkerFollower(Protocol):
     """Hears of the worker, on a thread of the link's. Quick; raises nothing."""
 
     def has_memory(self, number: int, descriptor: int) -> None:
@@ -133,7 +133,7 @@ class WorkerLink:
         device: int,
         refused: Callable[[int, str], None],
         *,
-        follower: Follower | None = None,
+        follower: WorkerFollower | None = None,
         regions: Regions,
         settings: WorkerSettings | None = None,
     ) -> None:

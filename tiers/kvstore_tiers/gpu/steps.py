@@ -74,7 +74,7 @@ class Bounce:
 _LOG = logging.getLogger(__name__)
 
 
-class Written(NamedTuple):
+class WrittenBlock(NamedTuple):
     """What was written to a slot whole."""
 
     key: bytes
@@ -83,7 +83,7 @@ class Written(NamedTuple):
     page_digest: int  # of the header page
 
     @classmethod
-    def of(cls, header: BlockHeader, page: bytes) -> Written:
+    def of(cls, header: BlockHeader, page: bytes) -> WrittenBlock:
         return cls(header.key, header.payload_bytes, header.checksum, xxhash.xxh3_64_intdigest(page))
 
 
@@ -97,7 +97,7 @@ def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeade
 
 
 def check(
-    link: WorkerLink, slot: Slot, written: Written, checked: Completion,
+    link: WorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
     *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
 ) -> None:  # fmt: skip
     """Ask the device; `checked` is called on a thread of the link's, which is soon done with it. `pages`: other slots
@@ -122,7 +122,7 @@ def check(
     link.checksums(places, summed, waits=waits)
 
 
-def blamed(slot: Slot, payload: Sequence[Segment], written: Written) -> Outcome:
+def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Outcome:
     """Why the device has other bytes than were to be written: the source was damaged, or the way is."""
     if checksum_of(payload, written.payload_bytes) != written.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")

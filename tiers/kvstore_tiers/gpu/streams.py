@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 
 from kvstore_cuda.compiler import Program
-from kvstore_cuda.copies import Run, Runs, Way
+from kvstore_cuda.copies import CopyRun, Runs, Way
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 
@@ -104,7 +104,7 @@ class Copies:
         self._ended = ended
         self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
 
-    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[Run]], way: Way) -> None:
+    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[CopyRun]], way: Way) -> None:
         """Queue the copies of some transfers as one batch. Each group is of one registration of host memory, or of two
         chunks: no run reaches over the border of one, whose neighbour may be another."""
         stream = self._streams[way]

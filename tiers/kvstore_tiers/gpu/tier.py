@@ -1,14 +1,14 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA
-context: the link (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks
-outlive the worker. A witness that keeps these descriptors, and those of the shadows, has them outlive this process too
-(`adopt`, `leave`).
-A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
+Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
+(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
+witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`). A
+slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
 tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
-the bounce buffer. What a file has, the worker reads itself.
-Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
-there, before it may be read. Without NVRTC that is not possible, and `statistics` says so.
+the bounce buffer. Memory is shared in parts, since registering each takes a moment; a part is a region to the worker,
+so no copy reaches over the border of two registrations. What a file has, the worker reads itself. Checksums are
+verified by this process, on what came back to host memory, and by the device on what arrived there, before it may be
+read. Without NVRTC that is not possible, and `statistics` says so.
 Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
 checksummed in the copy that no client can write; a transfer under way when the worker dies ends FAILED.
 """
@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -51,9 +53,8 @@ from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.transfers import GpuRelocations, GpuTransfers
+from kvstore_tiers.gpu.transfers import GpuTransfers
 from kvstore_tiers.gpu.worker_life import AUTO, OFF, WorkerSettings
 from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.segments import buffer_at
@@ -104,9 +105,11 @@ class GpuTier(Tier):
         self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
         bounce = self._steps.bounce
         self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
-        self._shared = SharedMemory(self._link, self._regions, settings.register_bytes, self._steps.finish)
+        self._register_bytes = settings.register_bytes
+        self._numbers = count(wire.BOUNCE_REGION + 1)
+        self._shared: dict[int, list[int]] = {}  # memory in parts, by the number of the first
+        self._sharing = threading.Lock()
         self._transfers = GpuTransfers(self._link, self._steps, self._counters, self._regions)
-        self._relocations = GpuRelocations(self._link, self._steps, self._counters)
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -181,7 +184,7 @@ class GpuTier(Tier):
         """On the device, where that can verify what it copied; else by way of host memory."""
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
-            self._relocations.relocate(source, shadows[0], target, shadows[1], expect_key, done)
+            self._transfers.relocate(source, shadows[0], target, shadows[1], expect_key, done)
         else:
             super().relocate(source, target, expect_key, done)
 
@@ -265,10 +268,29 @@ class GpuTier(Tier):
         return descriptor, self._chunks.chunk_bytes
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        return self._shared.share(descriptor, address, nbytes)
+        parts: list[int] = []
+        with self._sharing:
+            for offset in range(0, nbytes, self._register_bytes):
+                part_bytes = min(self._register_bytes, nbytes - offset)
+                parts.append(next(self._numbers))
+                self._regions.add(parts[-1], address + offset, part_bytes)
+                self._link.add_region(parts[-1], wire.Region(descriptor, offset, part_bytes))
+            self._shared[parts[0]] = parts
+        return parts[0]
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
-        self._shared.unshare(number, ended)
+        with self._sharing:
+            parts = self._shared.pop(number)
+        left = count(len(parts) - 1, -1)
+
+        def part_left() -> None:
+            if not next(left) and not self._steps.finish(ended):
+                ended()
+
+        for part in parts:
+            self._regions.drop(part)
+        for part in parts:
+            self._link.drop_region(part, part_left)
 
     # Reports
 

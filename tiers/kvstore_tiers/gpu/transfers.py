@@ -21,8 +21,8 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import WorkerLink
-from kvstore_tiers.gpu.regions import Place, Regions
-from kvstore_tiers.gpu.steps import Steps, Written, blamed, block_in, check
+from kvstore_tiers.gpu.regions import RegionPart, Regions
+from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, block_in, check
 from kvstore_tiers.image import aligned_up, erase_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -82,7 +82,7 @@ class GpuTransfers:
             self._bounce.give_back(offset, bounced_bytes)
             raise
 
-        written = Written.of(stamped, page)
+        written = WrittenBlock.of(stamped, page)
         payload = segments if is_direct else [Segment(address + HEADER_BYTES, header.payload_bytes)]
 
         def finish(outcome: Outcome) -> None:
@@ -166,6 +166,28 @@ class GpuTransfers:
 
         self._link.transfer(wire.READ, pieces, copied)
 
+    # Between slots
+
+    def relocate(
+        self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
+    ) -> None:
+        """See `Tier.relocate`; the shadows are those of the slots."""
+        erase_header(shadow)  # until the block was verified
+        end = self._steps.expect(self._counters.wrote, done)
+        found = block_in(source, source_shadow, expect_key)
+        if isinstance(found, Outcome):
+            end(found)
+            return
+        header, page = found
+        if HEADER_BYTES + header.payload_bytes > target.nbytes:
+            end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit {target}"))
+            return
+        own = header.stamped(target.generation, header.checksum)
+        move = _Move(
+            self._link, self._steps, source, WrittenBlock.of(header, page), target, shadow, own, own.pack(), end
+        )
+        self._steps.begin(move.begin, end)
+
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
@@ -177,7 +199,7 @@ class GpuTransfers:
             return
         header, page = found
         if self._link.can_check:
-            check(self._link, slot, Written.of(header, page), self._steps.expect(lambda outcome: outcome, done))
+            check(self._link, slot, WrittenBlock.of(header, page), self._steps.expect(lambda outcome: outcome, done))
         else:
             whole = AlignedBuffer(header.payload_bytes).segment(header.payload_bytes)
             self.read(slot, shadow, expect_key, [whole], done)
@@ -211,7 +233,7 @@ class GpuTransfers:
         return pages
 
 
-def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
+def _pieces(slot: Slot, places: Sequence[RegionPart]) -> list[wire.Piece]:
     """The payload of a slot, piece by piece, and where each is in host memory."""
     pieces: list[wire.Piece] = []
     at = slot.offset + HEADER_BYTES
@@ -224,33 +246,6 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
 _LOG = logging.getLogger(__name__)
 
 
-class GpuRelocations:
-    """Over `link`; each counts as one write in `counters`."""
-
-    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters) -> None:
-        self._link = link
-        self._steps = steps
-        self._counters = counters
-
-    def relocate(
-        self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
-    ) -> None:
-        """See `Tier.relocate`; the shadows are those of the slots."""
-        erase_header(shadow)  # until the block was verified
-        end = self._steps.expect(self._counters.wrote, done)
-        found = block_in(source, source_shadow, expect_key)
-        if isinstance(found, Outcome):
-            end(found)
-            return
-        header, page = found
-        if HEADER_BYTES + header.payload_bytes > target.nbytes:
-            end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit {target}"))
-            return
-        own = header.stamped(target.generation, header.checksum)
-        move = _Move(self._link, self._steps, source, Written.of(header, page), target, shadow, own, own.pack(), end)
-        self._steps.begin(move.begin, end)
-
-
 @dataclass(slots=True)
 class _Move:
     """One relocation; each step begins the next. `header` and `page` are the target's."""
@@ -258,7 +253,7 @@ class _Move:
     link: WorkerLink
     steps: Steps
     source: Slot
-    written: Written
+    written: WrittenBlock
     target: Slot
     shadow: Segment
     header: BlockHeader
@@ -287,7 +282,7 @@ class _Move:
             self.end(Outcome(OutcomeKind.FAILED, message=failure))
             return
         source_page = self.source, self.written.page_digest
-        check(self.link, self.target, Written.of(self.header, self.page), self._checked, pages=[source_page])
+        check(self.link, self.target, WrittenBlock.of(self.header, self.page), self._checked, pages=[source_page])
 
     def _checked(self, outcome: Outcome) -> None:
         if outcome.kind is OutcomeKind.CORRUPT:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore_cuda.copies import Run, Way
+from kvstore_cuda.copies import CopyRun, Way
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError, NoDriver
 from kvstore_cuda.nvrtc import CompileError
@@ -35,10 +35,10 @@ _PR_SET_PDEATHSIG = 1
 BROKEN_STATUS = 3
 _WAYS: dict[bytes, Way] = {wire.WRITE: "to device", wire.READ: "to host", wire.MOVE: "on device"}
 _Group = tuple[int, ...]  # the number of a run's host memory; of a move, those of both chunks
-_GroupedRun = tuple[_Group, Run]
+_GroupedRun = tuple[_Group, CopyRun]
 
 
-class Worker:
+class GpuWorker:
     """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
     storage is."""
 
@@ -187,18 +187,18 @@ class Worker:
     def _move(self, move: wire.Move) -> _GroupedRun:
         to, nbytes = self._range(move)
         source = self._device.address_of(move.source_chunk, move.source_offset, nbytes)
-        return (move.source_chunk, move.chunk), Run(to, source, nbytes)
+        return (move.source_chunk, move.chunk), CopyRun(to, source, nbytes)
 
     def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
         device, nbytes = self._range(piece)
         host = self._host.address_of(piece.region, piece.region_offset, nbytes)
-        return (piece.region,), Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+        return (piece.region,), CopyRun(device, host, nbytes) if to_device else CopyRun(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
             if waiting:
                 self._waiting[letter] = []
-                groups: defaultdict[_Group, list[Run]] = defaultdict(list)
+                groups: defaultdict[_Group, list[CopyRun]] = defaultdict(list)
                 for group, run in (each for _, of_one in waiting for each in of_one):
                     groups[group].append(run)
                 self._copies.start([number for number, _ in waiting], groups.values(), _WAYS[letter])
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             device = CudaDevice(chosen.device).use_in_this_thread()
             device.require_descriptors()
-            worker = Worker(sock, device, checks=chosen.checksums, direct=chosen.direct_storage)
+            worker = GpuWorker(sock, device, checks=chosen.checksums, direct=chosen.direct_storage)
             worker.run()
             worker.close()
         except NoDriver as error:

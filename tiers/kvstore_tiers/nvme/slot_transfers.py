@@ -153,7 +153,7 @@ def _require_whole(moved_bytes: int, wanted_bytes: int, verb: str) -> None:
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """A slot that is out, and its index in its slab."""
 
     slab: Slab
@@ -171,7 +171,7 @@ class SlotTransfers:
         self._health = health
         self._counters = counters
 
-    def store(self, place: Place, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+    def store(self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
         slab, index, slot = place
         try:
             with self._counters.watch():
@@ -188,7 +188,7 @@ class SlotTransfers:
         self._journal.note_written(slab, index, replace(stored, tokens=b""))
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
 
-    def load(self, place: Place, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+    def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         try:
             with self._counters.watch():
                 outcome = self._read_verified(place, expect_key, segments)
@@ -197,7 +197,7 @@ class SlotTransfers:
             raise
         return self._health.watch_read(self._counters.read(outcome))
 
-    def lend(self, place: Place, load: Load, done: Completion) -> None:
+    def lend(self, place: SlotPlace, load: Load, done: Completion) -> None:
         """See `Tier.lend`. What the other tier is to blame for is no failure of this medium."""
         slab, index, slot = place
         ended = self._lent.begin(done)
@@ -219,7 +219,7 @@ class SlotTransfers:
             return
         load(FileImage(descriptor, slot.offset, slab.payload_bytes[index], slot.generation), end)
 
-    def copy(self, source: Place, target: Place, expect_key: bytes) -> Outcome:
+    def copy(self, source: SlotPlace, target: SlotPlace, expect_key: bytes) -> Outcome:
         pages = [self._io.scratch(source.slab.payload_bytes[source.slot_index])]
         outcome = self.load(source, expect_key, pages)
         if outcome.header is None or not outcome.ok:
@@ -243,7 +243,7 @@ class SlotTransfers:
         slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
-    def _read_verified(self, place: Place, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+    def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         slab, index, slot = place
         nbytes = slab.payload_bytes[index]
         if slab.states[index] == SlotState.ALLOCATED:

@@ -43,7 +43,7 @@ from kvstore_tiers.nvme.health import TierHealth, probe_medium, require_place
 from kvstore_tiers.nvme.layout import record_header, record_holds
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.slab import SlotState
-from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
+from kvstore_tiers.nvme.slot_transfers import SlotPlace, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.threads import PendingWrites, ResidentThreads
@@ -363,10 +363,10 @@ class NvmeTier(Tier):
 
     # -- books -------------------------------------------------------------------------------------------------------
 
-    def _place(self, slot: Slot) -> Place:
+    def _place(self, slot: Slot) -> SlotPlace:
         """Raises RuntimeError when the slot is not allocated."""
         slab = self._space.slab_of(slot)
-        return Place(slab, slab.require_out(slot), slot)
+        return SlotPlace(slab, slab.require_out(slot), slot)
 
     def _write_seal(self) -> None:
         try:

@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class RemoteSettings:
     """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver. `owner`: a
     name that all workers of one tier share and no others; `generation`: how many of them there were before."""
 
@@ -49,7 +49,7 @@ class Settings:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Settings:
+    def unpack(cls, raw: bytes) -> RemoteSettings:
         return cls(**json.loads(raw))
 
 
@@ -68,7 +68,7 @@ class _Call:
 class _Running:
     """One worker, from its start to its death."""
 
-    def __init__(self, name: str, settings: Settings, memory_fd: int) -> None:
+    def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -156,7 +156,7 @@ class _Running:
 class WorkerProcess:
     """Of the tier `name`. The worker shares the memory of `memory_fd`."""
 
-    def __init__(self, name: str, settings: Settings, memory_fd: int) -> None:
+    def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         self._name = name
         self._settings = settings
         self._memory_fd = os.dup(memory_fd)

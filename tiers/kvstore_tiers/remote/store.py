@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
-from kvstore_tiers.remote.process import Message, Settings, WorkerProcess
+from kvstore_tiers.remote.process import Message, RemoteSettings, WorkerProcess
 
 PART_ALIGNMENT = 4096
 
@@ -142,7 +142,7 @@ class RemoteStore(ObjectStore):
         half = exchange_bytes // 2 // PART_ALIGNMENT * PART_ALIGNMENT
         self._for_reads, self._for_writes = Parts(0, half), Parts(half, exchange_bytes)
         self.largest_bytes = half // 2 - 2 * PART_ALIGNMENT
-        settings = Settings(url, timeout_s, credentials, secret.hex(), READERS, WRITERS)
+        settings = RemoteSettings(url, timeout_s, credentials, secret.hex(), READERS, WRITERS)
         self._worker = WorkerProcess(name, settings, self._exchange.fd)
 
     @property

@@ -3,10 +3,9 @@
     python -m kvstore_tiers.remote.worker SOCKET_FD MEMORY_FD
 
 One side of a socket pair carries JSON messages; values travel in the shared memory. The first message has the settings
-(`Settings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and one
-answer with that number. The process ends when its daemon does.
-Writes that wait together go to the driver in one call; reads come together in one request. Never decides what is
-stored or asked for.
+(`RemoteSettings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and
+one answer with that number. The process ends when its daemon does. Writes that wait together go to the driver in one
+call; reads come together in one request. Never decides what is stored or asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
-from kvstore_tiers.remote.process import Settings
+from kvstore_tiers.remote.process import RemoteSettings
 
 WRITE_BATCH = 64
 Message = dict[str, Any]
@@ -56,7 +55,7 @@ class _Requests:
             return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
 
-class Worker:
+class RemoteWorker:
     """`memory` is shared with the daemon."""
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
@@ -197,7 +196,7 @@ def main() -> int:
     logging.basicConfig(format="kvstored remote worker: %(message)s", level=logging.WARNING)
     connection = Connection(int(sys.argv[1]))
     mapping = mmap.mmap(int(sys.argv[2]), 0)
-    settings = Settings.unpack(connection.recv_bytes())
+    settings = RemoteSettings.unpack(connection.recv_bytes())
     try:
         driver = open_driver(
             settings.url, timeout_s=settings.timeout_s, threads=settings.readers + settings.writers + 1,
@@ -209,7 +208,7 @@ def main() -> int:
         connection.send_bytes(json.dumps({"refused": str(error) or type(error).__name__}).encode())
         return 1
     connection.send_bytes(json.dumps({"largest_bytes": driver.largest_value_bytes}).encode())
-    worker = Worker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
+    worker = RemoteWorker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
     worker.run(min(settings.readers, driver.reads_at_once), settings.writers)
     driver.close()
     return 0

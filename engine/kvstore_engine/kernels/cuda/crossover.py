@@ -24,7 +24,7 @@ from kvstore_cuda.compiler import program_digest
 from kvstore_cuda.kernel_cache import cache_folder, keep
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.errors import UsageError
-from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.program import ELEMENTS, CudaError
 
 VARIABLE = "KVENGINE_ATTENTION_CROSSOVER"
@@ -87,7 +87,7 @@ def pass_ratios(
     results = np.zeros(most * shape.query_heads * shape.head_dim * ELEMENTS[shape.compute].nbytes, np.uint8)
     queries, output = place(results), place(results)
     scratch = place(np.zeros(attention.scratch_bytes(most, context), np.uint8))
-    every = Rows(
+    every = KernelRows(
         most, place(np.arange(most, dtype=np.int32)), place(np.full(most, context, np.int32)),
         place(tables), width, context,
     )  # fmt: skip

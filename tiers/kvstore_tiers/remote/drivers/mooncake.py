@@ -41,7 +41,7 @@ QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreAddress:
     """Where a store is, and what this node gives to it."""
 
     host: str
@@ -57,7 +57,7 @@ class Place:
         return f"{self.host}:{self.port}"
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> StoreAddress:
     """Raises ValueError for a URL that is not understood."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -70,7 +70,7 @@ def place_of(url: str) -> Place:
         raise ValueError(f"protocol={protocol}: it is tcp or rdma")
     if protocol == "rdma" and not query.get("device"):
         raise ValueError("protocol=rdma needs device=NAME, such as device=mlx5_0")
-    return Place(
+    return StoreAddress(
         host=parts.hostname,
         port=parts.port or DEFAULT_PORT,
         protocol=protocol,
@@ -148,7 +148,7 @@ class MooncakeDriver(Driver):
     evicts = True
     reads_at_once = 1
 
-    def __init__(self, place: Place, timeout_s: float, threads: int) -> None:
+    def __init__(self, place: StoreAddress, timeout_s: float, threads: int) -> None:
         self._place = place
         self._timeout_s = timeout_s
         self._calls = BoundedCalls("mooncake", GIVEN_UP_PER_THREAD * threads)

@@ -27,7 +27,7 @@ REQUESTS_AT_ONCE: Final = 8
 _LOGGER = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class WantedValue(NamedTuple):
     """`memory` has room for the value."""
 
     place: Place
@@ -38,10 +38,10 @@ class Span(NamedTuple):
     run_id: str
     start: int
     end: int
-    values: list[Wanted]
+    values: list[WantedValue]
 
 
-def spans_of(wanted: Sequence[Wanted], span_bytes: int = SPAN_BYTES) -> list[Span]:
+def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[Span]:
     """Stretches of runs that hold these values, whole values each."""
     spans: list[Span] = []
     for each in sorted(wanted, key=lambda each: each.place):
@@ -56,7 +56,7 @@ def spans_of(wanted: Sequence[Wanted], span_bytes: int = SPAN_BYTES) -> list[Spa
     return spans
 
 
-async def read_runs(objects: Objects, wanted: Sequence[Wanted]) -> set[str]:
+async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]:
     """Returns the runs that are gone, or shorter than they were: their memories hold nothing of use."""
     gone: set[str] = set()
 
