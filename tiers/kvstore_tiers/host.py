@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaHome, ArenaMode, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena_memory import ArenaMode
+from kvstore_tiers.arenas import Arenas, Borrower, Lending
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -36,7 +38,6 @@ from kvstore_tiers.base import (
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
 from kvstore_tiers.image import aligned_down, require_slot_size
-from kvstore_tiers.lending import Borrower, Lending
 from kvstore_tiers.segments import Bytes
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
@@ -67,19 +68,15 @@ class HostTier(Tier):
         self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
-        self._arenas: dict[int, Arena] = {}
-        self._empty: dict[int, Arena] = {}
+        self._arenas = Arenas()
         self.writable: set[int] = set()  # containers that clients may write to
-        self._aside: set[int] = set()
-        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
         self._next_number = first_number
         self._witness = witness
-        self._arenas_bytes = 0
         self._charges: defaultdict[str, int] = defaultdict(int)
         self._lending = Lending()
         self._counters = TransferCounters()
         self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
-        self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arena_of)
+        self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arenas.of)
         self._closed = False
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -88,67 +85,31 @@ class HostTier(Tier):
         require_slot_size(nbytes)
         if self._closed:
             return None
-        candidates = self._with_room[owner, nbytes]
-        if not candidates:
-            found = self._arena_for(nbytes, owner)
-            if found is None:
-                return None
-            candidates.append(found)
-        arena = candidates[-1]
-        slot = arena.allocate()
-        if not arena.has_room:
-            candidates.pop()
-            self._lending.offer(arena)
-        self._empty.pop(arena.number, None)
+        slot = self._arenas.allocate(nbytes, owner, lambda: self._arena_for(nbytes, owner))
+        if slot is not None:
+            arena = self._arenas[slot.container]
+            if not arena.has_room:
+                self._lending.offer(arena)
         return slot
 
     def free(self, slot: Slot) -> None:
-        arena = self._arena_of(slot)
-        had_room = arena.has_room
-        arena.free(slot)
-        if arena.number in self._aside:
-            return
-        if not had_room:
-            self._with_room[arena.owner, arena.slot_bytes].append(arena)
-        if arena.used_slots == 0:
-            self._empty[arena.number] = arena
+        self._arenas.free(slot)
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        arena = self._arenas[container]
-        return arena.slot_bytes == nbytes and arena.owner == owner and container not in self._aside
+        return self._arenas.makes_room(container, nbytes, owner)
 
     def containers(self) -> list[ContainerReport]:
-        return [
-            ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots)
-            for a in self._arenas.values()
-        ]
+        return self._arenas.reports()
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return [
-            report
-            for report in self.containers()
-            if report.nbytes >= nbytes
-            and report.container not in self._aside
-            and (report.owner, report.slot_bytes) != (owner, nbytes)
-            and (report.owner == owner or self._mode == "owned")
-        ]
+        found = self._arenas.convertible(nbytes, owner)
+        return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def set_aside(self, container: int) -> None:
-        arena = self._arenas[container]
-        self._aside.add(container)
-        self._forget_room(arena)
-        self._empty.pop(container, None)
+        self._arenas.set_aside(container)
 
     def put_back(self, container: int) -> bool:
-        self._aside.discard(container)
-        arena = self._arenas.get(container)
-        if arena is None:
-            return False
-        if arena.used_slots == 0:
-            self._empty[container] = arena  # open to any size, first of all to that for which it was emptied
-        elif arena.has_room:
-            self._with_room[arena.owner, arena.slot_bytes].append(arena)
-        return arena.used_slots == 0
+        return self._arenas.put_back(container)
 
     def charge(self, nbytes: int, label: str) -> bool:
         """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.
@@ -157,7 +118,7 @@ class HostTier(Tier):
         """
         if self._closed:
             return False
-        releasable = [arena for arena in self._empty.values() if arena.mode == "owned"]
+        releasable = [arena for arena in self._arenas.empty.values() if arena.mode == "owned"]
         while self.used_bytes + nbytes > self.ceiling_bytes:
             if not releasable:
                 return False
@@ -189,7 +150,7 @@ class HostTier(Tier):
         """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB, and
         as long as a device's process needs to let go of it). None when there is none, or when they are sealed and
         cannot be given back."""
-        arena = next((arena for arena in self._empty.values() if arena.mode == "owned"), None)
+        arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
         with self._reshaping:
@@ -205,19 +166,19 @@ class HostTier(Tier):
         """Have other tiers copy from and to the arenas in place, from when all of an arena's memory is there. They must
         be closed before this one `leave`s."""
         self._lending.begin(borrowers)
-        for arena in self._arenas.values():
+        for arena in self._arenas:
             self._lending.offer(arena)
 
     @property
     def used_bytes(self) -> int:
-        return self._arenas_bytes + sum(self._charges.values())
+        return self._arenas.nbytes + self.charged_bytes
 
     def view(self, slot: Slot) -> Bytes:
         """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
-        return self._arena_of(slot).view(slot)
+        return self._arenas.of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
-        return segment_of(self._arena_of(slot), slot)
+        return segment_of(self._arenas.of(slot), slot)
 
     def arena(self, container: int) -> Arena:
         """For its size and its descriptors. Raises KeyError when there is no such arena."""
@@ -245,7 +206,7 @@ class HostTier(Tier):
         five times a copy, so this keeps it out of puts.
         """
         with self._reshaping:
-            for arena in list(self._arenas.values()):
+            for arena in list(self._arenas):
                 if budget_bytes <= 0 or self.ceiling_bytes < self._capacity_bytes:
                     break  # under memory pressure nothing is touched ahead of need
                 try:
@@ -254,7 +215,7 @@ class HostTier(Tier):
                     self._refused = f"the system gives no memory for an arena: {error}"
                     break
                 self._lending.offer(arena)
-            arenas = list(self._arenas.values())
+            arenas = list(self._arenas)
         return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
@@ -289,32 +250,27 @@ class HostTier(Tier):
             return None
         arena, found = take_over(record, descriptor, self._witness)
         self._list(arena)
-        if arena.used_slots:
-            del self._empty[arena.number]
-            if arena.has_room:
-                self._with_room[arena.owner, arena.slot_bytes].append(arena)
         self._lending.offer(arena)
         self._next_number = max(self._next_number, arena.number + 1)
         return found
 
     def retire(self, slot: Slot) -> None:
         """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
-        self._arena_of(slot).retire(slot)
+        self._arenas.of(slot).retire(slot)
 
     def leave(self) -> None:
         """`close`, but leave the arenas' memory to the other holders of their descriptors."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:
-        arenas = self._arenas.values()
-        blocks_bytes = sum(arena.used_slots * arena.slot_bytes for arena in arenas)
-        used_by = {"blocks": blocks_bytes, "free": self._arenas_bytes - blocks_bytes}
+        blocks_bytes = self._arenas.blocks_bytes
+        used_by = {"blocks": blocks_bytes, "free": self._arenas.nbytes - blocks_bytes}
         used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
         return self._counters.report(
             state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
             capacity_bytes=self._capacity_bytes,
             used_bytes=self.used_bytes,
-            blocks=sum(arena.used_slots for arena in arenas),
+            blocks=self._arenas.blocks,
             used_by=used_by,
             message=self._refused,
         )
@@ -328,29 +284,20 @@ class HostTier(Tier):
         self._closed = True
         self._transfers.close()
         with self._reshaping:
-            for arena in self._arenas.values():
+            for arena in self._arenas:
                 self._lending.withdraw(arena)
                 part_with(arena)
             self._arenas.clear()
-            self._empty.clear()
-        self._with_room.clear()
         self._charges.clear()
-        self._arenas_bytes = 0
 
     # -- arenas ------------------------------------------------------------------------------------------------------
 
-    def _arena_of(self, slot: Slot) -> Arena:
-        arena = self._arenas.get(slot.container)
-        if arena is None:
-            raise RuntimeError(f"{slot} is in no arena")
-        return arena
-
     def _arena_for(self, nbytes: int, owner: str) -> Arena | None:
         """An arena with room, by falling cost: an empty one of this owner, new memory, another owner's empty one."""
-        empty = [arena for arena in self._empty.values() if arena.nbytes >= nbytes]
+        empty = [arena for arena in self._arenas.empty.values() if arena.nbytes >= nbytes]
         own = next((arena for arena in empty if arena.owner == owner), None)
         if own is not None:
-            self._forget_room(own)
+            self._arenas.forget_room(own)
             own.shape(nbytes)
             return own
         arena = self._fresh_arena(nbytes, owner)
@@ -396,10 +343,9 @@ class HostTier(Tier):
         return arena
 
     def _list(self, arena: Arena) -> None:
-        self._arenas[arena.number] = self._empty[arena.number] = arena
+        self._arenas.add(arena)
         if arena.is_writable:
             self.writable.add(arena.number)
-        self._arenas_bytes += arena.nbytes
 
     def _release(self, arena: Arena) -> None:
         with self._reshaping:
@@ -407,15 +353,8 @@ class HostTier(Tier):
             arena.release()
 
     def _drop(self, arena: Arena) -> None:
-        self._forget_room(arena)
-        del self._arenas[arena.number], self._empty[arena.number]
+        self._arenas.remove(arena)
         self.writable.discard(arena.number)
-        self._arenas_bytes -= arena.nbytes
         self._lending.withdraw(arena)
         if self._witness is not None:
             self._witness.given_up(arena.number)
-
-    def _forget_room(self, arena: Arena) -> None:
-        rooms = self._with_room.get((arena.owner, arena.slot_bytes))
-        if rooms and arena in rooms:
-            rooms.remove(arena)

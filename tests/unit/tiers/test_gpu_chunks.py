@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_tiers.arena import Arena, ForeignMemory
+from kvstore_tiers.arena import Arena
+from kvstore_tiers.arena_memory import ForeignMemory
 from kvstore_tiers.base import MemoryKind, Slot, TierInfo
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstored.config import load_config

@@ -11,7 +11,7 @@ import logging
 import os
 from pathlib import Path
 
-from kvstore_tiers.arena import empty_memory
+from kvstore_tiers.arena_memory import empty_memory
 from kvstored.lifetime.notify import (
     notify_about,
     offers_descriptor_store,
