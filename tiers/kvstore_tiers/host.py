@@ -1,15 +1,16 @@
 """The host tier: blocks in DRAM, in arenas that clients map read-only.
 
-Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor
-what a lease is.
-Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what the daemon
-`charge`s: staging, the ledger.
-Arenas of a process that has ended, whose descriptors were kept, can be taken over (`adopt`, by way of `adoption`).
-Arenas are lent to tiers of device memory (`lend_to`), and asked back before their memory is given back.
-A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose only segment is
-the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
-Invariants: one owner and one slot size an arena; a container number is never reused; no header in memory that clients
-can write is believed.
+Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor what a
+lease is. Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what
+the daemon `charge`s: staging, the ledger. Arenas of a process that has ended, whose descriptors were kept, can be taken
+over (`adopt`, by way of `adoption`). Arenas are lent to tiers of device memory (`lend_to`), which copy from and to them
+in place, and asked back before their memory is given back. A device registers all of an arena, which has the system
+provide its memory: so one is lent when all of it is in use or prefaulted, and nothing of it is inherited from another
+arena any more. A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose
+only segment is the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
+Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and its
+memory is not given back before each borrower has let go of it (`Arena.release`); no header in memory that clients can
+write is believed.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
 from kvstore_tiers.arena_memory import ArenaMode
-from kvstore_tiers.arenas import Arenas, Borrower, Lending
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -30,11 +31,11 @@ from kvstore_tiers.base import (
     Outcome,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
 )
+from kvstore_tiers.containers import Containers, ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
 from kvstore_tiers.image import aligned_down, require_slot_size
@@ -44,7 +45,46 @@ DEFAULT_ARENA_BYTES = 64 * 2**20
 MAPPED_NAME = "host"
 
 
-class HostTier(Tier):
+class Borrower(Protocol):
+    """Is a tier that copies from and to memory of others (`TierInfo.shares_memory`); see `Tier.share`."""
+
+    def share(self, descriptor: int, address: int, nbytes: int) -> int: ...
+
+    def unshare(self, number: int, ended: Callable[[], None]) -> None: ...
+
+
+class Lending:
+    """Any thread may `offer`; the others are the control thread's."""
+
+    def __init__(self) -> None:
+        self._borrowers: list[Borrower] = []
+        self._lent: dict[int, list[tuple[Borrower, int]]] = {}  # by arena: who has it, and under which number
+        self._lock = threading.Lock()
+
+    def begin(self, borrowers: Sequence[Borrower]) -> None:
+        """Lend to these tiers, from now on, what is offered."""
+        self._borrowers = list(borrowers)
+
+    def offer(self, arena: Arena) -> None:
+        """Lend an arena if its time has come."""
+        if not self._borrowers or not arena.is_whole:
+            return
+        with self._lock:
+            if arena.number not in self._lent:
+                arena.loan.lend(len(self._borrowers))
+                self._lent[arena.number] = [
+                    (tier, tier.share(arena.fd, arena.address, arena.nbytes)) for tier in self._borrowers
+                ]
+
+    def withdraw(self, arena: Arena) -> None:
+        """Ask for an arena back, in which no transfer is under way. Returns at once."""
+        with self._lock:
+            lent = self._lent.pop(arena.number, [])
+        for tier, number in lent:
+            tier.unshare(number, arena.loan.returned)
+
+
+class HostTier(ContainerTier):
     """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads.
     `numa_node` >= 0: all of it from that node. Of several, clients map the one called `MAPPED_NAME`."""
 
@@ -68,7 +108,7 @@ class HostTier(Tier):
         self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
-        self._arenas = Arenas()
+        self._arenas = self._containers = Containers[Arena]()
         self.writable: set[int] = set()  # containers that clients may write to
         self._next_number = first_number
         self._witness = witness
@@ -85,7 +125,7 @@ class HostTier(Tier):
         require_slot_size(nbytes)
         if self._closed:
             return None
-        slot = self._arenas.allocate(nbytes, owner, lambda: self._arena_for(nbytes, owner))
+        slot = self._arenas.take(nbytes, owner, lambda: self._arena_for(nbytes, owner))
         if slot is not None:
             arena = self._arenas[slot.container]
             if not arena.has_room:
@@ -93,23 +133,11 @@ class HostTier(Tier):
         return slot
 
     def free(self, slot: Slot) -> None:
-        self._arenas.free(slot)
-
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        return self._arenas.makes_room(container, nbytes, owner)
-
-    def containers(self) -> list[ContainerReport]:
-        return self._arenas.reports()
+        self._arenas.give_back(slot)
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        found = self._arenas.convertible(nbytes, owner)
+        found = super().convertible(nbytes, owner)
         return [report for report in found if report.owner == owner or self._mode == "owned"]
-
-    def set_aside(self, container: int) -> None:
-        self._arenas.set_aside(container)
-
-    def put_back(self, container: int) -> bool:
-        return self._arenas.put_back(container)
 
     def charge(self, nbytes: int, label: str) -> bool:
         """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.

@@ -19,8 +19,8 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
 from kvstore_tiers.arena_memory import ForeignMemory
-from kvstore_tiers.arenas import Arenas
 from kvstore_tiers.base import ContainerReport
+from kvstore_tiers.containers import Containers
 from kvstore_tiers.image import Slot
 
 HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
@@ -32,7 +32,7 @@ def header_room(capacity_bytes: int) -> int:
     return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
 
 
-class Chunks:
+class Chunks(Containers[Arena]):
     """Of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be made, and
     with the number of one to give back; `witness` receives each shadow."""
 
@@ -40,50 +40,33 @@ class Chunks:
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
         drop: Callable[[int], None], first_number: int = 1, witness: ArenaWitness | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
         self.may_grow = True
         self.lacks_headers = False  # blocks are so small that the header pages of more have no room
         self._device = device
         self._make, self._drop = make, drop
         self._witness = witness
-        self._chunks = Arenas()
         self._next_number = first_number
-
-    @property
-    def used_bytes(self) -> int:
-        return self._chunks.nbytes
 
     @property
     def headers_bytes(self) -> int:
         """DRAM that header pages take, or will once each slot was used."""
-        return sum(map(_headers_of, self._chunks))
-
-    @property
-    def blocks(self) -> int:
-        return self._chunks.blocks
-
-    @property
-    def blocks_bytes(self) -> int:
-        return self._chunks.blocks_bytes
+        return sum(map(_headers_of, self))
 
     def allocate(self, nbytes: int, owner: str) -> Slot | None:
-        return self._chunks.allocate(nbytes, owner, lambda: self._cut(nbytes, owner))
+        return self.take(nbytes, owner, lambda: self._cut(nbytes, owner))
 
     def free(self, slot: Slot) -> None:
-        chunk = self._chunks.free(slot)
-        if chunk.number in self._chunks.barred and not chunk.used_slots:
+        chunk = self.give_back(slot)
+        if chunk.number in self.barred and not chunk.used_slots:
             self._discard(chunk)
 
     def of(self, slot: Slot) -> Arena:
         """Return the chunk of a slot. Raises RuntimeError for a slot that is not allocated."""
-        chunk = self._chunks.of(slot)
+        chunk = super().of(slot)
         chunk.require_out(slot)
         return chunk
-
-    def owner(self, number: int) -> str | None:
-        """Whose chunk that is; None where there is none."""
-        chunk = self._chunks.get(number)
-        return chunk.owner if chunk is not None else None
 
     def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
         """Take over a chunk of a process that has ended, with the blocks that its shadow names; None where the capacity
@@ -92,7 +75,7 @@ class Chunks:
             raise ForeignMemory("it is memory of another device")
         if record.nbytes != self.chunk_bytes:
             raise ForeignMemory(f"it has {record.nbytes} bytes, and chunks have {self.chunk_bytes} now")
-        if self.used_bytes + record.nbytes > self.capacity_bytes:
+        if self.nbytes + record.nbytes > self.capacity_bytes:
             return None
         if record.slot_bytes and not self._has_headers_for(record.slot_bytes):
             raise ForeignMemory("its header pages have no room")
@@ -102,45 +85,30 @@ class Chunks:
         except (ForeignMemory, OSError):
             os.close(descriptor)
             raise
-        self._chunks.add(chunk)
+        self.add(chunk)
         self._next_number = max(self._next_number, chunk.number + 1)
         return found
 
     def abandon(self, number: int) -> None:
         """Forget an adopted chunk of which no slot is in use."""
-        self._discard(self._chunks[number])
+        self._discard(self[number])
 
     def leave(self) -> None:
         """Close the shadows, and leave what is in them to the other holders of their descriptors."""
-        for chunk in self._chunks:
+        for chunk in self:
             chunk.leave()
-
-    def chunk(self, number: int) -> Arena | None:
-        return self._chunks.get(number)
 
     def refuse(self, number: int) -> None:
         """The device has no memory for this chunk: hand out no slot of it, and forget it when it is empty."""
-        chunk = self._chunks.get(number)
+        chunk = self.get(number)
         if chunk is not None:
-            self._chunks.bar(chunk)
+            self.bar(chunk)
             if not chunk.used_slots:
                 self._discard(chunk)
 
-    def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
-        return self._chunks.makes_room(number, nbytes, owner)
-
-    def reports(self) -> list[ContainerReport]:
-        return self._chunks.reports()
-
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        found = self._chunks.convertible(nbytes, owner)
-        return [each for each in found if self._headers_fit(nbytes, in_place_of=self._chunks[each.container])]
-
-    def set_aside(self, number: int) -> None:
-        self._chunks.set_aside(number)
-
-    def put_back(self, number: int) -> bool:
-        return self._chunks.put_back(number)
+        found = super().convertible(nbytes, owner)
+        return [each for each in found if self._headers_fit(nbytes, in_place_of=self[each.container])]
 
     def _cut(self, nbytes: int, owner: str) -> Arena | None:
         chunk = self._empty_for(nbytes, owner)
@@ -154,14 +122,14 @@ class Chunks:
         """Return, by falling cost, an empty chunk of this owner, new memory, new memory in place of another owner's."""
         if nbytes > self.chunk_bytes:
             return None
-        empty = self._chunks.empty.values()
+        empty = self.empty.values()
         own = next((each for each in empty if each.owner == owner), None)
         if own is not None:
             if not self._has_headers_for(nbytes, in_place_of=own):
                 return None
-            self._chunks.forget_room(own)
+            self.forget_room(own)
             return own
-        is_full = self.used_bytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
+        is_full = self.nbytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
         self.lacks_headers = False
         if is_full or not self._has_headers_for(nbytes):
             other = next((each for each in empty if self._has_headers_for(nbytes, in_place_of=each)), None)
@@ -175,7 +143,7 @@ class Chunks:
         except OSError:  # no descriptor or mapping is left: as a full device
             return None
         self._next_number += 1
-        self._chunks.add(chunk)
+        self.add(chunk)
         if self._witness is not None:
             self._witness.made(chunk)
         self._make(chunk)
@@ -192,7 +160,7 @@ class Chunks:
         return others_bytes + needed_bytes <= header_room(self.capacity_bytes)
 
     def _discard(self, chunk: Arena) -> None:
-        self._chunks.remove(chunk)
+        self.remove(chunk)
         if self._witness is not None:
             self._witness.given_up(chunk.number)
         chunk.release()  # first: the memory that it names is not there any more

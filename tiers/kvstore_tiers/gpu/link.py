@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from kvstore_tiers.arena import ChunkWitness
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.outbox import Greeting, Outbox, Outgoing
 from kvstore_tiers.gpu.regions import Regions
@@ -109,18 +109,6 @@ class _Chunk:
     descriptor: int = -1  # -1 until the worker has made it
 
 
-class WorkerFollower(Protocol):
-    """Hears of the worker, on a thread of the link's. Quick; raises nothing."""
-
-    def has_memory(self, number: int, descriptor: int) -> None:
-        """A chunk is there; the descriptor of its memory stays the link's."""
-        ...
-
-    def worker_started(self, process: int) -> None: ...
-
-    def worker_ended(self, process: int) -> None: ...
-
-
 class WorkerLink:
     """To `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower` hears of
     those that are; `regions` hear which of them a worker has registered.
@@ -133,7 +121,7 @@ class WorkerLink:
         device: int,
         refused: Callable[[int, str], None],
         *,
-        follower: WorkerFollower | None = None,
+        follower: ChunkWitness | None = None,
         regions: Regions,
         settings: WorkerSettings | None = None,
     ) -> None:
@@ -201,22 +189,16 @@ class WorkerLink:
             chunk = self._chunks.get(number)
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
 
-    def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended, *, waits: bool = True) -> None:
-        """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker. Unless
-        it `waits`, it fails where only the next worker could do it."""
+    def transfer(
+        self, letter: bytes, pieces: Sequence[wire.Piece] | Sequence[wire.Move], ended: Ended, *, waits: bool = True
+    ) -> None:
+        """Have pieces copied, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
+        caller's when there is no worker. Unless it `waits`, it fails where only the next worker could do it."""
 
         def done(end: wire.End) -> None:
             ended(end.failure)
 
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
-
-    def move(self, moves: Sequence[wire.Move], ended: Ended) -> None:
-        """Copy from device memory to device memory. `ended` is called as that of `transfer`."""
-
-        def done(end: wire.End) -> None:
-            ended(end.failure)
-
-        self._begin(lambda number: wire.pack_transfer(wire.MOVE, number, moves), done, waits=True)
 
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
         """Have the worker read from a file; the descriptor, which can read it, is the link's from now on. `ended` as

@@ -13,7 +13,6 @@ import ctypes
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,12 +23,14 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import WorkerLink
 from kvstore_tiers.image import aligned_up, judge_header
+from kvstore_tiers.parts import Parts
 from kvstore_tiers.segments import buffer_at, checksum_of
 from kvstore_tiers.threads import ResidentThreads, UnderWay
 
 
 class Bounce:
-    """`nbytes` of it."""
+    """Host memory of `nbytes`, which this process and the worker map and the device copies from and to, on behalf of
+    memory that it does not know."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -38,34 +39,17 @@ class Bounce:
         os.ftruncate(self.descriptor, nbytes)
         self._mapping = mmap.mmap(self.descriptor, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._free = [(0, nbytes)]  # offset and bytes, by offset
-        self._changed = threading.Condition()
+        self._parts = Parts(0, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """The offset of a free range, which is waited for. Raises ValueError for one that can never be free."""
-        wanted = aligned_up(nbytes)
-        if wanted > self.nbytes:
+        """Return the offset of a free range, which is waited for. Raises ValueError for one that can never be free."""
+        if aligned_up(nbytes) > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit a bounce buffer of {self.nbytes}")
-        with self._changed:
-            while True:
-                for position, (offset, free) in enumerate(self._free):
-                    if free >= wanted:
-                        left = [(offset + wanted, free - wanted)] if free > wanted else []
-                        self._free[position : position + 1] = left
-                        return offset
-                self._changed.wait()
+        return self._parts.take(nbytes)[0]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        with self._changed:
-            ranges = sorted([*self._free, (offset, aligned_up(nbytes))])
-            joined: list[tuple[int, int]] = []
-            for start, length in ranges:
-                if joined and sum(joined[-1]) == start:
-                    joined[-1] = (joined[-1][0], joined[-1][1] + length)
-                else:
-                    joined.append((start, length))
-            self._free = joined
-            self._changed.notify_all()
+        """Free a range again."""
+        self._parts.give_back((offset, aligned_up(nbytes)))
 
     def close(self) -> None:
         os.close(self.descriptor)

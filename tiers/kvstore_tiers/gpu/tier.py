@@ -34,19 +34,18 @@ from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
 from kvstore_tiers.base import (
     Completion,
-    ContainerReport,
     Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
@@ -64,7 +63,7 @@ DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
 _LOG = logging.getLogger(__name__)
 
 
-class GpuTier(Tier):
+class GpuTier(ContainerTier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. Chunks are numbered from `first_number`.
     With a `witness` what is on the device is left to it at `close`."""
@@ -98,7 +97,7 @@ class GpuTier(Tier):
             device, lambda chunk, why: self._refusals.put((chunk, why)),
             follower=witness, regions=self._regions, settings=settings,
         )  # fmt: skip
-        self._chunks = Chunks(
+        self._chunks = self._containers = Chunks(
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
             witness,
         )  # fmt: skip
@@ -134,21 +133,6 @@ class GpuTier(Tier):
     def free(self, slot: Slot) -> None:
         self._hear_refusals()
         self._chunks.free(slot)
-
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        return self._chunks.makes_room(container, nbytes, owner)
-
-    def containers(self) -> list[ContainerReport]:
-        return self._chunks.reports()
-
-    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return self._chunks.convertible(nbytes, owner)
-
-    def set_aside(self, container: int) -> None:
-        self._chunks.set_aside(container)
-
-    def put_back(self, container: int) -> bool:
-        return self._chunks.put_back(container)
 
     def _make(self, chunk: Arena) -> None:
         self._link.add_chunk(chunk.number, chunk.nbytes)
@@ -252,11 +236,12 @@ class GpuTier(Tier):
 
     def shadow_of(self, number: int) -> Arena | None:
         """What says which blocks are in a chunk; None where there is no such chunk."""
-        return self._chunks.chunk(number)
+        return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
         """Whose blocks are in a chunk; None where there is no such chunk."""
-        return self._chunks.owner(number)
+        chunk = self._chunks.get(number)
+        return chunk.owner if chunk is not None else None
 
     def export(self, number: int) -> tuple[int, int]:
         """A new descriptor of a chunk, the caller's to close, and its bytes. A process that imports it could map it to
@@ -332,7 +317,7 @@ class GpuTier(Tier):
         elif chunks.lacks_headers:
             room = human_bytes(self.info.dram_bytes)
             message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
-        used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
+        used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.nbytes, chunks.blocks_bytes)
         return self._counters.report(
             state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,
             blocks=0 if self._closed else chunks.blocks,

@@ -267,7 +267,7 @@ class _Move:
         move = wire.Move(source.container, source.offset, target.container, target.offset, image_bytes)
         self.offset = self.steps.bounce.take(HEADER_BYTES)
         put_bytes(self.steps.bounce.address + self.offset, self.page)
-        self.link.move([move], self._stamp)
+        self.link.transfer(wire.MOVE, [move], self._stamp)
 
     def _stamp(self, failure: str) -> None:
         if failure:

@@ -57,8 +57,8 @@ class Slab:
         require_direct: bool = False,
     ) -> None:
         self.superblock = superblock
-        self.number = superblock.number
-        self.in_use = 0
+        self.number, self.owner, self.used_slots = superblock.number, "", 0
+        self.nbytes, self.slot_bytes, self.slots = superblock.file_bytes, superblock.slot_bytes, superblock.slots
         self.states = bytearray(superblock.slots)
         fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
         self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
@@ -86,7 +86,7 @@ class Slab:
 
     @property
     def has_room(self) -> bool:
-        return self._making_error is None and self.in_use < self.superblock.slots
+        return self._making_error is None and self.used_slots < self.superblock.slots
 
     @property
     def has_settled_room(self) -> bool:
@@ -103,7 +103,7 @@ class Slab:
         else:
             index = self._unsettled_slot()
         self.states[index] = SlotState.ALLOCATED
-        self.in_use += 1
+        self.used_slots += 1
         return self.slot(index)
 
     def free(self, slot: Slot) -> int:
@@ -118,7 +118,7 @@ class Slab:
                 self._unsettled[index] = self.generations[index]
             else:
                 self._returned.append(index)
-        self.in_use -= 1
+        self.used_slots -= 1
         return index
 
     def settle(self, freed: dict[int, int]) -> None:
@@ -282,7 +282,7 @@ class Slab:
         np.frombuffer(self.generations, np.uint64)[:] = generations
         np.frombuffer(self.payload_bytes, np.uint64)[:] = payload_bytes
         np.multiply(generations, taken, out=np.frombuffer(self.recorded, np.uint64))
-        self.in_use = int(np.count_nonzero(taken))
+        self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 

@@ -20,19 +20,18 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     Column,
     Completion,
-    ContainerReport,
     Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.nvme.commit import Journal, RecordCommit
@@ -64,7 +63,7 @@ class TierOptions:
     name: str
 
 
-class NvmeTier(Tier):
+class NvmeTier(ContainerTier):
     """See `open`."""
 
     def __init__(
@@ -84,7 +83,7 @@ class NvmeTier(Tier):
         self._recovered: RecoveredBlocks | None = recovered
         self._is_as_recovered = True  # no slot was freed or quarantined since
         self._directory = directory
-        self._space = space
+        self._space = self._containers = space
         self._seal = seal
         self._max_quarantined = options.quarantine_slots
         self._quarantined: dict[Slot, str] = {}
@@ -206,21 +205,6 @@ class NvmeTier(Tier):
         slab, index, _ = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        return self._space.makes_room(container, nbytes)
-
-    def containers(self) -> list[ContainerReport]:
-        return self._space.containers()
-
-    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return self._space.convertible(nbytes)
-
-    def set_aside(self, container: int) -> None:
-        self._space.set_aside(container)
-
-    def put_back(self, container: int) -> bool:
-        return self._space.put_back(container)
-
     @property
     def used_bytes(self) -> int:
         return self._space.used_bytes
@@ -246,7 +230,7 @@ class NvmeTier(Tier):
         """Delete the file of an empty slab that is set aside; after DONE call `discarded`. Raises RuntimeError for a
         slab with a slot out."""
         slab = self._space.slabs[container]
-        if slab.in_use:
+        if slab.used_slots:
             raise RuntimeError(f"slab {container} is not empty")
 
         def remove() -> Outcome:
@@ -289,7 +273,7 @@ class NvmeTier(Tier):
         self._threads.submit(self._probe if thorough else self._look, done)
 
     def location(self, slot: Slot) -> str:
-        return f"{self._space.slab_of(slot).file.path}:{slot.offset}"
+        return f"{self._space.of(slot).file.path}:{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         self._recovered = None  # the caller will not ask for columns too
@@ -308,13 +292,13 @@ class NvmeTier(Tier):
         return recovered if there.all() else recovered.take(there)
 
     def statistics(self) -> TierStatistics:
-        space, slabs = self._space, self._space.slabs.values()
+        space = self._space
         quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
-        blocks_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in slabs) - quarantine_bytes
+        blocks_bytes = space.blocks_bytes - quarantine_bytes
         used_by = {
             "blocks": blocks_bytes,
             "quarantine": quarantine_bytes,
-            "free": space.slab_file_bytes - blocks_bytes - quarantine_bytes,
+            "free": space.nbytes - blocks_bytes - quarantine_bytes,
             "files": FILES_BYTES,
             "damaged": space.damaged_bytes,
         }
@@ -322,7 +306,7 @@ class NvmeTier(Tier):
             state=TierState.CLOSED if self._closed else self._health.state,
             capacity_bytes=space.capacity_bytes,
             used_bytes=space.used_bytes,
-            blocks=sum(slab.in_use for slab in slabs) - len(self._quarantined),
+            blocks=space.blocks - len(self._quarantined),
             used_by=used_by,
             quarantined_slots=len(self._quarantined),
             message=self._message(),
@@ -365,7 +349,7 @@ class NvmeTier(Tier):
 
     def _place(self, slot: Slot) -> SlotPlace:
         """Raises RuntimeError when the slot is not allocated."""
-        slab = self._space.slab_of(slot)
+        slab = self._space.of(slot)
         return SlotPlace(slab, slab.require_out(slot), slot)
 
     def _write_seal(self) -> None:

@@ -2,26 +2,24 @@
 
 Owns the shared memory and the worker. An image is written into that memory by the tier, sealed and stored by the
 worker, and the other way round. Half of the memory is for reads: writes that wait for a slow store hold up no read.
-Invariants: two parts that are out never overlap; a part is given back only when the worker has answered for it, or is
-dead; callers have their parts in the order in which they asked, so that large ones are not passed by small ones for
-ever.
+Invariant: a part of the memory is given back only when the worker has answered for it, or is dead.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore
+from kvstore_tiers.parts import PART_ALIGNMENT, Parts
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
 from kvstore_tiers.remote.process import Message, RemoteSettings, WorkerProcess
 
-PART_ALIGNMENT = 4096
+NAMES_A_CALL = 1000
+READERS, WRITERS = 2, 2  # threads of the worker
 
 
 class Exchange:
@@ -38,74 +36,6 @@ class Exchange:
         os.close(self.fd)
         self.memory.release()
         self._mapping.close()
-
-
-class Parts:
-    """Gives out parts of the bytes `begin` to `end`, the first that fits; a caller waits for its turn and for one."""
-
-    def __init__(self, begin: int, end: int) -> None:
-        self.largest_bytes = end - begin
-        self._free = [(begin, end)]  # sorted, no two adjacent
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()  # one for each caller, in their order
-        self._closed = False
-
-    @property
-    def waiting(self) -> int:
-        """Callers that have no part yet."""
-        return len(self._waiting)
-
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """Offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once closed."""
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                while True:
-                    if self._closed:
-                        raise OSError("the tier is closed")
-                    part = self._first_fit(nbytes) if self._waiting[0] is turn else None
-                    if part is not None:
-                        return part
-                    self._changed.wait()
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
-
-    def take_now(self, nbytes: int) -> tuple[int, int] | None:
-        """`take`, if that need not wait."""
-        with self._changed:
-            is_free = not self._waiting and not self._closed
-            return self._first_fit(nbytes) if is_free else None
-
-    def _first_fit(self, nbytes: int) -> tuple[int, int] | None:
-        nbytes = -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
-        for at, (begin, end) in enumerate(self._free):
-            if end - begin >= nbytes:
-                self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
-                return begin, nbytes
-        return None
-
-    def give_back(self, *parts: tuple[int, int]) -> None:
-        """Together, so that a caller who waits for several may have them all."""
-        with self._changed:
-            merged: list[tuple[int, int]] = []
-            for begin, end in sorted([*self._free, *((begin, begin + nbytes) for begin, nbytes in parts)]):
-                if merged and merged[-1][1] == begin:
-                    merged[-1] = (merged[-1][0], end)
-                else:
-                    merged.append((begin, end))
-            self._free = merged
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-NAMES_A_CALL = 1000
-READERS, WRITERS = 2, 2  # threads of the worker
 
 
 class _Place(NamedTuple):
