@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore_tiers.base import TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW, TierState
 from kvstore_tiers.testing.faulty import Fault, gone, hung
 from kvstored.health.scrub.verification import Verification
 from kvstored.lifecycle import Cause

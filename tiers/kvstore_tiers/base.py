@@ -19,6 +19,7 @@ Obligations
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the medium works and is full
+# Nothing can be written, for now or to this user; what is there may be read all the same.
+CANNOT_WRITE = NO_ROOM | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+ERRORS_IN_A_ROW = 8  # failed reads or writes in a row after which the medium is at fault, not the block
+
 
 __all__ = [
     "Completion",

@@ -1,8 +1,9 @@
-"""The containers of a tier, arenas or slabs, each cut into slots of one size for one owner: which there are, which have
-room, for whom.
+"""The books of a tier: containers, arenas or slabs, each cut into slots of one size for one owner; or slots one by one,
+each a container by itself, of any size.
 
-Owns which container hands out the next slot. Never makes a container, and knows no capacity.
-Invariants: a container hands out slots to one owner; none is handed out of a container that is set aside or barred.
+Owns which slot is handed out next. Never makes a container.
+Invariants: a container hands out slots to one owner; none is handed out of a container that is set aside or barred; a
+place that is used again has a higher generation; slots one by one never exceed their capacity.
 """
 
 from __future__ import annotations
@@ -197,3 +198,41 @@ class ContainerTier(Tier):
 
     def put_back(self, container: int) -> bool:
         return self._containers.put_back(container)
+
+
+class SingleSlots:
+    """Room of `capacity_bytes` for slots of any size, in containers numbered after `last_number`; `len` is how many are
+    taken."""
+
+    def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._taken: dict[int, Slot] = {}  # by container
+        self._free: dict[int, list[Slot]] = {}  # by size
+        self._containers = last_number
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A slot of this size, or None when there is no room."""
+        if self.used_bytes + nbytes > self.capacity_bytes:
+            return None
+        free = self._free.get(nbytes)
+        if free:
+            former = free.pop()
+            slot = former._replace(generation=former.generation + 1)
+        else:
+            self._containers += 1
+            slot = Slot(self._containers, 0, nbytes, 1)
+        self._taken[slot.container] = slot
+        self.used_bytes += nbytes
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Raises RuntimeError when it is not taken."""
+        if self._taken.get(slot.container) != slot:
+            raise RuntimeError(f"{slot} is freed but not allocated")
+        del self._taken[slot.container]
+        self._free.setdefault(slot.nbytes, []).append(slot)
+        self.used_bytes -= slot.nbytes

@@ -35,11 +35,11 @@ from kvstore_tiers.base import (
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import SingleSlots
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore, object_name
 from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
-from kvstore_tiers.single_slots import SingleSlots
 from kvstore_tiers.threads import PendingWrites, ResidentThreads, WaitingReads, deliver, run_transfer
 
 UNKNOWN = -2

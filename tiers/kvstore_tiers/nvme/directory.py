@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.nvme.directory_files import (
     DirectoryInUse,
     DirectoryUnusable,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Outcome, OutcomeKind, TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW, NO_ROOM
+from kvstore_tiers.base import ERRORS_IN_A_ROW, NO_ROOM, Outcome, OutcomeKind, TierState
 from kvstore_tiers.nvme.directory import TierDirectory, is_without_direct
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES, read_superblock
 from kvstore_tiers.nvme.slab import Slab

@@ -25,8 +25,7 @@ import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Slot
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE, Slot
 from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import Seal, TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_tiers import failpoints
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct
 from kvstore_tiers.nvme.directory_files import FormatUnsupported

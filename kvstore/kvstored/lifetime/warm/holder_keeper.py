@@ -17,8 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.child_processes import is_of_our_user, receive_packet, send_packet, variables_of_children
-from kvstore_tiers.failures import CANNOT_WRITE
 from kvstored.lifetime.holder import BACKLOG, MAX_DESCRIPTORS
 from kvstored.lifetime.warm.keeper import Keeper, KeeperError
 
