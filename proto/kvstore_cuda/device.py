@@ -232,9 +232,10 @@ class CudaDevice:
             return self.call("cuStreamCreateWithPriority", NON_BLOCKING, priority)
         return self.call("cuStreamCreate", NON_BLOCKING)
 
-    def synchronize(self, stream: Any) -> None:
-        """Wait until what is queued on a stream has run. Raises DriverError where it failed."""
-        self.call("cuStreamSynchronize", stream)
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait until what is queued on a stream has run; None: on any of the current context. Raises DriverError where
+        it failed."""
+        self.call("cuCtxSynchronize") if stream is None else self.call("cuStreamSynchronize", stream)
 
     def event(self) -> Any:
         """Return a new event without a time; a thread that waits for it sleeps."""

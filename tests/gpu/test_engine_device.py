@@ -45,7 +45,7 @@ lists[1024 : 1024 + runs.runs.nbytes] = np.ascontiguousarray(runs.runs).view(np.
 lists[2048 : 2048 + runs.first_pieces.nbytes] = runs.first_pieces.view(np.uint8)
 driver.synchronize(stream)
 BlockMover(device).move(shared, runs, (shared + 1024, shared + 2048), plane_count=1, stream=int(stream))
-device.settle()
+device.synchronize()
 driver.call("cuStreamQuery", stream)  # raises where the kernel has not run
 driver.copy(Runs.of([CopyRun(page.ctypes.data, at, 8 * BLOCK)]), "to host", stream)
 driver.synchronize(stream)

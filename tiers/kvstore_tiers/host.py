@@ -295,12 +295,14 @@ class HostTier(ContainerTier):
         used_by = {"blocks": blocks_bytes, "free": self._arenas.nbytes - blocks_bytes}
         used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
-            capacity_bytes=self._capacity_bytes,
-            used_bytes=self.used_bytes,
-            blocks=self._arenas.blocks,
-            used_by=used_by,
-            message=self._refused,
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
+                capacity_bytes=self._capacity_bytes,
+                used_bytes=self.used_bytes,
+                blocks=self._arenas.blocks,
+                used_by=used_by,
+                message=self._refused,
+            )
         )
 
     def close(self) -> None:

@@ -235,9 +235,13 @@ class KeyedTier(Tier):
 
     def statistics(self) -> TierStatistics:
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.OK,
-            capacity_bytes=self._slots.capacity_bytes, used_bytes=self._slots.used_bytes, blocks=len(self._slots),
-            used_by={"blocks": self._slots.used_bytes},
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.OK,
+                capacity_bytes=self._slots.capacity_bytes,
+                used_bytes=self._slots.used_bytes,
+                blocks=len(self._slots),
+                used_by={"blocks": self._slots.used_bytes},
+            )
         )  # fmt: skip
 
     def close(self) -> None:

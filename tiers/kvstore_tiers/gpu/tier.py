@@ -319,9 +319,14 @@ class GpuTier(ContainerTier):
             message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
         used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.nbytes, chunks.blocks_bytes)
         return self._counters.report(
-            state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,
-            blocks=0 if self._closed else chunks.blocks,
-            used_by={"blocks": blocks_bytes, "free": used_bytes - blocks_bytes}, message=message,
+            TierStatistics(
+                state=state,
+                capacity_bytes=chunks.capacity_bytes,
+                used_bytes=used_bytes,
+                blocks=0 if self._closed else chunks.blocks,
+                used_by={"blocks": blocks_bytes, "free": used_bytes - blocks_bytes},
+                message=message,
+            )
         )  # fmt: skip
 
     def close(self) -> None:

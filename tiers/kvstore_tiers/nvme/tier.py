@@ -303,13 +303,15 @@ class NvmeTier(ContainerTier):
             "damaged": space.damaged_bytes,
         }
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else self._health.state,
-            capacity_bytes=space.capacity_bytes,
-            used_bytes=space.used_bytes,
-            blocks=space.blocks - len(self._quarantined),
-            used_by=used_by,
-            quarantined_slots=len(self._quarantined),
-            message=self._message(),
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else self._health.state,
+                capacity_bytes=space.capacity_bytes,
+                used_bytes=space.used_bytes,
+                blocks=space.blocks - len(self._quarantined),
+                used_by=used_by,
+                quarantined_slots=len(self._quarantined),
+                message=self._message(),
+            )
         )
 
     def close(self) -> None:

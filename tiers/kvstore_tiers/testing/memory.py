@@ -78,11 +78,13 @@ class MemoryTier(Tier):
 
     def statistics(self) -> TierStatistics:
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.OK,
-            capacity_bytes=self._capacity_bytes,
-            used_bytes=self._used_bytes,
-            blocks=len(self._slots),
-            used_by={"blocks": self._used_bytes},
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.OK,
+                capacity_bytes=self._capacity_bytes,
+                used_bytes=self._used_bytes,
+                blocks=len(self._slots),
+                used_by={"blocks": self._used_bytes},
+            )
         )
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class Device(CudaDevice, Launcher):
         """How long what `queue(stream)` launches takes, without the time of launches: by events around replays of a
         CUDA graph, of which the fastest counts. Raises CudaError."""
         cuda = self.driver
-        self.settle()  # what is read was written on other streams
+        self.synchronize()  # what is read was written on other streams
         with contextlib.ExitStack() as undo:
             stream = self.stream()
             undo.callback(self.call, "cuStreamDestroy", stream)
@@ -154,10 +154,9 @@ class Device(CudaDevice, Launcher):
                 took_ms.append(float(self.call("cuEventElapsedTime", *events)))
         return min(took_ms) / 1e3 / _LAUNCHES
 
-    def settle(self) -> None:
-        """Wait until everything that is queued has run. Raises CudaError when something failed."""
+    def synchronize(self, stream: Any = None) -> None:
         self.use_in_this_thread()
-        self.call("cuCtxSynchronize")
+        super().synchronize(stream)
 
     def close(self) -> None:
         self.use_in_this_thread()
