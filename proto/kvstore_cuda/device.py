@@ -166,8 +166,8 @@ class CudaDevice:
 
     @cached_property
     def _properties(self) -> Any:
-        """Of memory that can be exported, and that direct storage may write to where the device has that (GPUDirect
-        calls it RDMA with CUDA VMM)."""
+        """The properties of memory that can be exported, and that direct storage may write to where the device has that
+        (GPUDirect calls it RDMA with CUDA VMM)."""
         cuda = self.driver
         wanted = cuda.CUmemAllocationProp()
         wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -181,7 +181,7 @@ class CudaDevice:
 
     @cached_property
     def registers_read_only(self) -> bool:
-        """Whether memory that this process may only read can be registered."""
+        """Return whether memory that this process may only read can be registered."""
         return bool(self.attribute(_READ_ONLY_HOST))
 
     def register(self, address: int, nbytes: int, *, read_only: bool = False, for_kernels: bool = False) -> None:

@@ -23,7 +23,7 @@ class DriverError(OSError):
 
     @property
     def is_final(self) -> bool:
-        """Whether the context is of no more use."""
+        """Return whether the context is of no more use."""
         return self.code in BROKEN_CONTEXT
 
 
@@ -49,7 +49,8 @@ def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:
 
 
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
-    """What a function of the driver answers beside its code: nothing, one thing or a tuple. Raises DriverError."""
+    """Return what a function of the driver answers beside its code: nothing, one thing or a tuple. Raises
+    DriverError."""
     try:
         code, *answers = getattr(driver, name)(*arguments)
     except RuntimeError as error:  # this driver is too old to have the function

@@ -52,7 +52,8 @@ def check_loadable(driver_version: int) -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """What a function of the library answers beside its code: nothing, one thing or a tuple. Raises CompileError."""
+    """Return what a function of the library answers beside its code: nothing, one thing or a tuple. Raises
+    CompileError."""
     code, *answers = getattr(library(), name)(*arguments)
     if code != 0:
         raise CompileError(f"{name}: error {int(code)}")

@@ -32,7 +32,7 @@ _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """What a process must know of an arena, beyond its bytes, to take it over from one that has ended."""
+    """All that a process must know of an arena, beyond its bytes, to take it over from one that has ended."""
 
     number: int
     nbytes: int
@@ -79,7 +79,7 @@ class ChunkWitness(ArenaWitness, Protocol):
 
 
 def writable_owner(owner: str) -> str:
-    """What owns the arenas that clients of `owner` may write."""
+    """Return the owner of the arenas that clients of `owner` may write."""
     return owner + _WRITABLE
 
 
@@ -228,7 +228,7 @@ class Arena(ArenaMemory):
 
     @property
     def is_writable(self) -> bool:
-        """Whether clients may write to it."""
+        """Return whether clients may write to it."""
         return self.owner.endswith(_WRITABLE)
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
@@ -250,7 +250,7 @@ class Arena(ArenaMemory):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its memory is its own, and is there or will be at once."""
+        """Return whether all of its memory is its own, and is there or will be at once."""
         is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
         return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)
 

@@ -75,14 +75,14 @@ class Loan:
             then()
 
     def defers(self, then: Callable[[], None]) -> bool:
-        """Whether another has it mapped: then `then` is called when that has ended."""
+        """Return whether another has it mapped: then `then` is called when that has ended."""
         with self._changed:
             if self._borrowers:
                 self._waiting.append(then)
             return self._borrowers > 0
 
     def wait(self) -> None:
-        """Until no other has it mapped."""
+        """Wait until no other has it mapped."""
         with self._changed:
             self._changed.wait_for(lambda: not self._borrowers)
 

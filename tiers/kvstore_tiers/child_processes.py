@@ -29,7 +29,8 @@ _UCRED = struct.Struct("3i")
 
 
 def is_of_our_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises OSError."""
+    """Return whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises
+    OSError."""
     _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid in (os.geteuid(), 0)
 

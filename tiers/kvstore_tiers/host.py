@@ -156,7 +156,7 @@ class HostTier(ContainerTier):
 
     @property
     def capacity_bytes(self) -> int:
-        """What was configured; `ceiling_bytes`, what may be used of it for now."""
+        """Return what was configured; `ceiling_bytes`, what may be used of it for now."""
         return self._capacity_bytes
 
     @property
@@ -209,7 +209,7 @@ class HostTier(ContainerTier):
         return segment_of(self._arenas.of(slot), slot)
 
     def arena(self, container: int) -> Arena:
-        """For its size and its descriptors. Raises KeyError when there is no such arena."""
+        """Return an arena, for its size and its descriptors. Raises KeyError when there is no such arena."""
         return self._arenas[container]
 
     def owner(self, container: int) -> str | None:
@@ -267,7 +267,8 @@ class HostTier(ContainerTier):
         self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
+        """Return whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no
+        read."""
         self._transfers.verify(slot, expect_key, done)
 
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:

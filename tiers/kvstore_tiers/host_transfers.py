@@ -1,4 +1,4 @@
-"""What the copy threads of the host tier do: copies into slots, out of them and between them, and verification.
+"""Work of the copy threads of the host tier: copies into slots, out of them and between them, and verification.
 
 Owns the threads, and the order of the steps of a copy. Never allocates or frees a slot, never decides when.
 Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
@@ -22,7 +22,7 @@ from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
 def is_in_place(target: Segment, segments: Sequence[Segment]) -> bool:
-    """Whether the payload that is to be stored in the slot `target` is there already."""
+    """Return whether the payload that is to be stored in the slot `target` is there already."""
     return len(segments) == 1 and segments[0].address == target.address + HEADER_BYTES
 
 
@@ -90,7 +90,7 @@ Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
-    """Where an allocated slot is in this process. Raises RuntimeError for one that is not allocated."""
+    """Return where an allocated slot is in this process. Raises RuntimeError for one that is not allocated."""
     arena.require_out(slot)
     return arena.segment(slot)
 

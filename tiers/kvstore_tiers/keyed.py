@@ -204,7 +204,7 @@ class KeyedTier(Tier):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a question would not wait for the store to start."""
+        """Return whether a question would not wait for the store to start."""
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
@@ -278,7 +278,7 @@ class KeyedTier(Tier):
             job.begin()
 
     def _submit_write(self, names: Sequence[bytes], write: Callable[[], Outcome | None], done: Completion) -> None:
-        """None stands for DONE."""
+        """Run `write` on a thread; None from it stands for DONE."""
         job = _Operation(names, done)
 
         def run() -> None:

@@ -269,6 +269,6 @@ class UnderWay:
         return end
 
     def wait(self) -> None:
-        """Until there are none."""
+        """Wait until there are none."""
         with self._changed:
             self._changed.wait_for(lambda: not self._transfers)

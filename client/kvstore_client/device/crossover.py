@@ -37,7 +37,7 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class Crossover:
-    """Which copies are the kernel's. After `close` none are."""
+    """Decides which copies are the kernel's. After `close` none are."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class _Scratch:
         return Runs.of(runs)
 
     def _seconds(self, queue: Callable[[], object]) -> float:
-        """From the call until the copies have ended."""
+        """Return the time from the call until the copies have ended."""
         begin = time.perf_counter()
         queue()
         self._device.synchronize(self._stream)

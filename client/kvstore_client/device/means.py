@@ -1,5 +1,5 @@
-"""What all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory, and the
-budget that they have on the link.
+"""Means that all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory,
+and the budget that they have on the link.
 
 Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
 `registered`, which is then their maker's to close, after them. A `budget` that is given is its maker's, too, to close
@@ -68,7 +68,7 @@ class CopyMeans:
         self._is_closed = False
 
     def decoding(self, is_decoding: bool) -> None:
-        """As `LinkBudget.decoding`: the engine says before each step whether it decodes."""
+        """Pass on to `LinkBudget.decoding`: the engine says before each step whether it decodes."""
         self.budget.decoding(is_decoding)
 
     def close(self) -> None:

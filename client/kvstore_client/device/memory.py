@@ -42,7 +42,7 @@ class Follower(Protocol):
 
 
 class HostMappings:
-    """See the module."""
+    """Arenas in host memory that sessions of the device have mapped. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Of one part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
+    """A part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
     `used_at`."""
 
     memory: Bytes
@@ -39,7 +39,7 @@ class Registration:
 
 
 class RegisteredMemory:
-    """See the module. `close` ends it. Implements `Follower`."""
+    """Registrations of a process on `device`, until `close`. Implements `Follower`."""
 
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -107,7 +107,7 @@ class RegisteredMemory:
         self._thread.join()
 
     def begin_close(self) -> None:
-        """As `close`, without waiting: for a finalizer, which may run inside of any call of any thread."""
+        """Begin `close` without waiting: for a finalizer, which may run inside of any call of any thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -126,8 +126,8 @@ class RegisteredMemory:
                 return
 
     def _look(self) -> tuple[Registration | None, bool]:
-        """What is to be registered, once there is something or a while has passed, and whether this is closed. What is
-        over ends."""
+        """Return the part to register, once there is something or a while has passed, and whether this is closed. What
+        is over ends."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
             is_closed = self._is_closed
@@ -142,7 +142,7 @@ class RegisteredMemory:
         return self._is_closed or (not part.users and self._clock() - part.used_at >= part.keep_s)
 
     def _end_unused(self) -> None:
-        """What fails is tried again: the mapping is kept until then."""
+        """Unregister what is used no more. What fails is tried again: the mapping is kept until then."""
         for each in list(self._ending):
             with contextlib.suppress(DeviceError), self._device.current():
                 self._device.unregister(each.address)
@@ -164,7 +164,7 @@ class RegisteredMemory:
 
 
 def _parts(memory: Bytes) -> Iterator[tuple[Bytes, int]]:
-    """What is registered in one call each, and where it is."""
+    """Yield the parts that are registered in one call each, and their addresses."""
     for start in range(0, memory.nbytes, REGISTER_BYTES):
         part = memory[start : start + REGISTER_BYTES]
         yield part, part.__array_interface__["data"][0]

@@ -34,7 +34,7 @@ class CopyStream:
             self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
-        """What is queued from now on runs after this event (a CUevent's address) has passed."""
+        """Let what is queued from now on run after this event (a CUevent's address) has passed."""
         self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
 
     def synchronize(self) -> None:

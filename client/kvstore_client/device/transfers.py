@@ -119,7 +119,8 @@ _NO_TIMING = 2
 
 
 class DeviceTransfers:
-    """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
+    """Copies to and from one pool. Use it as a context manager, or `close` it, once all loads have been finished.
+    Raises DeviceError.
 
     `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
     background from now on, other host memory from when it is first used; `registered.want` does it earlier. An engine
@@ -155,8 +156,8 @@ class DeviceTransfers:
     def load_all(
         self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
-        """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
-        the next one of any."""
+        """Begin a `load` of several leases, each with its first block and its pages: a layer of all of them comes
+        before the next one of any."""
         blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:
             for block, page in enumerate(pages, first_block):
@@ -279,7 +280,7 @@ class LayerLoad:
                 device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def wait_quietly(self, layer: int, stream: int) -> None:
-        """The same for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
+        """Call `wait` for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
         thread waits for all copies. Whether they came is `finish`'s to say."""
         try:
             self.wait(layer, stream)
@@ -353,7 +354,7 @@ class LayerLoad:
             self._say_queued(layer + 1)
 
     def _queue_from_host(self, runs: Runs) -> None:
-        """In slices, each waited for, while loads keep to a rate."""
+        """Queue copies, in slices, each waited for, while loads keep to a rate."""
         means = self._transfers.means
         parts = runs.slices(SLICE_BYTES) if means.budget.limits("loads") else [runs]
         for part in parts:

@@ -33,8 +33,8 @@ def header_room(capacity_bytes: int) -> int:
 
 
 class Chunks(Containers[Arena]):
-    """Of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be made, and
-    with the number of one to give back; `witness` receives each shadow."""
+    """Chunks of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be
+    made, and with the number of one to give back; `witness` receives each shadow."""
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
@@ -150,7 +150,7 @@ class Chunks(Containers[Arena]):
         return chunk
 
     def _has_headers_for(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
-        """Whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
+        """Return whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
         self.lacks_headers = not self._headers_fit(slot_bytes, in_place_of)
         return not self.lacks_headers
 

@@ -48,7 +48,8 @@ class _Load:
 
 
 class FileLoads:
-    """Over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError where direct storage is demanded and not there."""
+    """Loads over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError where direct storage is demanded and not
+    there."""
 
     def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, way: str) -> None:
         self._link = link
@@ -62,12 +63,12 @@ class FileLoads:
 
     @property
     def is_direct(self) -> bool:
-        """Whether payloads pass host memory by: bytes that nothing could verify are not read so."""
+        """Return whether payloads pass host memory by: bytes that nothing could verify are not read so."""
         return self._way != BOUNCE and not self._why_bounced
 
     @property
     def sentence(self) -> str:
-        """How files are read, for an operator."""
+        """The way in which files are read, for an operator."""
         if self.is_direct:
             return "reads NVMe by direct storage"
         why = "" if self._way == BOUNCE else f": {self._why_bounced}"

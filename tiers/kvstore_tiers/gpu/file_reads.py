@@ -50,7 +50,7 @@ class _DeviceBytes:
 
 
 class DirectStorage:
-    """Of the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
+    """Reads to the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
 
     def __init__(self) -> None:
         self._library = _load()
@@ -113,8 +113,8 @@ Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """Of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of the rest
-    of `host` (at the address `host_address`) unless it `is_direct`."""
+    """A read of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of
+    the rest of `host` (at the address `host_address`) unless it `is_direct`."""
 
     transfer: int
     descriptor: int

@@ -1,4 +1,4 @@
-"""What a tier has its worker do: packets to it, and what it says.
+"""The way from a tier to its worker: packets to it, and its answers.
 
 Owns what a worker must know after a restart: regions, chunks and their descriptors. Which worker is at the other end,
 and whether there is one, is `worker_life`'s, whose thread hears it and ends transfers; what waits to be sent is
@@ -71,7 +71,7 @@ class Pending:
                 transfer.is_sent = False
 
     def end(self, number: int, end: wire.End) -> None:
-        """Of one that has ended already it means nothing."""
+        """End one; nothing happens where it has ended already."""
         with self._lock:
             transfer = self._transfers.pop(number, None)
         if transfer is not None:
@@ -87,7 +87,7 @@ class Pending:
         return len(failed)
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Whether a worker that is ready since `ready_s` has owed the end of one for too long."""
+        """Return whether a worker that is ready since `ready_s` has owed the end of one for too long."""
         with self._lock:
             sent = [each for each in self._transfers.values() if each.is_sent]
         return any(now_s - max(each.since_s, ready_s) > each.patience_s for each in sent)
@@ -110,11 +110,10 @@ class _Chunk:
 
 
 class WorkerLink:
-    """To `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower` hears of
-    those that are; `regions` hear which of them a worker has registered.
-    `can_check` says whether the worker has `checksums`, and
-    `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where they are wanted.
-    Raises OSError where no worker starts, with what it said."""
+    """A link to `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower`
+    hears of those that are; `regions` hear which of them a worker has registered. `can_check` says whether the worker
+    has `checksums`, and `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where
+    they are wanted. Raises OSError where no worker starts, with what it said."""
 
     def __init__(
         self,
@@ -262,7 +261,8 @@ class WorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """That it has let go of a region, or the end of a transfer; or that it reads: all else waits behind that."""
+        """Return whether it owes for too long that it has let go of a region, the end of a transfer, or that it reads:
+        all else waits behind that."""
         patience_s = self._settings.patience_s
         with self._lock:
             leaving = [each.since_s for each in self._leaving.values()]

@@ -75,7 +75,8 @@ class Regions:
         return sum(each.nbytes for each in self._usable)
 
     def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[RegionPart] | None:
-        """Where the segments are; None when a part of them is in no region that the device may read, or write."""
+        """Return where the segments are; None when a part of them is in no region that the device may read, or
+        write."""
         regions = self._usable
         places: list[RegionPart] = []
         for segment in segments:

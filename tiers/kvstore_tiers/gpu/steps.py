@@ -59,7 +59,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class WrittenBlock(NamedTuple):
-    """What was written to a slot whole."""
+    """A block as it was written to a slot, whole."""
 
     key: bytes
     payload_bytes: int
@@ -107,7 +107,7 @@ def check(
 
 
 def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Outcome:
-    """Why the device has other bytes than were to be written: the source was damaged, or the way is."""
+    """Return why the device has other bytes than were to be written: the source was damaged, or the way is."""
     if checksum_of(payload, written.payload_bytes) != written.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
     message = f"other bytes arrived in {slot} on the device than were sent"

@@ -64,7 +64,7 @@ class Events:
             self._under_way.put((event, stream, settled))
 
     def _spare_event(self) -> Any:
-        """From any thread: another one may take the last that is spare."""
+        """Return an event, from any thread: another one may take the last that is spare."""
         try:
             return self._spare.get_nowait()
         except Empty:
@@ -96,7 +96,7 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
 class Copies:
-    """Of one device. `ended` is called as `Events` says."""
+    """Queues copies on one device. `ended` is called as `Events` says."""
 
     def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
         self._driver = driver

@@ -165,7 +165,7 @@ class GpuTier(ContainerTier):
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """On the device, where that can verify what it copied; else by way of host memory."""
+        """Copy on the device, where that can verify what it copied; else by way of host memory."""
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
             self._transfers.relocate(source, shadows[0], target, shadows[1], expect_key, done)
@@ -177,14 +177,14 @@ class GpuTier(ContainerTier):
         return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
-        By the device itself where it can (`verifies`), else the block is read. The slot may be freed
-        meanwhile: then the answer means nothing."""
+        """Return whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be
+        said. By the device itself where it can (`verifies`), else the block is read. The slot may be freed meanwhile:
+        then the answer means nothing."""
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
     def verifies(self) -> bool:
-        """Whether the device computes checksums."""
+        """Return whether the device computes checksums."""
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
@@ -235,7 +235,7 @@ class GpuTier(ContainerTier):
         self._chunks.of(slot).retire(slot)
 
     def shadow_of(self, number: int) -> Arena | None:
-        """What says which blocks are in a chunk; None where there is no such chunk."""
+        """Return the shadow of a chunk, which says what blocks are in it; None where there is no such chunk."""
         return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
@@ -281,7 +281,7 @@ class GpuTier(ContainerTier):
 
     @property
     def device_identity(self) -> int:
-        """Of the device whose memory it is (`kvstore_cuda.device`)."""
+        """The identity of the device whose memory it is (`kvstore_cuda.device`)."""
         return self._link.device_identity
 
     @property
@@ -291,7 +291,7 @@ class GpuTier(ContainerTier):
 
     @property
     def worker_starts(self) -> int:
-        """How often a worker was started."""
+        """The number of workers that were started."""
         return self._link.worker.starts
 
     def location(self, slot: Slot) -> str:

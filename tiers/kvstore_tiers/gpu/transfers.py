@@ -191,8 +191,9 @@ class GpuTransfers:
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be said.
-        On the device where the worker can, else by reading the block. Counts as no transfer where nothing is moved."""
+        """Return whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be
+        said. On the device where the worker can, else by reading the block. Counts as no transfer where nothing is
+        moved."""
         found = block_in(slot, shadow, expect_key)
         if isinstance(found, Outcome):
             done(found)
@@ -207,8 +208,8 @@ class GpuTransfers:
     # For a start
 
     def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
-        """What is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be read.
-        For a start: no other transfer is under way."""
+        """Return what is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be
+        read. For a start: no other transfer is under way."""
         pages: list[bytes] = []
         batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)
         for first in range(0, len(slots), batch):
@@ -294,7 +295,7 @@ class _Move:
             self.end(outcome)
 
     def _blamed(self, source: Outcome) -> None:
-        """What is in the target is not what was written to the source: that was damaged, or the way is."""
+        """End the transfer by what is at fault: the source was damaged, or the way is."""
         if source.ok:
             message = f"other bytes arrived in {self.target} on the device than are in {self.source}"
             _LOG.error("%s: block %s", message, self.written.key.hex())

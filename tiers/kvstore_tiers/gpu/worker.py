@@ -39,7 +39,7 @@ _GroupedRun = tuple[_Group, CopyRun]
 
 
 class GpuWorker:
-    """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
+    """Obeys a tier. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
     storage is."""
 
     def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
@@ -57,7 +57,7 @@ class GpuWorker:
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
-        """Until the tier closes the socket."""
+        """Wait until the tier closes the socket."""
         _, total = self._driver.memory_bytes()
         self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():

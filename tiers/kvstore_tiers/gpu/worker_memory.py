@@ -205,7 +205,7 @@ class DeviceMemory:
         return chunk.address + offset
 
     def why_missing(self, numbers: Iterable[int]) -> str:
-        """Of the first of these chunks that is known to be missing; empty where none is."""
+        """Return why the first of these chunks that is known to be missing is; empty where none is."""
         return next((self._missing[number] for number in numbers if number in self._missing), "")
 
     def _make(self, number: int, nbytes: int) -> None:

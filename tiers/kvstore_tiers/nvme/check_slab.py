@@ -219,7 +219,7 @@ def read_records(
 def judge_slot(
     fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
 ) -> tuple[Kind, str] | None:
-    """What is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
+    """Return what is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
     named = record_header(record)
     offset = superblock.slot_offset(index)
     try:

@@ -45,7 +45,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything that changed was committed."""
+        """Return whether everything that changed was committed."""
         with self._lock:
             return not self._batch
 

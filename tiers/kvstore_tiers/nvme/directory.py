@@ -326,8 +326,8 @@ def version_number(text: bytes) -> int | None:
 
 
 def version_text(path: Path) -> bytes:
-    """What a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there. Raises
-    OSError."""
+    """Return what a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there.
+    Raises OSError."""
     try:
         with open(path, "rb") as file:
             return file.read(_MOST_BYTES).strip(b"\0 \n")

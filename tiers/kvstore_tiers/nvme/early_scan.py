@@ -101,7 +101,8 @@ class EarlyRecordScan:
             return None
 
     def is_of(self, former: LockMark) -> bool:
-        """Whether the scan saw the directory as the caller locked it: `former` is the mark of the holder before."""
+        """Return whether the scan saw the directory as the caller locked it: `former` is the mark of the holder
+        before."""
         return former == self._mark
 
     def claim(self) -> int | None:

@@ -41,7 +41,7 @@ class TierHealth:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a new slab file may be tried."""
+        """Return whether a new slab file may be tried."""
         if self.state is TierState.FULL:
             return self._clock() - self._full_since_s >= RETRY_FULL_AFTER_S
         return self.state is TierState.OK

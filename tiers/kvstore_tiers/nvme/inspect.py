@@ -95,7 +95,8 @@ class Inspector:
         return Report(facts, [self._described(place) for place in places])
 
     def key(self, digits: str, *, every_slot: bool = False) -> Report:
-        """What is known of a key: its records in any state and, if asked, old bytes of it in slots that are free."""
+        """Return what is known of a key: its records in any state and, if asked, old bytes of it in slots that are
+        free."""
         key = self._resolve(digits, every_slot=every_slot)
         report = Report(self._about())
         report.facts["key"] = key.hex()
@@ -221,8 +222,8 @@ def _holder(path: Path) -> int:
 
 
 def _is_file(device_and_inode: str, status: os.stat_result) -> bool:
-    """Whether major:minor:inode, as /proc/locks has it, is the file of `status`. Where devices are anonymous (btrfs) a
-    file's is not its file system's; the inode must do there."""
+    """Return whether major:minor:inode, as /proc/locks has it, is the file of `status`. Where devices are anonymous
+    (btrfs) a file's is not its file system's; the inode must do there."""
     major, minor, inode = device_and_inode.split(":")
     device, own = (int(major, 16), int(minor, 16)), (os.major(status.st_dev), os.minor(status.st_dev))
     return int(inode) == status.st_ino and (device == own or device[0] == own[0] == 0)
@@ -258,7 +259,7 @@ def _header_fields(header: BlockHeader) -> Fields:
 
 
 def _slot_fields(fd: int, superblock: Superblock, index: int) -> Fields:
-    """What the slot itself holds, regardless of its record."""
+    """Return what the slot itself holds, regardless of its record."""
     offset = superblock.slot_offset(index)
     header = read_header(read_pages(fd, HEADER_BYTES, offset))
     if isinstance(header, str):

@@ -63,7 +63,7 @@ class RecoveryReport:
     last_sequence: int = 0
 
     def sentence(self) -> str:
-        """What was lost, for people; empty when nothing was."""
+        """Return what was lost, for people; empty when nothing was."""
         losses = {
             "damaged records": self.damaged_records,
             "blocks behind the end of truncated slabs": self.truncated_blocks,
@@ -148,7 +148,7 @@ class Recovery:
 
     @property
     def is_on_medium(self) -> bool:
-        """Whether no crash takes what was found: its records are synced, by us or by a process that said so."""
+        """Return whether no crash takes what was found: its records are synced, by us or by a process that said so."""
         return self.owed is None or self._seal.held
 
     def make_up(self) -> None:
@@ -306,7 +306,7 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Which of `blocks` were not freed or quarantined since recovery found them."""
+    """Return which of `blocks` were not freed or quarantined since recovery found them."""
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):
         slab = slabs.get(int(blocks.container[first]))
@@ -320,7 +320,7 @@ def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
 
 
 def _runs_of(column: Array) -> Iterator[tuple[int, int]]:
-    """Where runs of equal values begin and end."""
+    """Return where runs of equal values begin and end."""
     if len(column):
         begins = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
         yield from pairwise(begins)

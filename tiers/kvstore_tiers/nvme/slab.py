@@ -90,7 +90,7 @@ class Slab:
 
     @property
     def has_settled_room(self) -> bool:
-        """Whether a slot can be overwritten without a sync before it."""
+        """Return whether a slot can be overwritten without a sync before it."""
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
     def allocate(self) -> Slot:
@@ -299,7 +299,7 @@ class Slab:
             return index
 
     def _may_be_live(self, index: int) -> bool:
-        """Whether a record on the medium may name a slot that is being freed."""
+        """Return whether a record on the medium may name a slot that is being freed."""
         return (
             self.states[index] != SlotState.ALLOCATED
             or self.recorded[index] != 0
@@ -349,11 +349,11 @@ class Slab:
         return self.generations[index] if self.states[index] in (SlotState.WRITTEN, SlotState.QUARANTINED) else 0
 
     def _holds(self, index: int, generation: int) -> bool:
-        """Whether that block is in the slot now, whole and not quarantined."""
+        """Return whether that block is in the slot now, whole and not quarantined."""
         return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
 
     def _sound_header(self, index: int) -> BlockHeader | None:
-        """What the record on the medium says, if it holds and is of the use of the slot that the books know."""
+        """Return what the record on the medium says, if it holds and is of the use of the slot that the books know."""
         if not self.recorded[index]:
             return None
         try:

@@ -118,7 +118,7 @@ class SlabFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its length, its space and both superblocks."""
+        """Return whether it has its length, its space and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
         if status.st_size != end or status.st_blocks * 512 < end:
             return False

@@ -130,7 +130,8 @@ class SlotIO:
 
 
 def _is_aligned(segments: Sequence[Segment]) -> bool:
-    """Whether direct I/O takes these segments; the last may end anywhere, its tail is copied through a page of ours."""
+    """Return whether direct I/O takes these segments; the last may end anywhere, its tail is copied through a page of
+    ours."""
     if len(segments) > 1000:  # IOV_MAX is 1024
         return False
     addresses_fit = all(segment.address % ALIGNMENT_BYTES == 0 for segment in segments)

@@ -48,7 +48,7 @@ class SlabSpace(Containers[Slab]):
 
     @property
     def growth_bytes(self) -> int:
-        """What the next slab file takes of the file system, where the capacity allows one."""
+        """Return what the next slab file takes of the file system, where the capacity allows one."""
         return self._slab_bytes
 
     def set_ceiling(self, nbytes: int) -> None:

@@ -211,7 +211,7 @@ class NvmeTier(ContainerTier):
 
     @property
     def capacity_bytes(self) -> int:
-        """What was configured; the ceiling, what may be used of it for now."""
+        """Return what was configured; the ceiling, what may be used of it for now."""
         return self._space.capacity_bytes
 
     @property

@@ -168,7 +168,7 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker that runs now has opened its driver."""
+        """Return whether the worker that runs now has opened its driver."""
         running = self._running
         return running is not None and running.is_ready
 

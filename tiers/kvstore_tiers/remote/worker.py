@@ -48,7 +48,7 @@ class _Requests:
             self._changed.notify()
 
     def take(self, most: int) -> list[Message]:
-        """What waits, at least one and at most so many, in order."""
+        """Return what waits, at least one and at most so many, in order."""
         with self._changed:
             while not self._waiting:
                 self._changed.wait()

@@ -120,7 +120,7 @@ class PagedAttention:
         return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """What V2 needs for its partitions."""
+        """Return what V2 needs for its partitions."""
         records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
         return 4 * records * (self.shape.head_dim + 1)
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def settled(attention: PagedAttention, architecture: str, device: str, measure: Callable[[], Crossover]) -> Crossover:
-    """What the environment says, what was measured before, or what `measure` finds; the default where it fails.
+    """Return what the environment says, what was measured before, or what `measure` finds; the default where it fails.
 
     `architecture` as NVRTC names it; `device`: what else its speed depends on. UsageError for a wrong setting.
     """
@@ -76,7 +76,7 @@ def pass_ratios(
     attention: PagedAttention, planes: tuple[Any, Any], place: Place, seconds: Callable[[Queue], float], *,
     blocks: int, rows: Sequence[int], context: int = CONTEXT,
 ) -> dict[int, float]:  # fmt: skip
-    """How long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
+    """Return how long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
 
     planes: K and V of `blocks` blocks, which are read and hold any numbers. place: a copy of an array in the device's
     memory. seconds: how long what is queued on a stream takes. Raises what these raise.

@@ -129,8 +129,8 @@ class Device(CudaDevice, Launcher):
         self.call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def seconds(self, queue: Callable[[int], object]) -> float:
-        """How long what `queue(stream)` launches takes, without the time of launches: by events around replays of a
-        CUDA graph, of which the fastest counts. Raises CudaError."""
+        """Return how long what `queue(stream)` launches takes, without the time of launches: by events around replays
+        of a CUDA graph, of which the fastest counts. Raises CudaError."""
         cuda = self.driver
         self.synchronize()  # what is read was written on other streams
         with contextlib.ExitStack() as undo:

@@ -49,7 +49,7 @@ class BoundedCalls:
         self._given_up = 0
 
     def run(self, function: Callable[[Call], _Result], timeout_s: float) -> _Result:
-        """What `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
+        """Return what `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
         with self._lock:
             if self._given_up >= self._most_given_up:
                 raise TimeoutError(f"{self._given_up} calls that were given up are still running")
@@ -67,7 +67,7 @@ class BoundedCalls:
         return running.results[0]
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether no call is running any more, one that was given up included."""
+        """Return whether no call is running any more, one that was given up included."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)
 
