@@ -18,9 +18,10 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore_tiers.objects import DamagedObject
@@ -35,26 +36,6 @@ Message = dict[str, Any]
 _LOG = logging.getLogger(__name__)
 
 
-class _Requests:
-    """Requests that wait for a thread, all of one kind."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Message] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, request: Message) -> None:
-        with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
-
-    def take(self, most: int) -> list[Message]:
-        """Return what waits, at least one and at most so many, in order."""
-        with self._changed:
-            while not self._waiting:
-                self._changed.wait()
-            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-
-
 class RemoteWorker:
     """`memory` is shared with the daemon."""
 
@@ -64,7 +45,7 @@ class RemoteWorker:
         self._driver = driver
         self._sealer = sealer
         self._sending = threading.Lock()
-        self._queues = {kind: _Requests() for kind in ("read", "write", "ask")}
+        self._queues: dict[str, SimpleQueue[Message]] = {kind: SimpleQueue() for kind in ("read", "write", "ask")}
 
     def run(self, readers: int, writers: int) -> None:
         """Serve until the daemon is gone."""
@@ -86,9 +67,12 @@ class RemoteWorker:
                 return
             self._queues[kinds.get(request["verb"], "ask")].put(request)
 
-    def _serve(self, queue: _Requests, most: int, serve: Callable[[Sequence[Message]], None]) -> None:
+    def _serve(self, queue: SimpleQueue[Message], most: int, serve: Callable[[Sequence[Message]], None]) -> None:
         while True:
-            requests = queue.take(most)
+            requests = [queue.get()]
+            with suppress(Empty):
+                while len(requests) < most:
+                    requests.append(queue.get_nowait())
             try:
                 serve(requests)
             except MemoryHeld as error:  # an answer would let the daemon use that memory again
