@@ -1,14 +1,14 @@
 """The books of a tier: containers, arenas or slabs, each cut into slots of one size for one owner; or slots one by one,
 each a container by itself, of any size.
 
-Owns which slot is handed out next. Never makes a container.
+Owns which slot is handed out next, and what the capacity is. Never makes a container.
 Invariants: a container hands out slots to one owner; none is handed out of a container that is set aside or barred; a
 place that is used again has a higher generation; slots one by one never exceed their capacity.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -36,10 +36,13 @@ Of = TypeVar("Of", bound=Container)
 
 
 class Containers(Generic[Of]):
-    """`empty` are the containers of which no slot is out, by number: such a container is open to any size. For one
-    thread."""
+    """Containers within `capacity_bytes`; `ceiling_bytes` is what may be used of it for now. `charges` count against it
+    too, by label. `empty` are the containers of which no slot is out, by number: such a container is open to any size.
+    For one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
+        self.charges: Counter[str] = Counter()
         self.nbytes = 0  # of all of them
         self.empty: dict[int, Of] = {}
         self.barred: set[int] = set()  # hand out no slot any more
@@ -63,6 +66,10 @@ class Containers(Generic[Of]):
         if container is None:
             raise RuntimeError(f"{slot} is in no container")
         return container
+
+    @property
+    def used_bytes(self) -> int:
+        return self.nbytes + self.charges.total()
 
     @property
     def blocks(self) -> int:
@@ -183,6 +190,30 @@ class ContainerTier(Tier):
     """A tier whose room is given out by containers; `_containers` are its books."""
 
     _containers: Containers[Any]
+
+    @property
+    def used_bytes(self) -> int:
+        return self._containers.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The capacity that was configured; `ceiling_bytes`, what may be used of it for now."""
+        return self._containers.capacity_bytes
+
+    @property
+    def ceiling_bytes(self) -> int:
+        return self._containers.ceiling_bytes
+
+    def set_ceiling(self, nbytes: int) -> None:
+        """Grow no further than this. What is beyond it stays until the caller takes it away."""
+        self._containers.ceiling_bytes = min(nbytes, self.capacity_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Set another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` comes
+        first then."""
+        if capacity_bytes < self.used_bytes:
+            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
+        self._containers.capacity_bytes = self._containers.ceiling_bytes = capacity_bytes
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
         return self._containers.makes_room(container, nbytes, owner)

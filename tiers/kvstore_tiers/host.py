@@ -16,7 +16,6 @@ write is believed.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -104,15 +103,13 @@ class HostTier(ContainerTier):
         kind = "shared" if mapped else "memory"
         self.info = TierInfo(name, kind, MemoryKind.SYSTEM, is_mapped=mapped, container_bytes=arena_bytes)
         self._numa_node = numa_node
-        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
         self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
-        self._arenas = self._containers = Containers[Arena]()
+        self._arenas = self._containers = Containers[Arena](capacity_bytes)
         self.writable: set[int] = set()  # containers that clients may write to
         self._next_number = first_number
         self._witness = witness
-        self._charges: defaultdict[str, int] = defaultdict(int)
         self._lending = Lending()
         self._counters = TransferCounters()
         self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
@@ -151,28 +148,12 @@ class HostTier(ContainerTier):
             if not releasable:
                 return False
             self._release(releasable.pop())
-        self._charges[label] += nbytes
+        self._arenas.charges[label] += nbytes
         return True
 
     @property
-    def capacity_bytes(self) -> int:
-        """Return what was configured; `ceiling_bytes`, what may be used of it for now."""
-        return self._capacity_bytes
-
-    @property
     def charged_bytes(self) -> int:
-        return sum(self._charges.values())
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until `take_empty` takes it away."""
-        self.ceiling_bytes = min(nbytes, self._capacity_bytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` and
-        `take_empty` come first then."""
-        if capacity_bytes < self.used_bytes:
-            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
-        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
+        return self._arenas.charges.total()
 
     def take_empty(self) -> Callable[[], None] | None:
         """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB, and
@@ -196,10 +177,6 @@ class HostTier(ContainerTier):
         self._lending.begin(borrowers)
         for arena in self._arenas:
             self._lending.offer(arena)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._arenas.nbytes + self.charged_bytes
 
     def view(self, slot: Slot) -> Bytes:
         """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
@@ -235,7 +212,7 @@ class HostTier(ContainerTier):
         """
         with self._reshaping:
             for arena in list(self._arenas):
-                if budget_bytes <= 0 or self.ceiling_bytes < self._capacity_bytes:
+                if budget_bytes <= 0 or self.ceiling_bytes < self.capacity_bytes:
                     break  # under memory pressure nothing is touched ahead of need
                 try:
                     budget_bytes -= arena.populate(budget_bytes)
@@ -275,7 +252,7 @@ class HostTier(ContainerTier):
         """Take over an arena of a process that has ended, with the blocks that it holds; None where the capacity has no
         room for it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
         """
-        if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self._capacity_bytes:
+        if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
         arena, found = take_over(record, descriptor, self._witness)
         self._list(arena)
@@ -294,11 +271,11 @@ class HostTier(ContainerTier):
     def statistics(self) -> TierStatistics:
         blocks_bytes = self._arenas.blocks_bytes
         used_by = {"blocks": blocks_bytes, "free": self._arenas.nbytes - blocks_bytes}
-        used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
+        used_by.update({label: nbytes for label, nbytes in self._arenas.charges.items() if nbytes})
         return self._counters.report(
             TierStatistics(
                 state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self.capacity_bytes,
                 used_bytes=self.used_bytes,
                 blocks=self._arenas.blocks,
                 used_by=used_by,
@@ -319,7 +296,7 @@ class HostTier(ContainerTier):
                 self._lending.withdraw(arena)
                 part_with(arena)
             self._arenas.clear()
-        self._charges.clear()
+        self._arenas.charges.clear()
 
     # -- arenas ------------------------------------------------------------------------------------------------------
 

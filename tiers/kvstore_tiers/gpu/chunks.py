@@ -40,8 +40,8 @@ class Chunks(Containers[Arena]):
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
         drop: Callable[[int], None], first_number: int = 1, witness: ArenaWitness | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
+        super().__init__(capacity_bytes)
+        self.chunk_bytes = chunk_bytes
         self.may_grow = True
         self.lacks_headers = False  # blocks are so small that the header pages of more have no room
         self._device = device

@@ -92,7 +92,7 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
         expect(slots * _HEAP_BYTES_A_SLOT)
     for file in files:
         space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
-    space.damaged_bytes = directory.damaged_bytes()
+    space.charges["damaged"] = directory.damaged_bytes()
     return report
 
 

@@ -33,33 +33,18 @@ class SlabSpace(Containers[Slab]):
     def __init__(
         self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
     ) -> None:
-        super().__init__()
-        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
+        super().__init__(capacity_bytes)
+        self.charges.update(files=FILES_BYTES, damaged=directory.damaged_bytes())
         self.slabs = self.by_number
-        self.damaged_bytes = directory.damaged_bytes()
         self._directory = directory
         self._slab_bytes = max(aligned_down(slab_bytes), aligned_up(capacity_bytes // MAX_SLABS))
         self._require_direct = require_direct
         self._next_number = max([*directory.numbers(), *directory.numbers("damaged"), 0]) + 1
 
     @property
-    def used_bytes(self) -> int:
-        return self.nbytes + self.damaged_bytes + FILES_BYTES
-
-    @property
     def growth_bytes(self) -> int:
         """Return what the next slab file takes of the file system, where the capacity allows one."""
         return self._slab_bytes
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Make no slab beyond this. What is beyond it stays until it is discarded."""
-        self.ceiling_bytes = min(nbytes, self.capacity_bytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
-        if capacity_bytes < self.used_bytes:
-            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
-        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
         """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""

@@ -205,27 +205,6 @@ class NvmeTier(ContainerTier):
         slab, index, _ = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
-    @property
-    def used_bytes(self) -> int:
-        return self._space.used_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Return what was configured; the ceiling, what may be used of it for now."""
-        return self._space.capacity_bytes
-
-    @property
-    def ceiling_bytes(self) -> int:
-        return self._space.ceiling_bytes
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until `discard` deletes it."""
-        self._space.set_ceiling(nbytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
-        self._space.resize(capacity_bytes)
-
     def discard(self, container: int, done: Completion) -> None:
         """Delete the file of an empty slab that is set aside; after DONE call `discarded`. Raises RuntimeError for a
         slab with a slot out."""
@@ -299,8 +278,7 @@ class NvmeTier(ContainerTier):
             "blocks": blocks_bytes,
             "quarantine": quarantine_bytes,
             "free": space.nbytes - blocks_bytes - quarantine_bytes,
-            "files": FILES_BYTES,
-            "damaged": space.damaged_bytes,
+            **space.charges,
         }
         return self._counters.report(
             TierStatistics(
