@@ -145,9 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _device(index: int) -> tuple[str, str]:
     """Its name, and the line that a run begins with. Raises ImportError, NoDriver, DriverError."""
     from kvstore_console.units import human_bytes
-    from kvstore_tiers.gpu.driver import Driver
+    from kvstore_cuda.device import CudaDevice
 
-    driver = Driver(index)
+    driver = CudaDevice(index).use_in_this_thread()
     free, total = driver.memory_bytes()
     made, minor = divmod(driver.version, 1000)
     room = f"{human_bytes(free)} of {human_bytes(total)} free"

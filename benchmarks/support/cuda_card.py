@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from kvstore_client.device import LinkBudget
 from kvstore_client.device.budget import FIRST_SEEN_BYTES, SLICE_BYTES
-from kvstore_cuda.copies import Run, Runs
-from kvstore_cuda.driver import call
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_engine.kernels.cuda import Device
-from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import FULL, Sizes
 from support.gpu_card import Array, Card, Transferred
 from support.gpu_memory import on_device, pinned
@@ -40,12 +39,9 @@ class CudaCard(Card):
     launcher: Device
 
     def __init__(self, index: int, sizes: Sizes = FULL, *, exact: bool = False) -> None:
-        from cuda.bindings import driver
-
-        self._cuda = driver
         self._index, self._sizes, self._exact = index, sizes, exact
         self._on_host: list[mmap.mmap] = []
-        self._driver = Driver(index)
+        self._driver = CudaDevice(index).use_in_this_thread()
         self._stream = self._driver.stream()
         self.launcher = Device(index)
         self.stream = int(self._stream)
@@ -58,7 +54,7 @@ class CudaCard(Card):
         mapping, host = self._pinned(array.nbytes)
         mapping[: array.nbytes] = array.tobytes()
         starts = range(0, nbytes, array.nbytes)
-        runs = Runs.of(Run(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
+        runs = Runs.of(CopyRun(address + start, host, min(array.nbytes, nbytes - start)) for start in starts)
         self._driver.copy(runs, "to device", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
@@ -66,7 +62,7 @@ class CudaCard(Card):
 
     def read(self, address: int, like: Array) -> Array:
         mapping, host = self._pinned(like.nbytes)
-        self._driver.copy(Runs.of([Run(host, address, like.nbytes)]), "to host", self._stream)
+        self._driver.copy(Runs.of([CopyRun(host, address, like.nbytes)]), "to host", self._stream)
         self._driver.synchronize(self._stream)
         self._driver.unregister(host)
         copied: npt.NDArray[np.generic] = np.frombuffer(mapping[: like.nbytes], like.dtype).reshape(like.shape)
@@ -86,18 +82,18 @@ class CudaCard(Card):
         graph = self._graph(queue, repeats)
         warm(lambda: self._replayed_s(graph), self._sizes.warm_s)
         took = [self._replayed_s(graph) for _ in range(self._sizes.rounds)]
-        self._call("cuGraphExecDestroy", graph)
+        self._driver.call("cuGraphExecDestroy", graph)
         return min(took) / repeats
 
     def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
         graph = self._graph(queue, launches)
         warm(lambda: self._replayed_s(graph), self._sizes.warm_s)
         took = [self._replayed_s(graph) for _ in range(count)]
-        self._call("cuGraphExecDestroy", graph)
+        self._driver.call("cuGraphExecDestroy", graph)
         return took
 
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
-        copies = Runs.of(Run(*run) for run in runs)
+        copies = Runs.of(CopyRun(*run) for run in runs)
 
         def copied_s() -> float:
             began_s = time.perf_counter()
@@ -111,8 +107,8 @@ class CudaCard(Card):
     def copied_bytes_s(self) -> float:
         nbytes = self._sizes.copied_bytes
         source, target = self._memory(nbytes), self._memory(nbytes)
-        ends = self._cuda.CUdeviceptr(target), self._cuda.CUdeviceptr(source)
-        took_s = self.seconds(lambda: self._call("cuMemcpyDtoDAsync", *ends, nbytes, self._stream))
+        ends = self._driver.driver.CUdeviceptr(target), self._driver.driver.CUdeviceptr(source)
+        took_s = self.seconds(lambda: self._driver.call("cuMemcpyDtoDAsync", *ends, nbytes, self._stream))
         return 2 * nbytes / took_s
 
     def saturated(self, *, by_process: bool) -> AbstractContextManager[Transferred]:
@@ -148,14 +144,14 @@ class CudaCard(Card):
     def _graph(self, queue: Callable[[], object], launches: int) -> Any:
         queue()  # compiles, and warms up
         self._driver.synchronize(self._stream)
-        self._call("cuStreamBeginCapture", self._stream, self._cuda.CUstreamCaptureMode(_THREAD_LOCAL))
+        self._driver.call("cuStreamBeginCapture", self._stream, self._driver.driver.CUstreamCaptureMode(_THREAD_LOCAL))
         for _ in range(launches):
             queue()
-        return self._call("cuGraphInstantiate", self._call("cuStreamEndCapture", self._stream), 0)
+        return self._driver.call("cuGraphInstantiate", self._driver.call("cuStreamEndCapture", self._stream), 0)
 
     def _replayed_s(self, graph: Any) -> float:
         began_s = time.perf_counter()
-        self._call("cuGraphLaunch", graph, self._stream)
+        self._driver.call("cuGraphLaunch", graph, self._stream)
         self._driver.synchronize(self._stream)
         return time.perf_counter() - began_s
 
@@ -167,22 +163,23 @@ class CudaCard(Card):
         return time.perf_counter() - began_s
 
     def _memory(self, nbytes: int) -> int:
-        return int(self._call("cuMemAlloc", max(nbytes, 1))) if self._exact else on_device(self._driver, max(nbytes, 1))
+        return (
+            int(self._driver.call("cuMemAlloc", max(nbytes, 1)))
+            if self._exact
+            else on_device(self._driver, max(nbytes, 1))
+        )
 
     def _pinned(self, nbytes: int) -> tuple[mmap.mmap, int]:
         return pinned(self._driver, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return call(self._cuda, name, *arguments)
 
 
 def _transfer(index: int, nbytes: int, pipe: Connection) -> None:
     """Copies to the device, two under way at a time, until the other end says so; answers how fast they have been."""
     try:
-        driver = Driver(index)
+        driver = CudaDevice(index).use_in_this_thread()
         target, (_kept, source) = on_device(driver, nbytes), pinned(driver, nbytes)
         streams = driver.stream(), driver.stream()
-        run = Runs.of([Run(target, source, nbytes)])
+        run = Runs.of([CopyRun(target, source, nbytes)])
         driver.copy(run, "to device", streams[0])
         driver.synchronize(streams[0])
     except OSError as error:
@@ -206,9 +203,9 @@ def _store(index: int, nbytes: int, pipe: Connection) -> None:
     end says so; answers how fast they have been."""
     budget = LinkBudget()
     try:
-        driver = Driver(index)
+        driver = CudaDevice(index).use_in_this_thread()
         source, (_kept, target) = on_device(driver, nbytes), pinned(driver, nbytes)
-        stream, run = driver.stream(), Runs.of([Run(target, source, nbytes)])
+        stream, run = driver.stream(), Runs.of([CopyRun(target, source, nbytes)])
         for _ in range(FIRST_SEEN_BYTES // nbytes + 1):  # wait for nothing: they show what the link moves
             _store_one(budget, driver, run, stream)
     except OSError as error:
@@ -236,7 +233,7 @@ def _move_until_told(pipe: Connection, move: Callable[[], int]) -> None:
             pipe.send(moved / (time.perf_counter() - began_s))
 
 
-def _store_one(budget: LinkBudget, driver: Driver, run: Runs, stream: Any) -> None:
+def _store_one(budget: LinkBudget, driver: CudaDevice, run: Runs, stream: Any) -> None:
     nbytes = int(run.nbytes.sum())
     budget.wait("stores", nbytes)
     began_s = time.perf_counter()

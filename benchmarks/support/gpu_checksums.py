@@ -10,11 +10,10 @@ import numpy as np
 import xxhash
 
 from kvstore_console.units import human_bytes
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.checksums import Checksums
-from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.gpu.events import Events
+from kvstore_tiers.gpu.streams import Checksums, Events
 from support.gpu_answers import Answer, Sizes, known
 from support.gpu_memory import copy_s, on_device, pinned
 
@@ -23,11 +22,11 @@ BLOCK_BYTES = 1 << 20
 
 def checksums(device: int, sizes: Sizes) -> Answer:
     """Of one block, and of many in one launch. The speed only informs."""
-    driver, nbytes = Driver(device), sizes.copied_bytes
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     at = on_device(driver, nbytes)
     mapping, host = pinned(driver, nbytes)
     np.frombuffer(mapping, np.uint64)[:] = np.random.default_rng(1).integers(0, 2**63, nbytes // 8)
-    copy_s(driver, [Runs.of([Run(at, host, nbytes)])], to_device=True)
+    copy_s(driver, [Runs.of([CopyRun(at, host, nbytes)])], to_device=True)
     found: SimpleQueue[tuple[Sequence[int], DriverError | None]] = SimpleQueue()
     kernel = Checksums(driver, Events(driver), lambda _, sums, failure: found.put((sums, failure)))
     said, figures, holds = [], {}, True

@@ -9,9 +9,9 @@ import numpy as np
 from kvstore_client.device import DeviceMemory
 from kvstore_client.device.crossover import WAYS, Crossover
 from kvstore_client.device.gather import GatherKernel
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.nvrtc import CompileError
-from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_memory import arena, on_device, pinned
 
@@ -22,7 +22,7 @@ MOST_BYTES = 64 << 20
 def client_gather(device: int, sizes: Sizes) -> Answer:
     """Holds where the kernel moves the right bytes: what it reads, on hardware, only the host may read."""
     nbytes = min(sizes.copied_bytes, MOST_BYTES)
-    driver, memory = Driver(device), DeviceMemory(device)
+    driver, memory = CudaDevice(device).use_in_this_thread(), DeviceMemory(device)
     pool = on_device(driver, 2 * nbytes)
     filled, source, why = arena(driver, nbytes, for_kernels=True)
     stored, staging = pinned(driver, nbytes, for_kernels=True)
@@ -31,8 +31,8 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     try:
         with memory.current():
             kernel, stream = GatherKernel(memory), memory.call("cuStreamCreate", 1)
-            kernel.queue(Runs.of(Run(page, source + at, RUN_BYTES) for page, at in places), stream)
-            kernel.queue(Runs.of(Run(staging + at, page, RUN_BYTES) for page, at in places), stream)
+            kernel.queue(Runs.of(CopyRun(page, source + at, RUN_BYTES) for page, at in places), stream)
+            kernel.queue(Runs.of(CopyRun(staging + at, page, RUN_BYTES) for page, at in places), stream)
             memory.call("cuStreamSynchronize", stream)
     except CompileError as error:
         return Answer(None, f"there is no kernel: {error}")

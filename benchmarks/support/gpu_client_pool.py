@@ -18,7 +18,7 @@ from kvstore_client.device import DevicePool, DeviceTransfers, PoolPart
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
 from kvstore_cuda.copies import Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon
 from support.gpu_answers import Answer, Sizes, known
@@ -32,7 +32,7 @@ _ARENA_BYTES = 64 << 20
 
 def client_pool(device: int, sizes: Sizes) -> Answer:
     """Blocks of 16 tokens of a model of 8 billion parameters, into pages none of which are neighbours, and back."""
-    driver, blocks = Driver(device), sizes.blocks * BLOCKS_OF_ONE
+    driver, blocks = CudaDevice(device).use_in_this_thread(), sizes.blocks * BLOCKS_OF_ONE
     block_bytes = sizes.layers * 2 * PIECE_BYTES
     timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     nbytes = blocks * block_bytes

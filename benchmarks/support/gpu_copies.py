@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvstore_cuda.copies import Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from support.gpu_answers import Answer, Sizes, known, listed
 from support.gpu_memory import arena, copy_s, on_device, pinned, run_of
 
@@ -24,7 +24,7 @@ _PER_PLANE = STORED_TOKENS // ENGINE_TOKENS
 
 def pieces(device: int, sizes: Sizes) -> Answer:
     """Copies in pieces, none of which touches another, against one large copy."""
-    driver, nbytes = Driver(device), sizes.copied_bytes
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     at = on_device(driver, nbytes)
     _, host = pinned(driver, nbytes)
@@ -48,7 +48,7 @@ def pieces(device: int, sizes: Sizes) -> Answer:
 def arena_and_pool(device: int, sizes: Sizes) -> Answer:
     """Storage blocks of a model of 8 billion parameters from an arena into a paged pool, layer by layer, and from the
     pool into staging: where the pool's blocks are consecutive, and where none are neighbours."""
-    driver = Driver(device)
+    driver = CudaDevice(device).use_in_this_thread()
     timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     planes, blocks = 2 * sizes.layers, sizes.blocks
     plane_bytes = blocks * STORED_TOKENS * ROW_BYTES

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from support.gpu_answers import Answer, Sizes
 
 _NAMES = ("libcufile.so.0", "libcufile.so")
@@ -21,7 +21,7 @@ class _CufileError(ctypes.Structure):
 
 def has_direct_storage(device: int, sizes: Sizes) -> Answer:
     """Whether NVMe and the device can exchange bytes without host memory. It only informs."""
-    Driver(device)
+    CudaDevice(device).use_in_this_thread()
     module = "nvidia-fs is loaded" if _FS_STATISTICS.exists() else "nvidia-fs is not loaded"
     for name in candidates():
         try:

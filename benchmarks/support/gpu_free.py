@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 
 SAME_S, LONGEST_S, LOOK_S = 1.0, 10.0, 0.05
 
 
 def settled_bytes(
-    driver: Driver, expected: int | None = None, *, clock: Callable[[], float] = time.monotonic,
+    driver: CudaDevice, expected: int | None = None, *, clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:  # fmt: skip
     """Return the free bytes: with `expected` as soon as they are at least that, without it once they have not changed

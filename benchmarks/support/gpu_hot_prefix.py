@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore_engine.kernels.cuda import CacheWindow, Device, PagedAttention, Rows
+from kvstore_engine.kernels.cuda import CacheWindow, Device, KernelRows, PagedAttention
 from support.gpu_answers import Answer
 from support.gpu_card import Card
 from support.gpu_kernels import BF16, speed
@@ -24,7 +24,7 @@ def shared_prefix(card: Card, launcher: Device, batch: int = 32, context: int = 
     nbytes = (shared + len(own)) * BF16.block_bytes
     layers = [(card.repeated(chunk, nbytes), card.repeated(chunk, nbytes)) for _ in range(LAYERS)]
     attention = PagedAttention(launcher, BF16)
-    rows = Rows(
+    rows = KernelRows(
         batch, card.place(np.arange(batch, dtype=np.int32)), card.place(np.full(batch, context, np.int32)),
         card.place(np.ascontiguousarray(tables)), width, context,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, NewTokens, PagedAttention, RopeCache, Rows
+from kvstore_engine.kernels.cuda import CacheShape, Crossover, KernelRows, NewTokens, PagedAttention, RopeCache
 from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.reference import paged_attention
@@ -34,7 +34,7 @@ class Decode:
     attention: PagedAttention
     batch: int
     context: int
-    rows: Rows
+    rows: KernelRows
     planes: tuple[int, int]
     queries: int
     output: int
@@ -49,7 +49,7 @@ class Decode:
         chunk = np.full((64, shape.block_bytes), 0x3C, np.uint8)
         planes = [card.repeated(chunk, batch * width * shape.block_bytes) for _ in range(2)]
         attention = PagedAttention(card.launcher, shape)
-        rows = Rows(
+        rows = KernelRows(
             batch,
             card.place(np.arange(batch, dtype=np.int32)),
             card.place(np.full(batch, context, np.int32)),
@@ -182,7 +182,7 @@ def error_of(card: Card, shape: CacheShape, contexts: tuple[int, ...]) -> npt.ND
         stream=card.stream,
     )  # fmt: skip
     bits, queries = _bf16(random, count, shape.query_heads, shape.head_dim)
-    rows = Rows(
+    rows = KernelRows(
         count,
         card.place(np.arange(count, dtype=np.int32)),
         card.place(np.array(contexts, np.int32)),

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.driver import Driver
 from support.timing import warm
 
 
-def pinned(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int]:
+def pinned(driver: CudaDevice, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int]:
     """Registered memory of this process, and its address."""
     mapping = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -28,7 +28,7 @@ def pinned(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[m
     return mapping, address
 
 
-def arena(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int, str]:
+def arena(driver: CudaDevice, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int, str]:
     """A memfd with bytes in it, mapped as a client maps an arena: read-only, and registered so. The mapping, its
     address, and why it had to be mapped writable where the device cannot register memory read-only."""
     descriptor = os.memfd_create("arena")
@@ -53,14 +53,16 @@ def arena(driver: Driver, nbytes: int, *, for_kernels: bool = False) -> tuple[mm
     return mapping, address, why
 
 
-def on_device(driver: Driver, nbytes: int) -> int:
+def on_device(driver: CudaDevice, nbytes: int) -> int:
     """The address of new device memory."""
     granularity = driver.granularity_bytes()
     rounded = -(-nbytes // granularity) * granularity
     return driver.map(driver.create(rounded), rounded)
 
 
-def copy_s(driver: Driver, batches: Sequence[Runs], *, to_device: bool, rounds: int = 1, warm_s: float = 0.0) -> float:
+def copy_s(
+    driver: CudaDevice, batches: Sequence[Runs], *, to_device: bool, rounds: int = 1, warm_s: float = 0.0
+) -> float:
     """Seconds until all has ended, from before the first batch is queued: the least of `rounds`, once it has been
     repeated for `warm_s`."""
     stream = driver.stream()
@@ -76,5 +78,5 @@ def copy_s(driver: Driver, batches: Sequence[Runs], *, to_device: bool, rounds: 
     return min(copied_s() for _ in range(rounds))
 
 
-def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> Run:
-    return Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+def run_of(device: int, host: int, nbytes: int, *, to_device: bool) -> CopyRun:
+    return CopyRun(device, host, nbytes) if to_device else CopyRun(host, device, nbytes)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from kvstore_client import Lease, Session
-from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from support.blocks import model, payloads, tokens_of
 from support.daemon import bench_daemon
 from support.gpu_answers import Answer, Sizes, known
@@ -57,7 +57,7 @@ def _addresses(lease: Lease) -> list[int]:
 
 def get_of_resident(device: int, sizes: Sizes) -> Answer:
     """A lease on blocks in the GPU tier, and their copy within the device into an engine's blocks of 16 tokens."""
-    driver = Driver(device)
+    driver = CudaDevice(device).use_in_this_thread()
     timed_s = partial(copy_s, driver, rounds=sizes.rounds, warm_s=sizes.warm_s)
     tokens = tokens_of(1, sizes.blocks)
     with resident(device, sizes) as (session, block_bytes):
@@ -69,10 +69,10 @@ def get_of_resident(device: int, sizes: Sizes) -> Answer:
         pool, other = on_device(driver, nbytes), on_device(driver, nbytes)
         with session.get(tokens) as lease:
             sources = [address + start for address in _addresses(lease) for start in range(0, block_bytes, PIECE_BYTES)]
-            runs = Runs.of(Run(pool + at * PIECE_BYTES, source, PIECE_BYTES) for at, source in enumerate(sources))
+            runs = Runs.of(CopyRun(pool + at * PIECE_BYTES, source, PIECE_BYTES) for at, source in enumerate(sources))
             took_s = timed_s([runs.merged()], to_device=True)
             pieces_s = timed_s([runs], to_device=True)
-        large_s = timed_s([_halves(Run(other, pool, nbytes))], to_device=True)
+        large_s = timed_s([_halves(CopyRun(other, pool, nbytes))], to_device=True)
     ratio = large_s / took_s
     says = (
         f"get of {sizes.blocks} resident blocks of {block_bytes >> 10} KiB: lease p50 {typical_ms:.2f} ms, p99 "
@@ -84,7 +84,7 @@ def get_of_resident(device: int, sizes: Sizes) -> Answer:
     return Answer(typical_ms <= GET_MS and ratio >= DEVICE_RATIO, says, figures)
 
 
-def _halves(run: Run) -> Runs:
+def _halves(run: CopyRun) -> Runs:
     """Two of them make a batch, whose ends may both be on the device."""
     half = run.nbytes // 2
-    return Runs.of([Run(run.to, run.source, half), Run(run.to + half, run.source + half, run.nbytes - half)])
+    return Runs.of([CopyRun(run.to, run.source, half), CopyRun(run.to + half, run.source + half, run.nbytes - half)])

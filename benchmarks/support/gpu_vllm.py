@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_console.units import human_bytes
+from kvstore_cuda.device import CudaDevice
 from kvstore_engine.host_memory import available_bytes
-from kvstore_tiers.gpu.driver import Driver
 from support.gpu_answers import Answer, Sizes
 from support.gpu_suites import SHOWN, shown_alone
 from support.timing import median
@@ -79,7 +79,7 @@ def asked(device: int, sizes: Sizes, *, of_plugin: bool) -> Answer:
     if of_plugin and not found.tiered:
         return Answer(None, f"vLLM {found.version} has no tiered offloading; vllm-connector asks for the other way")
     room = Room(sizes)
-    free_bytes, total_bytes = Driver(device).memory_bytes()
+    free_bytes, total_bytes = CudaDevice(device).use_in_this_thread().memory_bytes()
     missing = ", ".join(lacking(room, free_bytes, of_plugin=of_plugin))
     if missing:
         return Answer(None, f"not enough memory: {missing}")

@@ -10,9 +10,9 @@ import signal
 import time
 from contextlib import closing
 
+from kvstore_cuda.device import CudaDevice
 from kvstore_tiers.base import Slot, TierState
 from kvstore_tiers.gpu import GpuTier
-from kvstore_tiers.gpu.driver import Driver
 from kvstore_tiers.testing.transfers import block, get, put
 from support.gpu_answers import Answer, Sizes, known
 from support.gpu_free import settled_bytes
@@ -26,7 +26,7 @@ _TELL_EACH = 10
 def worker_kills(device: int, sizes: Sizes) -> Answer:
     """As many deaths as there is time for, `sizes.kills` at most. Each worker copies something: those that copied
     nothing are started ever more rarely."""
-    began_s, driver = time.monotonic(), Driver(device)
+    began_s, driver = time.monotonic(), CudaDevice(device).use_in_this_thread()
     before = settled_bytes(driver)
     tier = GpuTier(sizes.rooms_bytes, device=device, chunk_bytes=2 << 20, bounce_bytes=2 << 20)
     killed = copies = 0

@@ -13,8 +13,8 @@ from kvstore_simulator.media import Medium, SimulatedLane
 from kvstore_simulator.simulated_tiers import SimulatedTier
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_tiers.base import Completion, Load, MemoryKind, Slot, TierInfo
-from kvstore_tiers.file_image import FileImage
-from kvstore_tiers.single_slots import SingleSlots
+from kvstore_tiers.containers import SingleSlots
+from kvstore_tiers.image import FileImage
 
 
 class SimulatedGpuTier(SimulatedTier):

@@ -25,9 +25,8 @@ from kvstore_tiers.base import (
     TierState,
     TierStatistics,
 )
-from kvstore_tiers.file_image import FileImage
-from kvstore_tiers.single_slots import SingleSlots
-from kvstore_tiers.sizes import require_slot_size
+from kvstore_tiers.containers import SingleSlots
+from kvstore_tiers.image import FileImage, require_slot_size
 
 
 class SimulatedTier(Tier):

@@ -18,8 +18,8 @@ from functools import partial
 from typing import cast
 
 from kvstore_tiers.heap import trim
+from kvstore_tiers.nvme.directory_files import DirectoryError
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstore_tiers.nvme.errors import DirectoryError
 from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored import __version__
 from kvstored.admin.explain import Explain

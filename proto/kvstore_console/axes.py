@@ -31,7 +31,7 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Where on the axis, from 0 to 1; a value outside is at the edge."""
+        """Return the place on the axis, from 0 to 1; a value outside is at the edge."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))

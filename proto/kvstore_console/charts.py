@@ -102,7 +102,7 @@ def bar_chart(
 
 
 def empty_chart(title: str, note: str) -> str:
-    """What a chart is while there is nothing to draw."""
+    """Return what a chart is while there is nothing to draw."""
     return _framed(title, note, '<p class="nothing">nothing to show yet</p>')
 
 
@@ -146,7 +146,7 @@ def _dots(curve: Curve, placed: Points, colour: str, at: Show, value: Show) -> I
 
 
 def _is_hidden(points: Points, later: Points) -> bool:
-    """Whether a curve drawn later covers half of this one or more."""
+    """Return whether a curve drawn later covers half of this one or more."""
     if len(points) != len(later):
         return False
     near = sum(abs(a[0] - b[0]) + abs(a[1] - b[1]) < _SAME for a, b in zip(points, later, strict=True))

@@ -191,6 +191,6 @@ def _prepare_streams(unencodable: str) -> None:
 
 
 def _discard_output() -> None:
-    """What standard output still holds is lost; without this the interpreter would try once more at its end."""
+    """Give up what standard output still holds; without this the interpreter would try once more at its end."""
     with suppress(OSError):  # what stands in for it may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

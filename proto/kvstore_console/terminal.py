@@ -23,7 +23,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that understands escape codes."""
+    """Return whether `stream` is a terminal that understands escape codes."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 

@@ -96,7 +96,7 @@ def parse_size(text: str | int, whole_bytes: int = 0) -> int:
 
 
 def is_size_text(text: str) -> bool:
-    """Whether a text has the form of a size: decides which settings also take a plain number of bytes."""
+    """Return whether a text has the form of a size: decides which settings also take a plain number of bytes."""
     return _SIZE.match(text) is not None
 
 

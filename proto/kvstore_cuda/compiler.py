@@ -33,7 +33,7 @@ class Program:
 def compile_program(
     program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
 ) -> bytes:
-    """The cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
+    """Return the cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
     `longest_s` is given up, one that crashes is tried once more."""
     target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
@@ -51,7 +51,7 @@ def compile_program(
 def load_program(
     driver_call: Callable[..., Any], program: Program, architecture: str, *, longest_s: float = LONGEST_S
 ) -> Any:
-    """`program` as a module of the current context. `driver_call` gets the name of the driver's function and its
+    """Return `program` as a module of the current context. `driver_call` gets the name of the driver's function and its
     arguments. Raises CompileError, also where the driver is too old for what NVRTC makes, and what that raises."""
     cubin = compile_program(program, architecture, longest_s=longest_s)
     try:
@@ -64,12 +64,12 @@ def load_program(
 def compile_with_log(
     program: Program, architecture: str, *extra: str, longest_s: float = LONGEST_S
 ) -> tuple[bytes, str]:
-    """The cubin, for a virtual architecture ("compute_80") the PTX, and what the compiler says; `extra` are further
-    options. Nothing is cached. Raises CompileError."""
+    """Return the cubin, for a virtual architecture ("compute_80") the PTX, and what the compiler says; `extra` are
+    further options. Nothing is cached. Raises CompileError."""
     library()  # says what to install where it is missing
     what = f"{program.source} for {architecture}"
     command = [
-        sys.executable, "-m", "kvstore_cuda.nvrtc_process", str(program.folder / program.source),
+        sys.executable, "-m", "kvstore_cuda.nvrtc", str(program.folder / program.source),
         architecture, *_options(program), f"--include-path={program.folder}", *extra,
     ]  # fmt: skip
     try:
@@ -88,7 +88,7 @@ def compile_with_log(
 
 
 def signal_name(number: int) -> str:
-    """Of a signal that ended a process; real-time ones have no names of their own."""
+    """Return the name of a signal that ended a process; real-time ones have no names of their own."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -100,7 +100,7 @@ def _options(program: Program) -> list[str]:
 
 
 def program_digest(program: Program, architecture: str) -> str:
-    """Of all that its cubin depends on. Raises CompileError where there is no NVRTC."""
+    """Return a digest of all that its cubin depends on. Raises CompileError where there is no NVRTC."""
     digest = hashlib.blake2b(digest_size=12)
     for path in (*sorted(program.folder.glob("*.h")), program.folder / program.source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

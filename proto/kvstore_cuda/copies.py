@@ -29,7 +29,7 @@ _BatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY,
 _FirstBatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, _ANY, _SIZE, _ANY, _ANY)
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """A row of `Runs`: `nbytes` to copy from the address `source` to the address `to`."""
 
     to: int
@@ -44,7 +44,7 @@ class Runs:
     columns: Numbers
 
     @classmethod
-    def of(cls, rows: Iterable[Run]) -> Runs:
+    def of(cls, rows: Iterable[CopyRun]) -> Runs:
         return cls(np.array(list(rows), np.uint64).reshape(-1, 3).T)
 
     @classmethod
@@ -61,14 +61,14 @@ class Runs:
         return count
 
     def __getitem__(self, chosen: slice | npt.NDArray[Any]) -> Runs:
-        """Those that a slice, a mask or an array of positions names."""
+        """Return the copies that a slice, a mask or an array of positions names."""
         return Runs(self.columns[:, chosen])
 
-    def rows(self) -> Iterator[Run]:
-        return map(Run, *self.columns.tolist())
+    def rows(self) -> Iterator[CopyRun]:
+        return map(CopyRun, *self.columns.tolist())
 
     def slices(self, nbytes: int) -> list[Runs]:
-        """The same copies in parts of so many bytes, or of a single larger copy."""
+        """Return these copies in parts of `nbytes`, or of a single larger copy."""
         parts, begin, ends = [], 0, np.cumsum(self.nbytes)
         while begin < len(self):
             before = int(ends[begin - 1]) if begin else 0
@@ -78,12 +78,12 @@ class Runs:
         return parts
 
     def merged(self) -> Runs:
-        """The same copies with neighbours in one: the driver merges none, and small ones are slow."""
+        """Return these copies with neighbours in one: the driver merges none, and small ones are slow."""
         (merged,) = self.merged_groups((0, len(self)))
         return merged
 
     def merged_groups(self, bounds: Sequence[int]) -> list[Runs]:
-        """Those from each bound to the next, merged among themselves: many batches in the time of one."""
+        """Return the copies from each bound to the next, merged among themselves: many batches in the time of one."""
         columns, edges = self.columns, [bound - 1 for bound in bounds if 0 < bound < len(self)]
         steps = columns[:2, 1:] - columns[:2, :-1]
         is_back = steps[0].view(np.int64) < 0

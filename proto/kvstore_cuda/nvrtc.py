@@ -1,11 +1,18 @@
-"""NVRTC, the compiler of CUDA kernels, as a library.
+"""NVRTC, the compiler of CUDA kernels, as a library and as the process that one compilation has for itself: it can
+crash, which an engine with requests under way must not.
 
-cuda-bindings finds it: the wheel nvidia-cuda-nvrtc, then a toolkit of the system.
+    python -m kvstore_cuda.nvrtc SOURCE ARCHITECTURE [OPTION ...]
+
+writes a line with the bytes of the code and of the log, then both. It exits with 1 and the reason on standard error
+where the source does not compile. cuda-bindings finds the library: the wheel nvidia-cuda-nvrtc, then a toolkit of the
+system.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +52,46 @@ def check_loadable(driver_version: int) -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """What a function of the library answers beside its code: nothing, one thing or a tuple. Raises CompileError."""
+    """Return what a function of the library answers beside its code: nothing, one thing or a tuple. Raises
+    CompileError."""
     code, *answers = getattr(library(), name)(*arguments)
     if code != 0:
         raise CompileError(f"{name}: error {int(code)}")
     return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes, bytes]:
+    """The cubin, or PTX where the architecture is virtual, and the log. Raises CompileError; where the source does not
+    compile its message is the log."""
+    words = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
+    handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
+    try:
+        (code,) = library().nvrtcCompileProgram(handle, len(words), words)
+        log = _filled("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", handle).rstrip(b"\0")
+        if code != 0:
+            raise CompileError(log.decode() or f"error {int(code)}")
+        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+        return _filled(f"nvrtcGet{kind}Size", f"nvrtcGet{kind}", handle), log
+    finally:
+        library().nvrtcDestroyProgram(handle)
+
+
+def _filled(size_call: str, get_call: str, handle: Any) -> bytes:
+    buffer = bytearray(call(size_call, handle))
+    call(get_call, handle, buffer)
+    return bytes(buffer)
+
+
+def main(arguments: list[str]) -> int:
+    source, architecture, *options = arguments
+    try:
+        code, log = compiled(Path(source), architecture, options)
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(b"%d %d\n" % (len(code), len(log)) + code + log)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

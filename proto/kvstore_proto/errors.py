@@ -24,7 +24,7 @@ class ErrorKind(IntEnum):
 
     @property
     def is_permanent(self) -> bool:
-        """Whether the same request would fail again: decides retry."""
+        """Return whether the same request would fail again: decides retry."""
         return self in _PERMANENT
 
     @property

@@ -112,7 +112,7 @@ def _compact(whole: dict[str, Any]) -> bytes:
 
 
 def is_account(name: str) -> bool:
-    """Whether a name can be a fingerprint's account: 1 to 64 characters that can be printed."""
+    """Return whether a name can be a fingerprint's account: 1 to 64 characters that can be printed."""
     return 0 < len(name) <= MAX_ACCOUNT_CHARACTERS and name.isprintable()
 
 

@@ -17,7 +17,7 @@ def match_of(kind: str) -> pb.Match.ValueType:
 
 
 def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """How many leading blocks count as there; `match` is a `Match` of the wire.
+    """Return how many leading blocks count as there; `match` is a `Match` of the wire.
 
     prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
     layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot

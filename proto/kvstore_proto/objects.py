@@ -94,7 +94,7 @@ class ObjectHead:
         return _HEAD.pack(_MAGIC, _VERSION, self.checksum_kind, self.block_bytes, 0, self.size_bytes, self.checksum)
 
     def is_of(self, content: Buffer) -> bool:
-        """Whether these are the object's bytes."""
+        """Return whether these are the object's bytes."""
         return self.size_bytes == len(content) and self.checksum == checksum_of(content, self.checksum_kind)
 
 

@@ -16,8 +16,9 @@ import grpc
 import pytest
 
 from kvctl.doctor.serving import certificate
-from kvctl.doctor.surroundings import Level, Settings, Surroundings
+from kvctl.doctor.surroundings import Level, Surroundings
 from kvctl.output import FAILED
+from kvstored.admin.reload import Settings
 from tests.e2e.test_daemon_eviction import Watcher
 from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl

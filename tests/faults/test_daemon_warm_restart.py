@@ -19,7 +19,7 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstore_tiers.passing import send_packet
+from kvstore_tiers.child_processes import send_packet
 from kvstored.lifetime.warm.keepers import HOLDER_SOCKET
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore_tiers.base import TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW, TierState
 from kvstore_tiers.testing.faulty import Fault, gone, hung
 from kvstored.health.scrub.scrubber import Verification
 from kvstored.lifecycle import Cause

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot, TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW, Outcome, OutcomeKind, Slot, TierState
 from kvstore_tiers.nvme import DirectoryInUse, DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme import directory as directory_module
 from kvstore_tiers.nvme.check import check_directory

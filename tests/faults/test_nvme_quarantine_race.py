@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme.journal import Journal, PendingRecords
+from kvstore_tiers.nvme.commit import Journal, PendingRecords
 from kvstore_tiers.testing.transfers import block, finish, put
 
 CAPACITY_BYTES = 4 << 20

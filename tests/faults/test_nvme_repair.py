@@ -9,8 +9,8 @@ import pytest
 
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import bytes_used, check_directory
+from kvstore_tiers.nvme.check_slab import Kind
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.findings import Kind
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.testing.transfers import finish

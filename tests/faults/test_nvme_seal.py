@@ -11,7 +11,7 @@ import pytest
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
-from kvstore_tiers.nvme.seal import Seal
+from kvstore_tiers.nvme.directory import Seal
 from kvstore_tiers.testing.powerloss import CompilerMissing, replay
 from kvstore_tiers.testing.powerloss.campaign import record_seal
 from kvstore_tiers.testing.transfers import block, put

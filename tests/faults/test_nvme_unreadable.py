@@ -13,7 +13,7 @@ import pytest
 from kvstore_tiers.base import OutcomeKind
 from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.check import check_directory
-from kvstore_tiers.nvme.findings import Kind
+from kvstore_tiers.nvme.check_slab import Kind
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.nvme.slab_file import find_superblock

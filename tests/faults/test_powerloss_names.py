@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.nvme import NvmeTier
-from kvstore_tiers.nvme.errors import FormatUnsupported
+from kvstore_tiers.nvme.directory_files import FormatUnsupported
 from kvstore_tiers.testing.powerloss import Recording
 from kvstore_tiers.testing.powerloss.crashes import Kept
 from kvstore_tiers.testing.powerloss.log import read_log

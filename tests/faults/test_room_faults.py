@@ -207,7 +207,7 @@ def test_a_caller_that_is_cancelled_does_not_open_the_turn(tmp_path: Path) -> No
         await fill(small, HOST, 1, 4 * KIB)
         host, evacuation = small.store.host, small.store.rooms[HOST]._evacuation
         vacating = asyncio.create_task(small.store.rooms[HOST].vacate(host.containers()[0].container))
-        while not host._aside:
+        while not host._arenas.aside:
             await asyncio.sleep(0)
         vacating.cancel()
         await asyncio.wait([vacating])
@@ -215,10 +215,10 @@ def test_a_caller_that_is_cancelled_does_not_open_the_turn(tmp_path: Path) -> No
         put = asyncio.create_task(small.store_in(HOST, 60_001, payload_bytes=60 * KIB))
         aside = 0
         while not put.done():
-            aside = max(aside, len(host._aside))
+            aside = max(aside, len(host._arenas.aside))
             await asyncio.sleep(0)
         assert aside <= 1
-        arenas = [id(a) for rooms in host._with_room.values() for a in rooms]
+        arenas = [id(a) for rooms in host._arenas.with_room.values() for a in rooms]
         assert len(arenas) == len(set(arenas)), "an arena is listed twice"
 
     run(tmp_path, scenario)

@@ -14,7 +14,7 @@ import pytest
 from kvstore_client.device import crossover
 from kvstore_cuda.compiler import Program, compile_program
 from kvstore_cuda.nvrtc import CompileError
-from kvstore_tiers.gpu.checksums import PROGRAM
+from kvstore_tiers.gpu.streams import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.emulated_cuda.build import driver_directory
 

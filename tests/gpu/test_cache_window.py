@@ -15,9 +15,9 @@ from tests.gpu.emulated import emulated_node
 WINDOWS = """
 import ctypes
 from kvstore_engine.kernels.cuda import CacheWindow, CudaError, Device
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 
-driver, device = Driver(0), Device(0)
+driver, device = CudaDevice(0).use_in_this_thread(), Device(0)
 stream = int(driver.stream())
 memory = driver.map(driver.create(8 << 20), 8 << 20)
 library = ctypes.CDLL("libcuda.so.1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvstore_tiers.gpu.checksums import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu.streams import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
 from tests.cuda_shim.build import shim_library
 from tests.gpu.emulated import compiled
 from tests.gpu.test_emulated_driver import (

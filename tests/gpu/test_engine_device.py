@@ -25,17 +25,17 @@ import ctypes, mmap
 import numpy as np
 from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 
 CHUNK, BLOCK = 2 << 20, 4096
-driver, device = Driver(0), Device(0)
+driver, device = CudaDevice(0).use_in_this_thread(), Device(0)
 stream = driver.stream()
 at = driver.map(driver.create(CHUNK), CHUNK)
 page = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
 driver.register(page.ctypes.data, CHUNK, for_kernels=True)
 page[: 8 * BLOCK] = np.repeat(np.arange(8, dtype=np.uint8), BLOCK)
-driver.copy(Runs.of([Run(at, page.ctypes.data, 8 * BLOCK)]), "to device", stream)
+driver.copy(Runs.of([CopyRun(at, page.ctypes.data, 8 * BLOCK)]), "to device", stream)
 
 runs = BlockRuns.within(np.array([1, 2], np.int32), np.array([5, 6], np.int32), BLOCK)
 shared = driver.device_pointer(page.ctypes.data) + 16 * BLOCK
@@ -46,8 +46,8 @@ lists[2048 : 2048 + runs.first_pieces.nbytes] = runs.first_pieces.view(np.uint8)
 driver.synchronize(stream)
 BlockMover(device).move(shared, runs, (shared + 1024, shared + 2048), plane_count=1, stream=int(stream))
 device.synchronize()
-driver._call("cuStreamQuery", stream)  # raises where the kernel has not run
-driver.copy(Runs.of([Run(page.ctypes.data, at, 8 * BLOCK)]), "to host", stream)
+driver.call("cuStreamQuery", stream)  # raises where the kernel has not run
+driver.copy(Runs.of([CopyRun(page.ctypes.data, at, 8 * BLOCK)]), "to host", stream)
 driver.synchronize(stream)
 print(page[: 8 * BLOCK : BLOCK].tolist(), device.architecture, device.multiprocessors)
 try:
@@ -76,13 +76,13 @@ SHAPE = CacheShape(2, 1, 64, 16)
 TIME = """
 import mmap
 import numpy as np
-from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, Rows
+from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, KernelRows
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
-from kvstore_cuda.copies import Run, Runs
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 
 CHUNK, BLOCKS, LONGEST_DELAY_S = 2 << 20, 8, 2e-4
-driver, device = Driver(0), Device(0)
+driver, device = CudaDevice(0).use_in_this_thread(), Device(0)
 stream, pages = driver.stream(), []
 
 
@@ -90,7 +90,7 @@ def place(array):
     at, page = driver.map(driver.create(CHUNK), CHUNK), np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
     page[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     driver.register(page.ctypes.data, CHUNK)
-    driver.copy(Runs.of([Run(at, page.ctypes.data, CHUNK)]), "to device", stream)
+    driver.copy(Runs.of([CopyRun(at, page.ctypes.data, CHUNK)]), "to device", stream)
     pages.append(page)
     return at
 
@@ -110,7 +110,8 @@ for _ in range(2):
     found = settled(attention, device.architecture, device.name, measure)
     print(found.blocks_per_multiprocessor * device.multiprocessors)
 
-row = Rows(1, place(np.zeros(1, np.int32)), place(np.full(1, 80, np.int32)), place(np.arange(5, dtype=np.int32)), 5, 80)
+table = place(np.arange(5, dtype=np.int32))
+row = KernelRows(1, place(np.zeros(1, np.int32)), place(np.full(1, 80, np.int32)), table, 5, 80)
 queries, output = (place(np.zeros((1, 2, 64), np.uint16)) for _ in range(2))
 
 

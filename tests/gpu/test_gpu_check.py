@@ -18,7 +18,7 @@ import pytest
 
 from kvstore_client.device import crossover, gather
 from kvstore_engine.kernels.cuda import PagedAttention, Program
-from kvstore_tiers.gpu.checksums import PROGRAM
+from kvstore_tiers.gpu.streams import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import compiled, emulated_node

@@ -24,10 +24,10 @@ CHUNK_BYTES = 2 << 20
 PAYLOAD_BYTES = 50_000
 WRITE = """
 import mmap, sys, ctypes
-from kvstore_tiers.gpu.driver import Driver
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.copies import CopyRun, Runs
 descriptor, chunk_bytes, offset, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-driver = Driver(0)
+driver = CudaDevice(0).use_in_this_thread()
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes)
 data = open(path, "rb").read()
 memory = mmap.mmap(-1, 1 << 20)
@@ -35,7 +35,7 @@ memory[: len(data)] = data
 source = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 driver.register(source, 1 << 20)
 stream = driver.stream()
-driver.copy(Runs.of([Run(address + offset, source, len(data))]), "to device", stream)
+driver.copy(Runs.of([CopyRun(address + offset, source, len(data))]), "to device", stream)
 driver.synchronize(stream)
 """
 
@@ -51,16 +51,16 @@ def overwrite(tier: GpuTier, node: dict[str, str], container: int, offset: int, 
 
 READ = """
 import mmap, sys, ctypes
-from kvstore_tiers.gpu.driver import Driver
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.copies import CopyRun, Runs
 descriptor, chunk_bytes, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-driver = Driver(0)
+driver = CudaDevice(0).use_in_this_thread()
 address = driver.map(driver.import_descriptor(descriptor), chunk_bytes, read_only=True)
 memory = mmap.mmap(-1, chunk_bytes)
 to = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 driver.register(to, chunk_bytes)
 stream = driver.stream()
-driver.copy(Runs.of([Run(to, address, chunk_bytes)]), "to host", stream)
+driver.copy(Runs.of([CopyRun(to, address, chunk_bytes)]), "to host", stream)
 driver.synchronize(stream)
 open(path, "wb").write(memory)
 """

@@ -16,8 +16,8 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
+from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstore_tiers.gpu import GpuTier, WorkerSettings, wire
-from kvstore_tiers.passing import receive_packet, send_packet
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
 from tests.gpu.emulated import HostCopy, emulated_node, host_copies
 from tests.gpu.test_gpu_export import overwrite

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda import CacheShape, Crossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.kernels.reference import paged_attention
 from tests.cuda_shim.launcher import ShimLauncher, placed
@@ -79,7 +79,7 @@ def run(case: Case, attention: PagedAttention, kind: LayerAttention = _PLAIN, ve
     sequences, contexts = np.arange(count, dtype=np.int32), np.array(case.contexts, np.int32)
     output = placed(np.full(case.queries.nbytes, 0xFF, np.uint8)).view(case.queries.dtype).reshape(case.queries.shape)
     scratch = placed(np.full(attention.scratch_bytes(count, longest, kind), 0xFF, np.uint8))
-    rows = Rows(
+    rows = KernelRows(
         count, sequences.ctypes.data, contexts.ctypes.data, case.tables.ctypes.data, case.tables.shape[1], longest
     )
     planes = case.planes[0].memory.ctypes.data, case.planes[1].memory.ctypes.data
@@ -202,7 +202,7 @@ def test_the_version_follows_the_crossover() -> None:
 def test_what_attention_needs_is_said() -> None:
     launcher = ShimLauncher()
     attention = PagedAttention(launcher, CacheShape(4, 2, 64, 16))
-    rows = Rows(1, 16, 16, 16, 64, 1024)
+    rows = KernelRows(1, 16, 16, 16, 64, 1024)
     with pytest.raises(ValueError, match=r"needs 2080 bytes of scratch memory"):
         attention.attend(16, 16, (16, 16), rows, version=2)
     with pytest.raises(ValueError, match="plane of keys starts at 0x8"):

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.checksums import _RANGE, _SHARED_BYTES, KERNEL, MOST_RANGES, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu.streams import _RANGE, _SHARED_BYTES, KERNEL, MOST_RANGES, PROGRAM, THREADS, Argument
 from kvstore_tiers.gpu.worker import MAX_TOGETHER
 from tests.cuda_shim.launcher import placed, run_kernel
 

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_client.device import DevicePool, PoolPart
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from tests.reference.examples import examples
 
 UNIT = 16
 
 
-def joined(runs: Iterable[Run]) -> list[Run]:
+def joined(runs: Iterable[CopyRun]) -> list[CopyRun]:
     """One at a time: a run goes on where the one before it ends, on both sides."""
-    found: list[Run] = []
+    found: list[CopyRun] = []
     for run in sorted(runs, key=lambda run: run.to):
         last = found[-1] if found else None
         if last and last.to + last.nbytes == run.to and last.source + last.nbytes == run.source:
-            found[-1] = Run(last.to, last.source, last.nbytes + run.nbytes)
+            found[-1] = CopyRun(last.to, last.source, last.nbytes + run.nbytes)
         else:
             found.append(run)
     return found
@@ -42,14 +42,14 @@ def pieces(pool: DevicePool, layer: int, blocks: list[list[int]], payloads: list
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> list[Run]:
+def runs(draw: st.DrawFn) -> list[CopyRun]:
     """Destinations do not overlap; sources follow each other often. In any order."""
     found, to, source = [], draw(st.integers(0, 2**46)), draw(st.integers(0, 2**46))
     for _ in range(draw(st.integers(0, 12))):
         nbytes = draw(st.integers(1, 3)) * UNIT
         to += draw(st.sampled_from([0, 0, UNIT]))
         source = draw(st.sampled_from([source, source, source + UNIT, max(source - 5 * UNIT, 0)]))
-        found.append(Run(to, source, nbytes))
+        found.append(CopyRun(to, source, nbytes))
         to, source = to + nbytes, source + nbytes
     return draw(st.permutations(found))
 
@@ -85,13 +85,13 @@ def copies(draw: st.DrawFn) -> tuple[DevicePool, list[list[int]], list[int]]:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(runs())
-def test_runs_are_joined_where_both_sides_go_on(rows: list[Run]) -> None:
+def test_runs_are_joined_where_both_sides_go_on(rows: list[CopyRun]) -> None:
     assert list(Runs.of(rows).merged().rows()) == joined(rows)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(runs(), min_size=1, max_size=5))
-def test_groups_are_joined_each_for_itself(groups: list[list[Run]]) -> None:
+def test_groups_are_joined_each_for_itself(groups: list[list[CopyRun]]) -> None:
     bounds = list(accumulate(map(len, groups), initial=0))
     found = Runs.joined([Runs.of(group) for group in groups]).merged_groups(bounds)
     assert [list(group.rows()) for group in found] == [joined(group) for group in groups]
@@ -104,7 +104,7 @@ def test_copies_to_pages_are_those_of_each_piece_layer_by_layer(
 ) -> None:
     pool, blocks, payloads = case
     expected = [
-        joined(Run(*piece) for piece in pieces(pool, layer, blocks, payloads)) for layer in range(len(pool.layers))
+        joined(CopyRun(*piece) for piece in pieces(pool, layer, blocks, payloads)) for layer in range(len(pool.layers))
     ]
     assert [list(layer.rows()) for layer in pool.to_pages(blocks, payloads)] == expected
     first = data.draw(st.integers(0, len(expected)))
@@ -117,7 +117,7 @@ def test_copies_to_pages_are_those_of_each_piece_layer_by_layer(
 def test_copies_from_pages_are_the_other_way(case: tuple[DevicePool, list[list[int]], list[int]]) -> None:
     pool, blocks, payloads = case
     layers = [
-        [Run(to, source, nbytes) for source, to, nbytes in pieces(pool, layer, blocks, payloads)]
+        [CopyRun(to, source, nbytes) for source, to, nbytes in pieces(pool, layer, blocks, payloads)]
         for layer in range(len(pool.layers))
     ]
     assert [list(layer.rows()) for layer in pool.from_pages(blocks, payloads)] == [joined(layer) for layer in layers]

@@ -152,7 +152,7 @@ class Life:
             self.former.close()
         self.tier._transfers.close()
         descriptors = {self.ledger.fd, *self.warm._kept.values()}
-        for arena in {**self.warm._arenas, **self.tier._arenas}.values():
+        for arena in {id(each): each for each in (*self.warm._arenas.values(), *self.tier._arenas)}.values():
             each: Arena | None = arena
             while each is not None:
                 descriptors.add(each.fd)
@@ -174,7 +174,7 @@ class Life:
     def held_bytes(self) -> int:
         """Memory of all arenas that this process or the keeper has, by the kernel's account."""
         descriptors = [fd for name, fd in self.world.kept.items() if name != LEDGER_NAME]
-        for arena in self.tier._arenas.values():
+        for arena in self.tier._arenas:
             each: Arena | None = arena
             while each is not None:
                 descriptors.append(each.fd)

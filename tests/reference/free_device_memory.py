@@ -13,9 +13,9 @@ from pathlib import Path
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 _PROGRAM = """
 import sys
-from kvstore_tiers.gpu.driver import Driver
+from kvstore_cuda.device import CudaDevice
 from support.gpu_free import settled_bytes
-print(settled_bytes(Driver(0), int(sys.argv[1]) if sys.argv[1:] else None))
+print(settled_bytes(CudaDevice(0).use_in_this_thread(), int(sys.argv[1]) if sys.argv[1:] else None))
 """
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("xxhash")
 
-from kvstore_tiers.remote.drivers.runs.changes import NAME_BYTES, AddedRun, Change, DamagedChange, rows_of
-from kvstore_tiers.remote.drivers.runs.reading import GAP_BYTES, SPAN_BYTES, Wanted, spans_of
-from kvstore_tiers.remote.drivers.runs.values import Place, Values
+from kvstore_tiers.remote.drivers.runs.reading import GAP_BYTES, SPAN_BYTES, WantedValue, spans_of
+from kvstore_tiers.remote.drivers.runs.values import NAME_BYTES, AddedRun, Change, DamagedChange, Place, Values, rows_of
 
 NAMES = st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
 RUNS = st.lists(st.tuples(NAMES, st.integers(1, 1 << 30)), min_size=1, max_size=5, unique_by=lambda row: row[0])
@@ -65,7 +64,7 @@ def test_a_run_that_names_a_value_twice_has_it_once() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 25), st.integers(1, 1 << 24)), max_size=30))
 def test_spans_hold_every_value_once_and_are_short(places: list[tuple[str, int, int]]) -> None:
-    wanted = [Wanted(Place(*place), memoryview(b"")) for place in places]
+    wanted = [WantedValue(Place(*place), memoryview(b"")) for place in places]
     spans = spans_of(wanted)
     assert sorted(each.place for span in spans for each in span.values) == sorted(each.place for each in wanted)
     for span in spans:
@@ -78,7 +77,7 @@ def test_spans_hold_every_value_once_and_are_short(places: list[tuple[str, int, 
 
 def test_neighbours_are_one_request() -> None:
     step = 1 << 20
-    near = [Wanted(Place("a", n * step, step), memoryview(b"")) for n in range(SPAN_BYTES // step)]
+    near = [WantedValue(Place("a", n * step, step), memoryview(b"")) for n in range(SPAN_BYTES // step)]
     assert len(spans_of(near)) == 1
-    apart = [Wanted(Place("a", n * (10 + GAP_BYTES + 1), 10), memoryview(b"")) for n in range(5)]
+    apart = [WantedValue(Place("a", n * (10 + GAP_BYTES + 1), 10), memoryview(b"")) for n in range(5)]
     assert len(spans_of(apart)) == 5

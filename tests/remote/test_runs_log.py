@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_tiers.remote.drivers.runs.changes import NAME_BYTES, AddedRun, Change, rows_of
 from kvstore_tiers.remote.drivers.runs.log import GARBAGE_AFTER, KEEP_FOR, STALE_S, Log
+from kvstore_tiers.remote.drivers.runs.values import NAME_BYTES, AddedRun, Change, rows_of
 from tests.remote.memory_objects import MemoryObjects
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(12)]

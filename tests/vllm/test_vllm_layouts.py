@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore_connectors.vllm import KVStoreConnector
 from kvstore_connectors.vllm.connector import StepMetadata
-from kvstore_connectors.vllm.orders import LoadOrder, Prefix, StepOrders
+from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, StepOrders
 from kvstore_connectors.vllm.tensors import CacheMemory, device_pool, kv_tensors
 from tests.reference.device_pool import pieces
 from tests.reference.signatures import differences
@@ -112,7 +112,7 @@ def test_before_a_full_graph_is_replayed_the_step_waits_for_all_layers(
 ) -> None:
     worker, connector = RecordingWorker(), object.__new__(KVStoreConnector)
     connector._worker, connector._layers = worker, {f"layer.{number}": number for number in range(LAYERS)}
-    order = LoadOrder("r", Prefix(b""), 0, (1,), 1.0)
+    order = LoadOrder("r", RequestPrefix(b""), 0, (1,), 1.0)
     connector.bind_connector_metadata(StepMetadata(StepOrders(loads=(order,))))
     connector.start_load_kv(SimpleNamespace(cudagraph_runtime_mode=mode, attn_metadata=metadata))
     assert worker.calls == calls

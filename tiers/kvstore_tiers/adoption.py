@@ -96,7 +96,8 @@ def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation
 
 
 def _checksum(page: npt.NDArray[np.uint8]) -> int:
-    """What the header's checksum field must say: xxh3_64 of the page with that field, and the retired flag, zero."""
+    """Return what the header's checksum field must say: xxh3_64 of the page with that field, and the retired flag,
+    zero."""
     raw = bytearray(page.data)
     raw[152:160] = bytes(8)
     raw[6:8] = bytes(2)
@@ -105,8 +106,8 @@ def _checksum(page: npt.NDArray[np.uint8]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedArena:
-    """What an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in `retired` are
-    bytes of blocks that are gone. All are allocated; the caller frees those it has no use for."""
+    """The blocks that an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in
+    `retired` are bytes of blocks that are gone. All are allocated; the caller frees those it has no use for."""
 
     container: int
     slots: list[Slot]

@@ -19,6 +19,7 @@ Obligations
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
-from kvstore_tiers.file_image import FileImage
-from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
-from kvstore_tiers.slot import Slot
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the medium works and is full
+# Nothing can be written, for now or to this user; what is there may be read all the same.
+CANNOT_WRITE = NO_ROOM | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+ERRORS_IN_A_ROW = 8  # failed reads or writes in a row after which the medium is at fault, not the block
+
 
 __all__ = [
     "Completion",
@@ -62,7 +67,7 @@ class OutcomeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a transfer ended. `header` is the verified header after a successful read or write."""
+    """The end of a transfer. `header` is the verified header after a successful read or write."""
 
     kind: OutcomeKind
     header: BlockHeader | None = None
@@ -82,7 +87,7 @@ Column = npt.NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What a tier can do. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
+    """The abilities of a tier. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
     clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
     device memory may import its containers, to read. `lends_files`: another tier may read its slots from their file
     (`lend`); `loads_files`: it can (`loader`). `shares_memory`: it copies from and to memory of other tiers in place
@@ -102,12 +107,12 @@ class TierInfo:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether another tier may read and fill its slots in place, by `slot_segment`."""
+        """Return whether another tier may read and fill its slots in place, by `slot_segment`."""
         return self.memory is MemoryKind.SYSTEM
 
     @property
     def is_memory(self) -> bool:
-        """Whether it is memory of this machine, by which a block is faster than from any medium."""
+        """Return whether it is memory of this machine, by which a block is faster than from any medium."""
         return self.memory is not MemoryKind.FILE
 
 
@@ -161,7 +166,7 @@ def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -
 
 
 class Tier(ABC):
-    """See the module for what both sides owe each other."""
+    """A place for blocks; the module says what both sides owe each other."""
 
     info: TierInfo
 
@@ -178,8 +183,8 @@ class Tier(ABC):
         """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        """Whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False where it holds slots of another
-        size or owner: then the whole container has to be emptied."""
+        """Return whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False where it holds slots of
+        another size or owner: then the whole container has to be emptied."""
         return True
 
     def containers(self) -> list[ContainerReport]:
@@ -249,8 +254,8 @@ class Tier(ABC):
         raise RuntimeError(f"the tier {self.info.name} lends no files")
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
-        """What stores in `slot` an image that this tier reads from a file by itself, from any thread; it closes the
-        descriptor, after a failure too.
+        """Return what stores in `slot` an image that this tier reads from a file by itself, from any thread; it closes
+        the descriptor, after a failure too.
 
         The header is stored with this slot's generation. CORRUPT when the file does not hold the block `expect_key`
         whole. FAILED with an `errno` says that the file cannot be read, without one that it is not the file's fault.
@@ -293,8 +298,8 @@ class Tier(ABC):
 
     @property
     def keeps_recovered(self) -> bool:
-        """Whether what `recover` found is known to be on the medium. Where it is not, none of those blocks may be
-        called durable before a probe or a `sync` went well, which brings it there."""
+        """Return whether what `recover` found is known to be on the medium. Where it is not, none of those blocks may
+        be called durable before a probe or a `sync` went well, which brings it there."""
         return True
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
@@ -314,12 +319,13 @@ class Tier(ABC):
         return {}
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:  # noqa: B027  # optional
-        """Why slots are in quarantine, as another process knew; of slots that are not, or whose reason is known, it
-        means nothing.
+        """Return why slots are in quarantine, as another process knew; of slots that are not, or whose reason is known,
+        it means nothing.
         """
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
-        """What is still known of the block in a quarantined slot, without token ids. Reads the medium: may wait."""
+        """Return what is still known of the block in a quarantined slot, without token ids. Reads the medium: may
+        wait."""
         return None
 
     def check_books(self) -> list[str]:
@@ -327,7 +333,7 @@ class Tier(ABC):
         return []
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """What is wrong with slots that the caller holds, named by columns."""
+        """Return what is wrong with slots that the caller holds, named by columns."""
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
@@ -336,11 +342,11 @@ class Tier(ABC):
         return
 
     def location(self, slot: Slot) -> str:
-        """Where an operator finds the slot's bytes: FILE:OFFSET where there is a file."""
+        """Return where an operator finds the slot's bytes: FILE:OFFSET where there is a file."""
         return f"{self.info.name}:{slot.container}+{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
-        """What survived the last process, each block once, with its slot allocated. Headers carry no token ids.
+        """Return what survived the last process, each block once, with its slot allocated. Headers carry no token ids.
 
         A durable tier allocates only from containers that were recovered; a volatile one recovers nothing.
         """

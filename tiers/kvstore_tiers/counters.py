@@ -6,8 +6,11 @@ Owns the numbers and their lock; never judges them. Invariant: each transfer cou
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
-from kvstore_tiers.base import Outcome, OutcomeKind, TierState, TierStatistics
+from kvstore_tiers.base import Outcome, OutcomeKind, TierStatistics
 
 
 class TransferCounters:
@@ -15,7 +18,7 @@ class TransferCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reads = self._writes = self._bytes_read = self._bytes_written = self._errors = self._corrupt = 0
+        self._counts: Counter[str] = Counter()
 
     def watch(self) -> TransferCounters:
         """`with counters.watch() as count:` counts what is raised inside as an error, and lets it pass."""
@@ -30,49 +33,30 @@ class TransferCounters:
 
     def read(self, outcome: Outcome) -> Outcome:
         """Count a read by its outcome and return that."""
-        with self._lock:
-            if outcome.ok:
-                self._reads += 1
-                self._bytes_read += outcome.nbytes
-            else:
-                self._count_failure(outcome)
-        return outcome
+        return self._count(outcome, "reads", "bytes_read")
 
     def wrote(self, outcome: Outcome) -> Outcome:
         """Count a write by its outcome and return that."""
-        with self._lock:
-            if outcome.ok:
-                self._writes += 1
-                self._bytes_written += outcome.nbytes
-            else:
-                self._count_failure(outcome)
-        return outcome
+        return self._count(outcome, "writes", "bytes_written")
 
     def failed(self) -> None:
         """Count an error that belongs to no transfer."""
         with self._lock:
-            self._errors += 1
+            self._counts["errors"] += 1
 
-    def _count_failure(self, outcome: Outcome) -> None:
-        if outcome.kind is OutcomeKind.CORRUPT:
-            self._corrupt += 1
-        elif outcome.kind is OutcomeKind.FAILED:
-            self._errors += 1
-
-    def report(
-        self,
-        *,
-        state: TierState,
-        capacity_bytes: int,
-        used_bytes: int,
-        blocks: int,
-        used_by: dict[str, int],
-        quarantined_slots: int = 0,
-        message: str = "",
-    ) -> TierStatistics:
-        """These counts together with what the tier says of its space."""
+    def _count(self, outcome: Outcome, transfers: str, nbytes: str) -> Outcome:
         with self._lock:
-            return TierStatistics(
-                state, capacity_bytes, used_bytes, blocks, self._bytes_read, self._bytes_written, self._reads,
-                self._writes, self._errors, self._corrupt, quarantined_slots, used_by, message,
-            )  # fmt: skip
+            if outcome.ok:
+                self._counts[transfers] += 1
+                self._counts[nbytes] += outcome.nbytes
+            elif outcome.kind is OutcomeKind.CORRUPT:
+                self._counts["corrupt"] += 1
+            elif outcome.kind is OutcomeKind.FAILED:
+                self._counts["errors"] += 1
+        return outcome
+
+    def report(self, space: TierStatistics) -> TierStatistics:
+        """Return these counts together with what the tier says of its space."""
+        with self._lock:
+            counts: dict[str, Any] = dict(self._counts)
+        return replace(space, **counts)

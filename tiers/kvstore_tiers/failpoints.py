@@ -80,7 +80,7 @@ def arm(specification: str) -> None:
 
 
 def are_armed() -> bool:
-    """Whether any place may wait or fail: then nothing is done on a thread that must not wait."""
+    """Return whether any place may wait or fail: then nothing is done on a thread that must not wait."""
     return bool(_armed)
 
 
@@ -95,7 +95,7 @@ def unknown_names() -> list[str]:
 
 
 def hits(name: str) -> int:
-    """How often an armed failpoint was passed."""
+    """Return how often an armed failpoint was passed."""
     entry = _armed.get(name)
     return entry.hits if entry else 0
 

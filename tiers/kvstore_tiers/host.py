@@ -1,26 +1,28 @@
 """The host tier: blocks in DRAM, in arenas that clients map read-only.
 
-Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor
-what a lease is.
-Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what the daemon
-`charge`s: staging, the ledger.
-Arenas of a process that has ended, whose descriptors were kept, can be taken over (`adopt`, by way of `adoption`).
-Arenas are lent to tiers of device memory (`lend_to`), and asked back before their memory is given back.
-A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose only segment is
-the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
-Invariants: one owner and one slot size an arena; a container number is never reused; no header in memory that clients
-can write is believed.
+Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor what a
+lease is. Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what
+the daemon `charge`s: staging, the ledger. Arenas of a process that has ended, whose descriptors were kept, can be taken
+over (`adopt`, by way of `adoption`). Arenas are lent to tiers of device memory (`lend_to`), which copy from and to them
+in place, and asked back before their memory is given back. A device registers all of an arena, which has the system
+provide its memory: so one is lent when all of it is in use or prefaulted, and nothing of it is inherited from another
+arena any more. A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose
+only segment is the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
+Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and its
+memory is not given back before each borrower has let go of it (`Arena.release`); no header in memory that clients can
+write is believed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaHome, ArenaMode, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena_memory import ArenaMode
 from kvstore_tiers.base import (
     Completion,
     ContainerReport,
@@ -28,22 +30,60 @@ from kvstore_tiers.base import (
     Outcome,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
 )
+from kvstore_tiers.containers import Containers, ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
-from kvstore_tiers.lending import Borrower, Lending
+from kvstore_tiers.image import aligned_down, require_slot_size
 from kvstore_tiers.segments import Bytes
-from kvstore_tiers.sizes import aligned_down, require_slot_size
 
 DEFAULT_ARENA_BYTES = 64 * 2**20
 MAPPED_NAME = "host"
 
 
-class HostTier(Tier):
+class Borrower(Protocol):
+    """Is a tier that copies from and to memory of others (`TierInfo.shares_memory`); see `Tier.share`."""
+
+    def share(self, descriptor: int, address: int, nbytes: int) -> int: ...
+
+    def unshare(self, number: int, ended: Callable[[], None]) -> None: ...
+
+
+class Lending:
+    """Any thread may `offer`; the others are the control thread's."""
+
+    def __init__(self) -> None:
+        self._borrowers: list[Borrower] = []
+        self._lent: dict[int, list[tuple[Borrower, int]]] = {}  # by arena: who has it, and under which number
+        self._lock = threading.Lock()
+
+    def begin(self, borrowers: Sequence[Borrower]) -> None:
+        """Lend to these tiers, from now on, what is offered."""
+        self._borrowers = list(borrowers)
+
+    def offer(self, arena: Arena) -> None:
+        """Lend an arena if its time has come."""
+        if not self._borrowers or not arena.is_whole:
+            return
+        with self._lock:
+            if arena.number not in self._lent:
+                arena.loan.lend(len(self._borrowers))
+                self._lent[arena.number] = [
+                    (tier, tier.share(arena.fd, arena.address, arena.nbytes)) for tier in self._borrowers
+                ]
+
+    def withdraw(self, arena: Arena) -> None:
+        """Ask for an arena back, in which no transfer is under way. Returns at once."""
+        with self._lock:
+            lent = self._lent.pop(arena.number, [])
+        for tier, number in lent:
+            tier.unshare(number, arena.loan.returned)
+
+
+class HostTier(ContainerTier):
     """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads.
     `numa_node` >= 0: all of it from that node. Of several, clients map the one called `MAPPED_NAME`."""
 
@@ -63,23 +103,17 @@ class HostTier(Tier):
         kind = "shared" if mapped else "memory"
         self.info = TierInfo(name, kind, MemoryKind.SYSTEM, is_mapped=mapped, container_bytes=arena_bytes)
         self._numa_node = numa_node
-        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
         self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
-        self._arenas: dict[int, Arena] = {}
-        self._empty: dict[int, Arena] = {}
+        self._arenas = self._containers = Containers[Arena](capacity_bytes)
         self.writable: set[int] = set()  # containers that clients may write to
-        self._aside: set[int] = set()
-        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each arena once
         self._next_number = first_number
         self._witness = witness
-        self._arenas_bytes = 0
-        self._charges: defaultdict[str, int] = defaultdict(int)
         self._lending = Lending()
         self._counters = TransferCounters()
         self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
-        self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arena_of)
+        self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arenas.of)
         self._closed = False
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -88,67 +122,19 @@ class HostTier(Tier):
         require_slot_size(nbytes)
         if self._closed:
             return None
-        candidates = self._with_room[owner, nbytes]
-        if not candidates:
-            found = self._arena_for(nbytes, owner)
-            if found is None:
-                return None
-            candidates.append(found)
-        arena = candidates[-1]
-        slot = arena.allocate()
-        if not arena.has_room:
-            candidates.pop()
-            self._lending.offer(arena)
-        self._empty.pop(arena.number, None)
+        slot = self._arenas.take(nbytes, owner, lambda: self._arena_for(nbytes, owner))
+        if slot is not None:
+            arena = self._arenas[slot.container]
+            if not arena.has_room:
+                self._lending.offer(arena)
         return slot
 
     def free(self, slot: Slot) -> None:
-        arena = self._arena_of(slot)
-        had_room = arena.has_room
-        arena.free(slot)
-        if arena.number in self._aside:
-            return
-        if not had_room:
-            self._with_room[arena.owner, arena.slot_bytes].append(arena)
-        if arena.used_slots == 0:
-            self._empty[arena.number] = arena
-
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        arena = self._arenas[container]
-        return arena.slot_bytes == nbytes and arena.owner == owner and container not in self._aside
-
-    def containers(self) -> list[ContainerReport]:
-        return [
-            ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots)
-            for a in self._arenas.values()
-        ]
+        self._arenas.give_back(slot)
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return [
-            report
-            for report in self.containers()
-            if report.nbytes >= nbytes
-            and report.container not in self._aside
-            and (report.owner, report.slot_bytes) != (owner, nbytes)
-            and (report.owner == owner or self._mode == "owned")
-        ]
-
-    def set_aside(self, container: int) -> None:
-        arena = self._arenas[container]
-        self._aside.add(container)
-        self._forget_room(arena)
-        self._empty.pop(container, None)
-
-    def put_back(self, container: int) -> bool:
-        self._aside.discard(container)
-        arena = self._arenas.get(container)
-        if arena is None:
-            return False
-        if arena.used_slots == 0:
-            self._empty[container] = arena  # open to any size, first of all to that for which it was emptied
-        elif arena.has_room:
-            self._with_room[arena.owner, arena.slot_bytes].append(arena)
-        return arena.used_slots == 0
+        found = super().convertible(nbytes, owner)
+        return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def charge(self, nbytes: int, label: str) -> bool:
         """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.
@@ -157,39 +143,23 @@ class HostTier(Tier):
         """
         if self._closed:
             return False
-        releasable = [arena for arena in self._empty.values() if arena.mode == "owned"]
+        releasable = [arena for arena in self._arenas.empty.values() if arena.mode == "owned"]
         while self.used_bytes + nbytes > self.ceiling_bytes:
             if not releasable:
                 return False
             self._release(releasable.pop())
-        self._charges[label] += nbytes
+        self._arenas.charges[label] += nbytes
         return True
 
     @property
-    def capacity_bytes(self) -> int:
-        """What was configured; `ceiling_bytes`, what may be used of it for now."""
-        return self._capacity_bytes
-
-    @property
     def charged_bytes(self) -> int:
-        return sum(self._charges.values())
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until `take_empty` takes it away."""
-        self.ceiling_bytes = min(nbytes, self._capacity_bytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` and
-        `take_empty` come first then."""
-        if capacity_bytes < self.used_bytes:
-            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
-        self._capacity_bytes = self.ceiling_bytes = capacity_bytes
+        return self._arenas.charges.total()
 
     def take_empty(self) -> Callable[[], None] | None:
         """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB, and
         as long as a device's process needs to let go of it). None when there is none, or when they are sealed and
         cannot be given back."""
-        arena = next((arena for arena in self._empty.values() if arena.mode == "owned"), None)
+        arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
         with self._reshaping:
@@ -205,22 +175,18 @@ class HostTier(Tier):
         """Have other tiers copy from and to the arenas in place, from when all of an arena's memory is there. They must
         be closed before this one `leave`s."""
         self._lending.begin(borrowers)
-        for arena in self._arenas.values():
+        for arena in self._arenas:
             self._lending.offer(arena)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._arenas_bytes + sum(self._charges.values())
 
     def view(self, slot: Slot) -> Bytes:
         """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
-        return self._arena_of(slot).view(slot)
+        return self._arenas.of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
-        return segment_of(self._arena_of(slot), slot)
+        return segment_of(self._arenas.of(slot), slot)
 
     def arena(self, container: int) -> Arena:
-        """For its size and its descriptors. Raises KeyError when there is no such arena."""
+        """Return an arena, for its size and its descriptors. Raises KeyError when there is no such arena."""
         return self._arenas[container]
 
     def owner(self, container: int) -> str | None:
@@ -245,8 +211,8 @@ class HostTier(Tier):
         five times a copy, so this keeps it out of puts.
         """
         with self._reshaping:
-            for arena in list(self._arenas.values()):
-                if budget_bytes <= 0 or self.ceiling_bytes < self._capacity_bytes:
+            for arena in list(self._arenas):
+                if budget_bytes <= 0 or self.ceiling_bytes < self.capacity_bytes:
                     break  # under memory pressure nothing is touched ahead of need
                 try:
                     budget_bytes -= arena.populate(budget_bytes)
@@ -254,7 +220,7 @@ class HostTier(Tier):
                     self._refused = f"the system gives no memory for an arena: {error}"
                     break
                 self._lending.offer(arena)
-            arenas = list(self._arenas.values())
+            arenas = list(self._arenas)
         return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
@@ -278,45 +244,43 @@ class HostTier(Tier):
         self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no read."""
+        """Return whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no
+        read."""
         self._transfers.verify(slot, expect_key, done)
 
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
         """Take over an arena of a process that has ended, with the blocks that it holds; None where the capacity has no
         room for it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
         """
-        if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self._capacity_bytes:
+        if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
         arena, found = take_over(record, descriptor, self._witness)
         self._list(arena)
-        if arena.used_slots:
-            del self._empty[arena.number]
-            if arena.has_room:
-                self._with_room[arena.owner, arena.slot_bytes].append(arena)
         self._lending.offer(arena)
         self._next_number = max(self._next_number, arena.number + 1)
         return found
 
     def retire(self, slot: Slot) -> None:
         """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
-        self._arena_of(slot).retire(slot)
+        self._arenas.of(slot).retire(slot)
 
     def leave(self) -> None:
         """`close`, but leave the arenas' memory to the other holders of their descriptors."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:
-        arenas = self._arenas.values()
-        blocks_bytes = sum(arena.used_slots * arena.slot_bytes for arena in arenas)
-        used_by = {"blocks": blocks_bytes, "free": self._arenas_bytes - blocks_bytes}
-        used_by.update({label: nbytes for label, nbytes in self._charges.items() if nbytes})
+        blocks_bytes = self._arenas.blocks_bytes
+        used_by = {"blocks": blocks_bytes, "free": self._arenas.nbytes - blocks_bytes}
+        used_by.update({label: nbytes for label, nbytes in self._arenas.charges.items() if nbytes})
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
-            capacity_bytes=self._capacity_bytes,
-            used_bytes=self.used_bytes,
-            blocks=sum(arena.used_slots for arena in arenas),
-            used_by=used_by,
-            message=self._refused,
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
+                capacity_bytes=self.capacity_bytes,
+                used_bytes=self.used_bytes,
+                blocks=self._arenas.blocks,
+                used_by=used_by,
+                message=self._refused,
+            )
         )
 
     def close(self) -> None:
@@ -328,29 +292,20 @@ class HostTier(Tier):
         self._closed = True
         self._transfers.close()
         with self._reshaping:
-            for arena in self._arenas.values():
+            for arena in self._arenas:
                 self._lending.withdraw(arena)
                 part_with(arena)
             self._arenas.clear()
-            self._empty.clear()
-        self._with_room.clear()
-        self._charges.clear()
-        self._arenas_bytes = 0
+        self._arenas.charges.clear()
 
     # -- arenas ------------------------------------------------------------------------------------------------------
 
-    def _arena_of(self, slot: Slot) -> Arena:
-        arena = self._arenas.get(slot.container)
-        if arena is None:
-            raise RuntimeError(f"{slot} is in no arena")
-        return arena
-
     def _arena_for(self, nbytes: int, owner: str) -> Arena | None:
         """An arena with room, by falling cost: an empty one of this owner, new memory, another owner's empty one."""
-        empty = [arena for arena in self._empty.values() if arena.nbytes >= nbytes]
+        empty = [arena for arena in self._arenas.empty.values() if arena.nbytes >= nbytes]
         own = next((arena for arena in empty if arena.owner == owner), None)
         if own is not None:
-            self._forget_room(own)
+            self._arenas.forget_room(own)
             own.shape(nbytes)
             return own
         arena = self._fresh_arena(nbytes, owner)
@@ -396,10 +351,9 @@ class HostTier(Tier):
         return arena
 
     def _list(self, arena: Arena) -> None:
-        self._arenas[arena.number] = self._empty[arena.number] = arena
+        self._arenas.add(arena)
         if arena.is_writable:
             self.writable.add(arena.number)
-        self._arenas_bytes += arena.nbytes
 
     def _release(self, arena: Arena) -> None:
         with self._reshaping:
@@ -407,15 +361,8 @@ class HostTier(Tier):
             arena.release()
 
     def _drop(self, arena: Arena) -> None:
-        self._forget_room(arena)
-        del self._arenas[arena.number], self._empty[arena.number]
+        self._arenas.remove(arena)
         self.writable.discard(arena.number)
-        self._arenas_bytes -= arena.nbytes
         self._lending.withdraw(arena)
         if self._witness is not None:
             self._witness.given_up(arena.number)
-
-    def _forget_room(self, arena: Arena) -> None:
-        rooms = self._with_room.get((arena.owner, arena.slot_bytes))
-        if rooms and arena in rooms:
-            rooms.remove(arena)

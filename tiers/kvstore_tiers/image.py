@@ -1,4 +1,4 @@
-"""Slot images in host memory: a header page and a payload, whole.
+"""Slots, and slot images in host memory or a file: a header page and a payload, whole.
 
 Owns what makes an image valid: how its header is judged, how the payload is checked against it, and that the header is
 written last. Never moves payload bytes.
@@ -7,8 +7,51 @@ Invariant: an image whose header passes `image_header` had its whole payload in 
 
 from __future__ import annotations
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader, read_header
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, read_header
 from kvstore_tiers.segments import Segment, buffer_at, put_bytes
+
+
+def require_slot_size(nbytes: int) -> None:
+    """Raise ValueError unless `nbytes` is a size a slot can have."""
+    if nbytes <= 0 or nbytes % ALIGNMENT_BYTES:
+        raise ValueError(f"a slot is a positive multiple of {ALIGNMENT_BYTES} bytes, not {nbytes}")
+
+
+def aligned_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def aligned_down(nbytes: int) -> int:
+    return nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+class Slot(NamedTuple):
+    """A place for one block. `nbytes` includes header and padding; `generation` grows each time a place is reused."""
+
+    container: int  # arena or slab number
+    offset: int
+    nbytes: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """Names an image that a tier may read by itself: from `offset` on a header page with this `generation`, then
+    `payload_bytes` of payload and zeros up to the end of the page. `descriptor` can read the file and not write it,
+    past the page cache where the file system has that."""
+
+    descriptor: int
+    offset: int
+    payload_bytes: int
+    generation: int
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER_BYTES + aligned_up(self.payload_bytes)
+
 
 FIXED_BYTES = 256  # the part of a header page before the token ids
 FLAGS_OFFSET = 6

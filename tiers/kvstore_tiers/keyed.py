@@ -35,15 +35,12 @@ from kvstore_tiers.base import (
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import SingleSlots
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore, object_name
-from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
-from kvstore_tiers.single_slots import SingleSlots
-from kvstore_tiers.sizes import require_slot_size
-from kvstore_tiers.threads import ResidentThreads, deliver, run_transfer
-from kvstore_tiers.waiting_reads import WaitingReads
+from kvstore_tiers.threads import PendingWrites, ResidentThreads, WaitingReads, deliver, run_transfer
 
 UNKNOWN = -2
 CLOSE_S = 2.0  # for what is under way when the tier is closed
@@ -207,7 +204,7 @@ class KeyedTier(Tier):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a question would not wait for the store to start."""
+        """Return whether a question would not wait for the store to start."""
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
@@ -238,9 +235,13 @@ class KeyedTier(Tier):
 
     def statistics(self) -> TierStatistics:
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.OK,
-            capacity_bytes=self._slots.capacity_bytes, used_bytes=self._slots.used_bytes, blocks=len(self._slots),
-            used_by={"blocks": self._slots.used_bytes},
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.OK,
+                capacity_bytes=self._slots.capacity_bytes,
+                used_bytes=self._slots.used_bytes,
+                blocks=len(self._slots),
+                used_by={"blocks": self._slots.used_bytes},
+            )
         )  # fmt: skip
 
     def close(self) -> None:
@@ -277,7 +278,7 @@ class KeyedTier(Tier):
             job.begin()
 
     def _submit_write(self, names: Sequence[bytes], write: Callable[[], Outcome | None], done: Completion) -> None:
-        """None stands for DONE."""
+        """Run `write` on a thread; None from it stands for DONE."""
         job = _Operation(names, done)
 
         def run() -> None:

@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 
 class DamagedObject(Exception):
-    """What the store has under a name is not the object of that name, or a larger one; says how that shows."""
+    """The store has under a name what is not the object of that name, or a larger one; says how that shows."""
 
 
 Found = memoryview | DamagedObject | None  # None: there is none

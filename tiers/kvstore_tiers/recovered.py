@@ -1,4 +1,5 @@
-"""What a tier kept over a restart, as columns: a million blocks in a few arrays instead of a million objects.
+"""The blocks that a tier kept over a restart, as columns: a million blocks in a few arrays instead of a million
+objects.
 
 Owns nothing but the columns. Keys are two little-endian words each, the bytes of the key as on the medium.
 Invariant: all columns have one entry a block; no key occurs twice.
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.slot import Slot
+from kvstore_tiers.image import Slot
 
 Column = npt.NDArray[Any]
 KEY_WORDS = 2

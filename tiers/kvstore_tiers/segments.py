@@ -32,7 +32,7 @@ _small_memmove.restype = None
 
 
 class MemoryKind(Enum):
-    """What a segment's address means."""
+    """The meaning of a segment's address."""
 
     SYSTEM = "system"  # an address in this process
     DEVICE = "device"  # memory, but no address in this process: reached by reads and writes alone

@@ -1,4 +1,4 @@
-"""Resident threads: a queue of transfers and the threads that run them.
+"""Resident threads that run transfers, one by one or in batches, and what waits for the end of transfers.
 
 Owns the promise that each transfer's completion is called exactly once. Never decides order or priority: first in,
 first out. A SimpleQueue hand-over costs about 10 us; ThreadPoolExecutor's futures cost up to a third of the
@@ -15,9 +15,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 
@@ -117,3 +119,156 @@ def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
 def complete(transfer: Transfer, done: Completion) -> None:
     """Run a transfer and hand its outcome over."""
     deliver(run_transfer(transfer), done)
+
+
+class TransferBatch:
+    """Transfers that up to `parts` threads take one by one, so that a thread that starts late, or loses its core,
+    delays one transfer and not its share of all. The thread that ends the last part delivers all outcomes."""
+
+    def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
+        self._transfers = transfers
+        self._done = done
+        self._outcomes = [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(transfers)
+        self._left = deque(range(len(transfers)))
+        self._parts_left = parts
+        self._ending = threading.Lock()
+
+    def run(self) -> None:
+        left = self._left
+        while left:
+            try:
+                position = left.popleft()
+            except IndexError:  # another thread took the last one just now
+                break
+            self._outcomes[position] = run_transfer(self._transfers[position])
+        self.end_part()
+
+    def end_part(self) -> None:
+        """One part is over, with the outcomes it has; without a run, it was cancelled."""
+        with self._ending:
+            self._parts_left -= 1
+            is_last = not self._parts_left
+        if is_last:
+            deliver(self._outcomes, self._done)
+
+
+BATCH = 8  # the last batch is verified while the store has nothing to do
+Read = TypeVar("Read")
+
+
+class WaitingReads(Generic[Read]):
+    """`serve(reads)`, on one of so many threads, ends the leading ones, one at least, and returns how many; it must not
+    raise. The others wait on, before those that came later."""
+
+    def __init__(self, name: str, threads: int, serve: Callable[[Sequence[Read]], int]) -> None:
+        self._threads = ResidentThreads(name, threads)
+        self._serve = serve
+        self._lock = threading.Lock()
+        self._waiting: deque[Read] = deque()
+        self._is_called = False  # a thread is on its way
+
+    def put(self, read: Read) -> None:
+        with self._lock:
+            self._waiting.append(read)
+            self._call()
+
+    def close(self) -> None:
+        """Ends the threads. Nothing may wait."""
+        self._threads.close()
+
+    def _call(self) -> None:
+        if self._waiting and not self._is_called:
+            self._is_called = self._threads.post(self._run)
+
+    def _run(self) -> None:
+        with self._lock:
+            reads = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            self._is_called = False
+            self._call()
+        left = reads[self._serve(reads) :]
+        with self._lock:
+            self._waiting.extendleft(reversed(left))
+            self._call()
+
+
+Action = Callable[[bool], None]
+
+
+@dataclass(slots=True)
+class _Wait:
+    numbers: set[int]
+    action: Action
+    all_well: bool = True
+
+
+class PendingWrites:
+    """`begin` is called for each write; any thread may end one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+        self._numbers: set[int] = set()
+        self._waiting: list[_Wait] = []
+
+    def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
+        """The completion that the write calls in place of `done`. `must_succeed`: where it fails, actions that waited
+        for it get False."""
+        with self._lock:
+            self._last += 1
+            number = self._last
+            self._numbers.add(number)
+
+        def ended(outcome: Outcome) -> None:
+            try:
+                done(outcome)
+            finally:
+                self._end(number, all_well=outcome.ok or not must_succeed)
+
+        return ended
+
+    def when_ended(self, action: Action) -> None:
+        """Call `action` when the writes that are pending now have ended, in the thread that ends the last of them. It
+        gets whether those that had to succeed did."""
+        with self._lock:
+            if self._numbers:
+                self._waiting.append(_Wait(set(self._numbers), action))
+                return
+        action(True)
+
+    def _end(self, number: int, *, all_well: bool) -> None:
+        with self._lock:
+            self._numbers.discard(number)
+            for wait in self._waiting:
+                if number in wait.numbers:
+                    wait.numbers.discard(number)
+                    wait.all_well &= all_well
+            ready = [wait for wait in self._waiting if not wait.numbers]
+            self._waiting = [wait for wait in self._waiting if wait.numbers]
+        for wait in ready:
+            deliver(wait.all_well, wait.action)
+
+
+class UnderWay:
+    """Any thread may begin or end a transfer."""
+
+    def __init__(self) -> None:
+        self._transfers = 0
+        self._changed = threading.Condition()
+
+    def begin(self, done: Completion) -> Completion:
+        """The completion that the transfer calls in place of `done`."""
+        with self._changed:
+            self._transfers += 1
+
+        def end(outcome: Outcome) -> None:
+            deliver(outcome, done)
+            with self._changed:
+                self._transfers -= 1
+                self._changed.notify_all()
+
+        return end
+
+    def wait(self) -> None:
+        """Wait until there are none."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._transfers)

@@ -6,11 +6,10 @@ Imported only where a session is opened with `device`; the library is `cuda-bind
 from kvstore_client.device.budget import LinkBudget
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
-from kvstore_client.device.moment import DeviceMoment
 from kvstore_client.device.pool import DevicePool, PoolPart
 from kvstore_client.device.registered import RegisteredMemory
-from kvstore_client.device.transfers import DeviceTransfers, LayerLoad
-from kvstore_client.device.two_way import TwoWayTransfers
+from kvstore_client.device.streams import DeviceMoment
+from kvstore_client.device.transfers import DeviceTransfers, LayerLoad, TwoWayTransfers
 
 __all__ = [
     "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",

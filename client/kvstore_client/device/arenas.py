@@ -27,14 +27,15 @@ RETRY_S = 30.0  # a failed import costs a round trip and a second request
 
 
 class ChunkSource(Protocol):
-    """What imports chunks and reads their headers: `DeviceMemory`."""
+    """Imports chunks and reads their headers: `DeviceMemory`."""
 
-    def map(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
+    def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]: ...
 
 
 class DeviceArenas:
-    """See the module. A new session begins without any chunk: numbers of another daemon may mean other memory."""
+    """Chunks that a session of the daemon may read. A new session begins without any chunk: numbers of another daemon
+    may mean other memory."""
 
     def __init__(self, grants: Handshake, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._grants = grants
@@ -48,14 +49,14 @@ class DeviceArenas:
 
     @property
     def is_off(self) -> bool:
-        """Whether chunks cannot be imported now, so that leases should name host memory alone."""
+        """Return whether chunks cannot be imported now, so that leases should name host memory alone."""
         return self._clock() < self._off_until
 
     def headers(
         self, arena_ids: Sequence[int], offsets: Sequence[int], timeout_s: float
     ) -> Mapping[int, tuple[DeviceChunk, Bytes]] | None:
-        """By position in a lease, of the blocks on the device: chunk and header page. A place that no chunk has is left
-        out. None when a chunk is not granted in time, or cannot be had: then the device is off for a while."""
+        """Return, by position in a lease, chunk and header page of each block on the device. A place that no chunk has
+        is left out. None when a chunk is not granted in time, or cannot be had: then the device is off for a while."""
         until = self._clock() + timeout_s
         found: dict[int, DeviceChunk] = {}
         for at, (arena_id, offset) in enumerate(zip(arena_ids, offsets, strict=True)):
@@ -99,7 +100,7 @@ class DeviceArenas:
                 self._turn_off()
             return None
         try:
-            return self._memory.map(grant.descriptor, grant.size_bytes)
+            return self._memory.import_chunk(grant.descriptor, grant.size_bytes)
         except DeviceError:
             self._turn_off()
             return None

@@ -1,4 +1,5 @@
-"""What copies of an engine's process may take of the link to its device while the engine decodes: decode comes first.
+"""A limit on what copies of an engine's process take of the link to its device while the engine decodes: decode comes
+first.
 
 Stores keep to a rate, since no request waits for them; loads, whose requests wait for a first token, only if they are
 given one. Without a decode step nothing is limited, nor is what a step waits for (`lifted`).
@@ -39,7 +40,8 @@ class _Pace:
 
 
 class LinkBudget:
-    """Of all copies of an engine on one device, both ways. `stores`, `loads`: their rates. For any thread."""
+    """The budget of all copies of an engine on one device, both ways. `stores`, `loads`: their rates. For any
+    thread."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class LinkBudget:
                 self._changed.notify_all()
 
     def limits(self, flow: Flow) -> bool:
-        """Whether a copy would have to keep to a rate now."""
+        """Return whether a copy would have to keep to a rate now."""
         with self._changed:
             return self._rate(self._paces[flow]) is not None
 
@@ -110,7 +112,7 @@ class LinkBudget:
 
     @property
     def link_bytes_s(self) -> float:
-        """What the link is believed to move."""
+        """The bytes a second that the link is believed to move."""
         with self._changed:
             return self._link_bytes_s()
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.gather import ALIGNED_BYTES, FOR_KERNELS, HIGHEST_PRIORITY, GatherKernel
+from kvstore_client.device.gather import ALIGNED_BYTES, HIGHEST_PRIORITY, GatherKernel
 from kvstore_client.device.memory import DeviceMemory
-from kvstore_cuda.copies import CopyQueue, Run, Runs, Way
+from kvstore_cuda.copies import CopyRun, Runs, Way
 
 VARIABLE = "KVSTORED_GATHER_BYTES"
 LEAST_RUNS = 8  # fewer are not worth a launch
@@ -37,7 +37,7 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class Crossover:
-    """Which copies are the kernel's. After `close` none are."""
+    """Decides which copies are the kernel's. After `close` none are."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -100,17 +100,16 @@ class _Scratch:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        self._copies = CopyQueue(device.driver)
         with contextlib.ExitStack() as undo:
-            self._stream = device.call("cuStreamCreateWithPriority", 1, HIGHEST_PRIORITY)  # as that of the copies
+            self._stream = device.stream(HIGHEST_PRIORITY)  # as that of the copies
             undo.callback(device.quietly, "cuStreamDestroy", self._stream)
             self._pool = device.call("cuMemAlloc", 2 * MOVED_BYTES)
             undo.callback(device.quietly, "cuMemFree", self._pool)
             self._packed = device.call("cuMemAlloc", MOVED_BYTES)
             undo.callback(device.quietly, "cuMemFree", self._packed)
             self._host = np.frombuffer(mmap.mmap(-1, MOVED_BYTES), np.uint8)
-            device.call("cuMemHostRegister", self._host.ctypes.data, MOVED_BYTES, FOR_KERNELS)
-            undo.callback(device.unregister, self._host.ctypes.data, self._host)
+            device.register(self._host.ctypes.data, MOVED_BYTES, for_kernels=True)
+            undo.callback(device.forget, self._host.ctypes.data, self._host)
             undo.callback(device.quietly, "cuStreamSynchronize", self._stream)  # comes first
             self._ending = undo.pop_all()
 
@@ -128,7 +127,7 @@ class _Scratch:
             by_kernel_s = by_batch_s = math.inf
             for _ in range(_TURNS):  # the least of each: what an engine runs meanwhile only adds to it
                 by_kernel_s = min(by_kernel_s, self._seconds(partial(kernel.queue, runs, self._stream)))
-                by_batch_s = min(by_batch_s, self._seconds(partial(self._copies.add, runs, way, self._stream)))
+                by_batch_s = min(by_batch_s, self._seconds(partial(self._device.copy, runs, way, self._stream)))
                 time.sleep(_PAUSE_S)
             if by_kernel_s > _GAIN * by_batch_s:
                 break
@@ -141,12 +140,12 @@ class _Scratch:
         runs = []
         for number in range(MOVED_BYTES // nbytes):
             page, at = int(self._pool) + 2 * number * nbytes, int(packed) + number * nbytes
-            runs.append(Run(at, page, nbytes) if way == "to host" else Run(page, at, nbytes))
+            runs.append(CopyRun(at, page, nbytes) if way == "to host" else CopyRun(page, at, nbytes))
         return Runs.of(runs)
 
     def _seconds(self, queue: Callable[[], object]) -> float:
-        """From the call until the copies have ended."""
+        """Return the time from the call until the copies have ended."""
         begin = time.perf_counter()
         queue()
-        self._device.call("cuStreamSynchronize", self._stream)
+        self._device.synchronize(self._stream)
         return time.perf_counter() - begin

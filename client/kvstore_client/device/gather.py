@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
-from kvstore_cuda.compiler import Program, load_program
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_cuda.compiler import Program
 from kvstore_cuda.copies import Runs
-from kvstore_cuda.driver import launch
+from kvstore_cuda.device import never_unmap
 
 ALIGNED_BYTES = 16  # of each address and length
 THREADS = 256  # of a thread block
@@ -30,10 +30,8 @@ SHEETS = 64
 _RUN = np.dtype([("to", "<u8"), ("source", "<u8"), ("nbytes", "<u8")])
 PROGRAM = Program(Path(__file__).parent / "csrc", "gather.cu", (("KV_THREADS", str(THREADS)),))
 KERNEL = "kv_copy_runs"
-FOR_KERNELS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -1000, 1000  # of a stream: the driver takes the next that there is
-_NO_TIMING_BLOCKING_SYNC, _NOT_READY = 3, 600
-_MAJOR, _MINOR, _SAME_POINTERS = 75, 76, 91  # CUdevice_attribute
+_NOT_READY, _SAME_POINTERS = 600, 91  # CUresult, CUdevice_attribute
 LONGEST_COMPILATION_S = 60.0
 
 
@@ -49,22 +47,21 @@ class GatherKernel:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        major, minor, same_pointers = (attribute_of(device, number) for number in (_MAJOR, _MINOR, _SAME_POINTERS))
-        if not same_pointers:
+        if not device.attribute(_SAME_POINTERS):
             raise DeviceError("cuDeviceGetAttribute", 801, "this device has host memory at other addresses")
         with contextlib.ExitStack() as undo:
-            module = load_program(device.call, PROGRAM, f"sm_{major}{minor}", longest_s=LONGEST_COMPILATION_S)
+            module = device.load(PROGRAM, LONGEST_COMPILATION_S)
             undo.callback(device.quietly, "cuModuleUnload", module)
-            self._function = device.call("cuModuleGetFunction", module, KERNEL.encode())
+            self._function = device.function(module, KERNEL)
             memory = mmap.mmap(-1, SHEETS * MOST_RUNS * _RUN.itemsize)
             self._rows = np.frombuffer(memory, _RUN).reshape(SHEETS, MOST_RUNS)
             self._rows.flags.writeable = True
             address = self._rows.ctypes.data
-            device.call("cuMemHostRegister", address, len(memory), FOR_KERNELS)
-            undo.callback(device.unregister, address, self._rows)
+            device.register(address, len(memory), for_kernels=True)
+            undo.callback(device.forget, address, self._rows)
             self._events: list[Any] = []
             for _ in range(SHEETS):
-                self._events.append(device.call("cuEventCreate", _NO_TIMING_BLOCKING_SYNC))
+                self._events.append(device.event())
                 undo.callback(device.quietly, "cuEventDestroy", self._events[-1])
             ending = undo.pop_all()
         self._next = 0
@@ -81,9 +78,9 @@ class GatherKernel:
             rows = self._rows[sheet, : len(part)]
             rows["to"], rows["source"], rows["nbytes"] = part.columns
             argument, grid = Argument(rows.ctypes.data, len(part)), (min(len(part), BLOCKS), 1, 1)
-            launch(self._device.call, self._function, grid, THREADS, argument, stream=stream)
+            self._device.start(self._function, grid, THREADS, argument, stream=stream)
             try:
-                self._device.call("cuEventRecord", self._events[sheet], stream)
+                self._device.record(self._events[sheet], stream)
             except DeviceError:
                 self._device.quietly("cuStreamSynchronize", stream)  # nothing else says when its sheet is free
                 raise

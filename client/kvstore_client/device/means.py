@@ -1,5 +1,5 @@
-"""What all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory, and the
-budget that they have on the link.
+"""Means that all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory,
+and the budget that they have on the link.
 
 Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
 `registered`, which is then their maker's to close, after them. A `budget` that is given is its maker's, too, to close
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.budget import LinkBudget
-from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.crossover import Crossover
-from kvstore_client.device.gather import FOR_KERNELS, HIGHEST_PRIORITY
+from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
 from kvstore_client.device.stores import Stores
+from kvstore_client.device.streams import CopyStream
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 
@@ -53,8 +53,8 @@ class CopyMeans:
             memory = mmap.mmap(-1, max(BUFFER_BYTES, least_bytes))
             self.buffer: Bytes = np.frombuffer(memory, np.uint8)
             self.buffer_address: int = self.buffer.__array_interface__["data"][0]
-            device.call("cuMemHostRegister", self.buffer_address, self.buffer.nbytes, FOR_KERNELS)
-            undo.callback(device.unregister, self.buffer_address, self.buffer)
+            device.register(self.buffer_address, self.buffer.nbytes, for_kernels=True)
+            undo.callback(device.forget, self.buffer_address, self.buffer)
             self.registered = registered or RegisteredMemory(device)
             undo.pop_all()
         self._owned = self.registered if registered is None else None
@@ -68,7 +68,7 @@ class CopyMeans:
         self._is_closed = False
 
     def decoding(self, is_decoding: bool) -> None:
-        """As `LinkBudget.decoding`: the engine says before each step whether it decodes."""
+        """Pass on to `LinkBudget.decoding`: the engine says before each step whether it decodes."""
         self.budget.decoding(is_decoding)
 
     def close(self) -> None:
@@ -98,6 +98,6 @@ def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemo
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
         device.quietly("cuStreamDestroy", stream)
-    device.unregister(buffer.__array_interface__["data"][0], buffer)
+    device.forget(buffer.__array_interface__["data"][0], buffer)
     if owned is not None:
         owned.begin_close()

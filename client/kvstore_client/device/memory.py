@@ -1,6 +1,7 @@
 """Device memory of the daemon's GPU tier, imported to be read in place by an engine that computes on that device.
 
-Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Never
+Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Knows,
+by weak references, the arenas in host memory that sessions of the device have mapped, for what copies from them. Never
 copies a payload unless it is asked for one in host memory.
 Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
 engine's context; the caller's context is current again after each call; no call spoils a CUDA graph that the engine
@@ -17,27 +18,71 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
-from kvstore_client.device.mappings import HostMappings
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
-from kvstore_cuda.copies import CopyQueue, Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice, forget, quietly
 from kvstore_cuda.driver import DriverError as DeviceError
-from kvstore_cuda.driver import call, cuda_driver, device_identity
+from kvstore_cuda.driver import NoDriver
 from kvstore_proto.arena import HEADER_BYTES
 
-_BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
-_PORTABLE, _NON_BLOCKING = 1, 1
-_never_unmapped: list[object] = []  # host memory that could not be unregistered
 
-__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory", "never_unmap"]
+class Follower(Protocol):
+    """Is called with the array over a whole mapping. Never waits."""
+
+    def mapped(self, memory: Bytes) -> None: ...
+    def given_up(self, memory: Bytes) -> None: ...
+
+
+class HostMappings:
+    """Arenas in host memory that sessions of the device have mapped. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()  # by address
+        self._followers: list[Follower] = []
+
+    def add(self, memory: Bytes) -> None:
+        """A session has mapped it, or goes on using it."""
+        with self._lock:
+            self._known[_address(memory)] = memory
+            for follower in self._followers:
+                follower.mapped(memory)
+
+    def drop(self, memory: Bytes) -> None:
+        """Its session has ended."""
+        with self._lock:
+            self._known.pop(_address(memory), None)
+            for follower in self._followers:
+                follower.given_up(memory)
+
+    def follow(self, follower: Follower) -> None:
+        """Call `follower` with every mapping: those that are known now, and later ones."""
+        with self._lock:
+            self._followers.append(follower)
+            for memory in list(self._known.values()):
+                follower.mapped(memory)
+
+    def leave(self, follower: Follower) -> None:
+        """End `follow`. Idempotent."""
+        with self._lock:
+            self._followers = [each for each in self._followers if each is not follower]
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+_BUFFER_BYTES = 64 * HEADER_BYTES  # host memory that the device copies to
+
+__all__ = ["DeviceChunk", "DeviceError", "DeviceMemory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,56 +101,40 @@ class DeviceChunk:
         return copy
 
 
-class DeviceMemory:
-    """The primary context of CUDA device `index`, as the driver counts in this process. Raises KVStoreError where there
-    is no driver, no library for it or no such device. `identity` names the device to every process."""
+class DeviceMemory(CudaDevice):
+    """CUDA device `index`, as the driver counts in this process. Raises KVStoreError where there is no driver, no
+    library for it or no such device. `identity` names the device to every process."""
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()  # of the buffer
-        self.index = index
         self.mappings = HostMappings()
         try:
-            self._cuda = cuda_driver()
-            self.call("cuInit", 0)
-            count = self.call("cuDeviceGetCount")
-            if not 0 <= index < count:
-                raise invalid(f"there is no CUDA device {index}: this machine has {count}")
-            device = self.call("cuDeviceGet", index)
-            self.identity = device_identity(self._cuda, device)
-            self._copies = CopyQueue(self._cuda)
+            super().__init__(index)
             with contextlib.ExitStack() as undo:
-                self._context = self.call("cuDevicePrimaryCtxRetain", device)
-                undo.callback(_quietly, self._cuda, "cuDevicePrimaryCtxRelease", device)
+                undo.callback(quietly, self.driver, "cuDevicePrimaryCtxRelease", self.handle)
                 with self.current():
-                    self._stream = self.call("cuStreamCreate", _NON_BLOCKING)
-                    undo.callback(_quietly, self._cuda, "cuStreamDestroy", self._stream)
+                    self._stream = self.stream()
+                    undo.callback(quietly, self.driver, "cuStreamDestroy", self._stream)
                     buffer = mmap.mmap(-1, _BUFFER_BYTES)
                     self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-                    self.call("cuMemHostRegister", self._address, _BUFFER_BYTES, _PORTABLE)
-                undo.callback(_unregister, self._cuda, self._context, self._address, buffer)
+                    self.register(self._address, _BUFFER_BYTES)
+                undo.callback(forget, self.driver, self.context, self._address, buffer)
                 ending = undo.pop_all()
+        except NoDriver as error:
+            raise invalid(str(error)) from None
         except OSError as error:
             raise invalid(f"CUDA device {index} cannot be used: {error}") from None
         weakref.finalize(self, ending.close).atexit = False  # the driver may be gone already then
 
-    def map(self, descriptor: int, nbytes: int) -> DeviceChunk:
-        """Import memory by its descriptor, which is the caller's to close. Raises DeviceError."""
-        cuda = self._cuda
-        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        access = cuda.CUmemAccessDesc()
-        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self.index
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+    def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk:
+        """Map memory to read it, by its descriptor, which is the caller's to close. Raises DeviceError."""
         with self.current(), contextlib.ExitStack() as undo:
-            handle = self.call("cuMemImportFromShareableHandle", descriptor, kind)
-            undo.callback(_quietly, cuda, "cuMemRelease", handle)
-            address = self.call("cuMemAddressReserve", nbytes, 0, cuda.CUdeviceptr(0), 0)
-            undo.callback(_quietly, cuda, "cuMemAddressFree", address, nbytes)
-            self.call("cuMemMap", address, nbytes, 0, handle, 0)
-            undo.callback(_quietly, cuda, "cuMemUnmap", address, nbytes)
-            self.call("cuMemSetAccess", address, nbytes, [access], 1)
+            handle = self.import_descriptor(descriptor)
+            undo.callback(self.quietly, "cuMemRelease", handle)
+            address = self.map(handle, nbytes, read_only=True)
+            undo.callback(self._unmap, address, nbytes)
             ending = undo.pop_all()
-        chunk = DeviceChunk(int(address), nbytes, self)
+        chunk = DeviceChunk(address, nbytes, self)
         weakref.finalize(chunk, self._end, ending).atexit = False
         return chunk
 
@@ -132,71 +161,17 @@ class DeviceMemory:
     def _fill(self, parts: list[tuple[Bytes, int]]) -> None:
         """Fill the arrays of `parts` from their addresses by way of the buffer, and empty the list."""
         places = list(accumulate((part.nbytes for part, _ in parts), initial=self._address))
-        runs = Runs.of(Run(at, source, part.nbytes) for at, (part, source) in zip(places, parts, strict=False))
-        self._copies.add(runs, "to host", self._stream)
-        self.call("cuStreamSynchronize", self._stream)
+        runs = Runs.of(CopyRun(at, source, part.nbytes) for at, (part, source) in zip(places, parts, strict=False))
+        self.copy(runs, "to host", self._stream)
+        self.synchronize(self._stream)
         for at, (part, _) in zip(places, parts, strict=False):
             ctypes.memmove(part.ctypes.data, at, part.nbytes)
         parts.clear()
 
-    def quietly(self, name: str, *arguments: Any) -> None:
-        """As `call`, where nothing can be done about a failure."""
-        _quietly(self._cuda, name, *arguments)
-
-    def unregister(self, address: int, memory: object) -> None:
-        """Unregister host memory that `memory` owns. Where that fails it is kept for good."""
-        _unregister(self._cuda, self._context, address, memory)
+    def _unmap(self, address: int, nbytes: int) -> None:
+        with contextlib.suppress(DeviceError):
+            self.unmap(address, nbytes)
 
     def _end(self, ending: contextlib.ExitStack) -> None:
         with contextlib.suppress(DeviceError), self.current(), ending:
             pass
-
-    @property
-    def driver(self) -> ModuleType:
-        """The library that `call` calls."""
-        return self._cuda
-
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """The device's context is that of this thread meanwhile, and no capture of the engine forbids it a call: what
-        is called here is no part of any graph."""
-        return _current(self._cuda, self._context)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver answers beside its code: one thing, or a tuple. Raises DeviceError."""
-        return call(self._cuda, name, *arguments)
-
-
-def attribute_of(device: DeviceMemory, number: int) -> int:
-    """A CUdevice_attribute of the device. Raises DeviceError."""
-    name = device.driver.CUdevice_attribute(number)
-    return int(device.call("cuDeviceGetAttribute", name, device.call("cuDeviceGet", device.index)))
-
-
-def _quietly(cuda: ModuleType, name: str, *arguments: Any) -> None:
-    with contextlib.suppress(DeviceError):
-        call(cuda, name, *arguments)
-
-
-@contextlib.contextmanager
-def _current(cuda: ModuleType, context: Any) -> Iterator[None]:
-    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before, mode = call(cuda, "cuCtxGetCurrent"), call(cuda, "cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        call(cuda, "cuCtxSetCurrent", context)
-        yield
-    finally:
-        _quietly(cuda, "cuThreadExchangeStreamCaptureMode", mode)
-        _quietly(cuda, "cuCtxSetCurrent", before)
-
-
-def _unregister(cuda: ModuleType, context: Any, address: int, memory: object) -> None:
-    try:
-        with _current(cuda, context):
-            call(cuda, "cuMemHostUnregister", address)
-    except DeviceError:
-        never_unmap(memory)
-
-
-def never_unmap(memory: object) -> None:
-    """The driver may know it for good."""
-    _never_unmapped.append(memory)

@@ -63,8 +63,9 @@ class DevicePool:
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
-        """Of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a sequence of
-        them (K, V): [page, ...], any dtype, each page without gaps; all layers of one size. Raises KVStoreError."""
+        """Make a pool of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a
+        sequence of them (K, V): [page, ...], any dtype, each page without gaps; all layers of one size. Raises
+        KVStoreError."""
         parts = [[_part(array) for array in (each if isinstance(each, (tuple, list)) else [each])] for each in layers]
         pages = {count for each in parts for _, count in each}
         if len(pages) != 1:
@@ -76,16 +77,16 @@ class DevicePool:
 
     @property
     def block_bytes(self) -> int:
-        """Of a whole payload: all layers, one after another."""
+        """The bytes of a whole payload: all layers, one after another."""
         return self._starts[-1]
 
     @property
     def parts(self) -> int:
-        """Of all layers."""
+        """The number of parts of all layers."""
         return len(self._addresses)
 
     def extent(self, layer: int) -> tuple[int, int]:
-        """Where a layer begins in a payload, and its bytes."""
+        """Return where a layer begins in a payload, and its bytes."""
         return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
     def pages_of(self, block: Pages) -> tuple[int, ...]:
@@ -100,8 +101,8 @@ class DevicePool:
         return pages
 
     def to_pages(self, blocks: BlockPages, payloads: Integers, layers: range | None = None) -> list[Runs]:
-        """By layer, of all or of consecutive ones: copies out of payloads that begin at these addresses, each into the
-        pages of a block, neighbours in one. Raises IndexError for a page that is not the pool's."""
+        """Return by layer, of all or of consecutive ones, copies out of payloads that begin at these addresses, each
+        into the pages of a block, neighbours in one. Raises IndexError for a page that is not the pool's."""
         layers = range(len(self.layers)) if layers is None else layers
         first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
         columns = np.empty((3, end - first, len(payloads) * self.block_pages), np.uint64)
@@ -109,13 +110,13 @@ class DevicePool:
         return self._by_layer(columns, layers)
 
     def from_pages(self, blocks: BlockPages, payloads: Integers) -> list[Runs]:
-        """The other way, all layers."""
+        """Return by layer, of all, copies out of the pages of blocks into payloads."""
         columns = np.empty((3, self.parts, len(payloads) * self.block_pages), np.uint64)
         self._fill(columns[2], columns[1], columns[0], 0, blocks, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
     def from_pages_at_once(self, blocks: BlockPages, payloads: Integers) -> Runs:
-        """As `from_pages`, neighbours of different layers in one too."""
+        """Return the copies of `from_pages`, neighbours of different layers in one too."""
         # In this order payloads one after the other need no sorting.
         columns = np.empty((3, len(payloads) * self.block_pages, self.parts), np.uint64)
         self._fill(columns[2].T, columns[1].T, columns[0].T, 0, blocks, payloads)
@@ -124,7 +125,7 @@ class DevicePool:
     def _fill(
         self, nbytes: Numbers, in_pool: Numbers, in_payload: Numbers, first: int, blocks: BlockPages, payloads: Integers
     ) -> None:
-        """By part, from the one with number `first` on, and page of each block."""
+        """Fill the columns by part, from the one with number `first` on, and page of each block."""
         pages = np.asarray(blocks, np.int64).astype(np.uint64).reshape(-1)  # a negative one becomes too large
         if pages.size and pages.max() >= self.pages:
             raise IndexError(f"pages {pages.view(np.int64).tolist()} of a pool of {self.pages}")

@@ -16,20 +16,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvstore_client.device.gather import FOR_KERNELS
-from kvstore_client.device.memory import DeviceError, DeviceMemory, attribute_of, never_unmap
+from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.memory import Bytes
+from kvstore_cuda.device import never_unmap
 
 REGISTER_BYTES = 1 << 30  # in one call: over 512 GiB fails, and each call holds the driver's lock
 IDLE_S = 60.0  # pages of an arena that the daemon has given up stay in memory as long as they are registered
 EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads its model and warms up meanwhile
-_READ_ONLY = 8
-_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Of one part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
+    """A part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
     `used_at`."""
 
     memory: Bytes
@@ -41,12 +39,12 @@ class Registration:
 
 
 class RegisteredMemory:
-    """See the module. `close` ends it. Implements `Follower`."""
+    """Registrations of a process on `device`, until `close`. Implements `Follower`."""
 
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
         with device.current():
-            self._can_read_only = bool(attribute_of(device, _READ_ONLY_SUPPORTED))
+            self._can_read_only = device.registers_read_only
         self._changed = threading.Condition()
         self._parts: dict[int, Registration] = {}  # by address
         self._wanted: deque[Registration] = deque()
@@ -109,7 +107,7 @@ class RegisteredMemory:
         self._thread.join()
 
     def begin_close(self) -> None:
-        """As `close`, without waiting: for a finalizer, which may run inside of any call of any thread."""
+        """Begin `close` without waiting: for a finalizer, which may run inside of any call of any thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -128,8 +126,8 @@ class RegisteredMemory:
                 return
 
     def _look(self) -> tuple[Registration | None, bool]:
-        """What is to be registered, once there is something or a while has passed, and whether this is closed. What is
-        over ends."""
+        """Return the part to register, once there is something or a while has passed, and whether this is closed. What
+        is over ends."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
             is_closed = self._is_closed
@@ -144,18 +142,18 @@ class RegisteredMemory:
         return self._is_closed or (not part.users and self._clock() - part.used_at >= part.keep_s)
 
     def _end_unused(self) -> None:
-        """What fails is tried again: the mapping is kept until then."""
+        """Unregister what is used no more. What fails is tried again: the mapping is kept until then."""
         for each in list(self._ending):
             with contextlib.suppress(DeviceError), self._device.current():
-                self._device.call("cuMemHostUnregister", each.address)
+                self._device.unregister(each.address)
                 self._ending.remove(each)
 
     def _register(self, part: Registration) -> None:
         """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""
-        flags = FOR_KERNELS if part.memory.flags.writeable else FOR_KERNELS | _READ_ONLY
+        read_only = not part.memory.flags.writeable
         is_made = False
         with contextlib.suppress(DeviceError), self._device.current():
-            self._device.call("cuMemHostRegister", part.address, part.memory.nbytes, flags)
+            self._device.register(part.address, part.memory.nbytes, read_only=read_only, for_kernels=True)
             is_made = True
         with self._changed:
             part.is_made, part.used_at = is_made, self._clock()
@@ -166,7 +164,7 @@ class RegisteredMemory:
 
 
 def _parts(memory: Bytes) -> Iterator[tuple[Bytes, int]]:
-    """What is registered in one call each, and where it is."""
+    """Yield the parts that are registered in one call each, and their addresses."""
     for start in range(0, memory.nbytes, REGISTER_BYTES):
         part = memory[start : start + REGISTER_BYTES]
         yield part, part.__array_interface__["data"][0]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore_client.device.copies import CopyStream
 from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import RegisteredMemory, Registration
+from kvstore_client.device.streams import CopyStream
 from kvstore_client.memory import Bytes
 
 BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for those of the next payload
@@ -61,8 +61,8 @@ class _Collected:
 
 
 class Stores:
-    """On `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least. `seen` hears
-    how long so many bytes took, where nothing else is in that time."""
+    """Queues stores on `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least.
+    `seen` hears how long so many bytes took, where nothing else is in that time."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Stores:
             collected.queue(self._stream)
 
     def _room(self, nbytes: int) -> int:
-        """Where the buffer has room for a payload; waits for those that are there, where it has none."""
+        """Return where the buffer has room for a payload; waits for those that are there, where it has none."""
         if self._used + nbytes > self._buffer.nbytes:
             self.settle()
         self._used += nbytes

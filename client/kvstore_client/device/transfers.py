@@ -1,7 +1,7 @@
 """Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
 
-Owns the loads; stream, buffer and registrations are in its `means`. Never touches the engine's streams but to let them
-wait.
+Owns the loads and the registrations that they have taken; stream, buffer and registrations are in its `means`. Never
+touches the engine's streams but to let them wait.
 Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
 copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
 While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A store waits for it
@@ -15,29 +15,112 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from kvstore_client.device.budget import SLICE_BYTES
+from kvstore_client.device.budget import SLICE_BYTES, LinkBudget
+from kvstore_client.device.gather import HIGHEST_PRIORITY, LOWEST_PRIORITY
 from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, Pages
-from kvstore_client.device.registered import RegisteredMemory
-from kvstore_client.device.sources import Payloads, Sources
+from kvstore_client.device.registered import REGISTER_BYTES, RegisteredMemory, Registration
 from kvstore_client.device.stores import Storing
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease, LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
-from kvstore_cuda.copies import Runs
+from kvstore_cuda.copies import Numbers, Runs
+from kvstore_proto.arena import HEADER_BYTES
+
+_Payload = tuple[tuple[int, ...], int]  # its pages, its address
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payloads:
+    """`addresses`, and for each the pages that it is for, in ascending order: uint64[n, pages of a block]."""
+
+    pages: Numbers
+    addresses: Numbers
+
+    def __getitem__(self, chosen: slice) -> Payloads:
+        return Payloads(self.pages[chosen], self.addresses[chosen])
+
+
+class Sources:
+    """Finds the payloads of blocks, with their pages. Their get has seen that the payloads are inside of their
+    memory."""
+
+    def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
+        self._registered = registered
+        self._taken: list[Registration] = []
+        on_device: list[_Payload] = []
+        on_host: list[_Payload] = []
+        elsewhere: list[_Payload] = []
+        known: dict[tuple[int, int], tuple[int, int]] = {}  # by arena and part: one look for all blocks there
+        for block, pages in sorted(blocks, key=lambda block: block[1]):
+            start = block.offset + HEADER_BYTES
+            if block.chunk is not None:
+                on_device.append((pages, block.chunk.address + start))
+                continue
+            part = id(block.arena), start // REGISTER_BYTES
+            begin, end = known.get(part) or known.setdefault(part, self._take(block.arena, start))
+            address = begin + start
+            (on_host if address + block.payload_bytes <= end else elsewhere).append((pages, address))
+        self.on_device, self.on_host, self.elsewhere = map(_payloads, (on_device, on_host, elsewhere))
+
+    def _take(self, arena: Bytes, start: int) -> tuple[int, int]:
+        """The address of an arena, and the end of what is registered there from `start` on; 0: nothing is."""
+        begin = int(arena.__array_interface__["data"][0])
+        taken = self._registered.take(arena, start, 1)
+        if taken is None:
+            return begin, 0
+        self._taken.append(taken)
+        return begin, taken.address + taken.memory.nbytes
+
+    def give_back(self) -> None:
+        """The copies have ended."""
+        for taken in self._taken:
+            self._registered.give_back(taken)
+
+
+def _payloads(found: Sequence[_Payload]) -> Payloads:
+    return Payloads(
+        np.array([pages for pages, _ in found], np.uint64), np.array([address for _, address in found], np.uint64)
+    )
+
+
+class TwoWayTransfers:
+    """`loads` copies into pages of `pool`, `stores` out of them: kernels of stores come behind those of the engine.
+    `budget` is closed with it. `close` it once all loads have been finished. Raises DeviceError."""
+
+    def __init__(self, device: DeviceMemory, pool: DevicePool, budget: LinkBudget | None = None) -> None:
+        self.budget = budget or LinkBudget()
+        with contextlib.ExitStack() as undo:
+            registered = RegisteredMemory(device)
+            undo.callback(registered.close)
+            means = []
+            for priority in (HIGHEST_PRIORITY, LOWEST_PRIORITY):
+                made = CopyMeans(device, pool.block_bytes, registered=registered, budget=self.budget, priority=priority)
+                undo.callback(made.close)
+                means.append(made)
+            undo.callback(self.budget.close)  # comes first: what waits for its rate goes on
+            self.loads, self.stores = (DeviceTransfers(device, pool, means=each) for each in means)
+            self._ending = undo.pop_all()
+
+    def close(self) -> None:
+        """Wait for copies, unregister all memory. Idempotent."""
+        self._ending.close()
+
 
 _NO_TIMING = 2
 
 
 class DeviceTransfers:
-    """Of one pool. Use it as a context manager, or `close` it, once all loads have been finished. Raises DeviceError.
+    """Copies to and from one pool. Use it as a context manager, or `close` it, once all loads have been finished.
+    Raises DeviceError.
 
     `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
     background from now on, other host memory from when it is first used; `registered.want` does it earlier. An engine
@@ -73,8 +156,8 @@ class DeviceTransfers:
     def load_all(
         self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
-        """As `load`, of several leases, each with its first block and its pages: a layer of all of them comes before
-        the next one of any."""
+        """Begin a `load` of several leases, each with its first block and its pages: a layer of all of them comes
+        before the next one of any."""
         blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:
             for block, page in enumerate(pages, first_block):
@@ -130,7 +213,7 @@ class DeviceTransfers:
     def _wait_for(self, events: Sequence[int]) -> None:
         with self.device.current():
             for event in events:
-                self.device.call("cuEventSynchronize", self.device.driver.CUevent(event))
+                self.device.wait(self.device.driver.CUevent(event))
 
     def _finish_store(self, storing: Storing) -> None:
         if not storing.is_over:
@@ -197,7 +280,7 @@ class LayerLoad:
                 device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def wait_quietly(self, layer: int, stream: int) -> None:
-        """The same for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
+        """Call `wait` for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
         thread waits for all copies. Whether they came is `finish`'s to say."""
         try:
             self.wait(layer, stream)
@@ -267,11 +350,11 @@ class LayerLoad:
             means.stream.queue(on_device[at], "on device")
             self._queue_by_buffer(layer, sources.elsewhere)
             self._events.append(means.device.call("cuEventCreate", _NO_TIMING))
-            means.device.call("cuEventRecord", self._events[layer], means.stream.handle)
+            means.device.record(self._events[layer], means.stream.handle)
             self._say_queued(layer + 1)
 
     def _queue_from_host(self, runs: Runs) -> None:
-        """In slices, each waited for, while loads keep to a rate."""
+        """Queue copies, in slices, each waited for, while loads keep to a rate."""
         means = self._transfers.means
         parts = runs.slices(SLICE_BYTES) if means.budget.limits("loads") else [runs]
         for part in parts:

@@ -16,11 +16,11 @@ from kvstore_engine.kernels.cuda import (
     CacheShape,
     Crossover,
     Device,
+    KernelRows,
     Launcher,
     NewTokens,
     PagedAttention,
     RopeCache,
-    Rows,
 )
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
 from kvstore_engine.kernels.cuda.program import address_of
@@ -69,7 +69,7 @@ class KernelAttention(AttentionBackend):
             needed = self.attention.scratch_bytes(rows.count, rows.longest_context, kind)
             scratch = torch.empty(needed, dtype=torch.uint8, device=queries.device)
         self._cache.arrivals.wait(layer)
-        described = Rows(
+        described = KernelRows(
             rows.count, rows.sequences, rows.contexts, rows.tables, rows.tables.stride(0), rows.longest_context
         )
         if self._window:

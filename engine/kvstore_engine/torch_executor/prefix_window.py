@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvstore_console.units import parse_size
 from kvstore_engine.errors import UsageError
-from kvstore_engine.kernels.cuda.cache_window import CacheWindow
+from kvstore_engine.kernels.cuda.device import CacheWindow
 from kvstore_engine.torch_executor.shared_prefix import Int32Array, most_shared
 
 VARIABLE = "KVENGINE_L2_PREFIX"

@@ -14,7 +14,7 @@ from kvstored.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_console.progress import Progress
-    from kvstore_tiers.nvme.findings import Finding
+    from kvstore_tiers.nvme.check_slab import Finding
     from kvstore_tiers.nvme.repair import RepairReport
 
 EXAMPLES = """\
@@ -51,7 +51,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from kvstore_console.progress import Progress
     from kvstore_console.units import parse_size
     from kvstore_tiers.nvme.check import check_directory
-    from kvstore_tiers.nvme.errors import DirectoryError
+    from kvstore_tiers.nvme.directory_files import DirectoryError
     from kvstore_tiers.nvme.repair import repair_directory
 
     if wrong := what_is_wrong(arguments.directory):
@@ -130,7 +130,7 @@ def _report_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
 
 
 def _is_damaged(findings: list[Finding]) -> bool:
-    from kvstore_tiers.nvme.findings import Severity
+    from kvstore_tiers.nvme.check_slab import Severity
 
     return any(finding.severity is Severity.DAMAGE for finding in findings)
 

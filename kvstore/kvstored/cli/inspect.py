@@ -45,7 +45,7 @@ def add_inspect(commands: Commands) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from kvstore_tiers.nvme.errors import DirectoryError
+    from kvstore_tiers.nvme.directory_files import DirectoryError
     from kvstore_tiers.nvme.inspect import Inspector, NotAKey, NotThere
 
     if wrong := what_is_wrong(arguments.directory):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from kvstore_proto import lookup_index as layout
 from kvstore_proto.lookup_index import IndexLayout, IndexState
 from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
+from kvstore_tiers.arena_memory import F_SEAL_FUTURE_WRITE
 from kvstored.clients.codes import codes_by_mask
 from kvstored.clients.sessions import Session
 from kvstored.store.blocks import Residency

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 from kvstored.events.history import PublishedBefore
 from kvstored.events.records import STATISTICS
 from kvstored.telemetry import Counters

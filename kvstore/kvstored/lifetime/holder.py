@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 
-from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
+from kvstore_tiers.child_processes import is_of_our_user, receive_packet, send_packet
 from kvstored.lifetime.notify import notify
 from kvstored.process import file_identity, raise_descriptor_limit
 

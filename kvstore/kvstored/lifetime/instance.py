@@ -14,8 +14,7 @@ import stat
 from pathlib import Path
 
 from kvstore_proto.state_identity import SECRET_FILE
-from kvstore_tiers.nvme.directory import make_directory
-from kvstore_tiers.nvme.lock_file import lock_directory, open_lock, read_holder, write_holder
+from kvstore_tiers.nvme.directory import lock_directory, make_directory, open_lock, read_holder, write_holder
 from kvstored.clients.tenants import ourselves
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import select
 import socket
 from collections.abc import Sequence
 
-from kvstore_tiers.passing import send_packet
+from kvstore_tiers.child_processes import send_packet
 
 _FIRST_LISTEN_FD = 3
 _BARRIER_TIMEOUT_S = 5.0

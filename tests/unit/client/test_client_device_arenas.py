@@ -45,7 +45,7 @@ class Device:
             return None
         return GrantedArena(arena_id, CHUNK, os.open(os.devnull, os.O_RDONLY))
 
-    def map(self, descriptor: int, nbytes: int) -> DeviceChunk:
+    def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk:
         self.imports += 1
         if self.fails:
             raise DeviceError("cuMemImportFromShareableHandle", 2, "CUDA_ERROR_OUT_OF_MEMORY")

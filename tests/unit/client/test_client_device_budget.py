@@ -14,7 +14,7 @@ from kvstore_client.device import DeviceTransfers, LinkBudget, TwoWayTransfers
 from kvstore_client.device.budget import ASSUMED_BYTES_S, SLICE_BYTES
 from kvstore_client.errors import KVStoreError
 from kvstore_client.payload import PayloadWriter
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_proto.arena import HEADER_BYTES
 from tests.reference.stepped_time import SteppedTime
 from tests.unit.client.test_client_device_stores import LAYERS, PAGES, Engine
@@ -221,7 +221,7 @@ def test_means_tell_their_budget_what_stores_move() -> None:
     [([], []), ([3, 3, 3], [[3, 3], [3]]), ([9, 1, 9], [[9], [1], [9]]), ([6], [[6]]), ([2, 4, 1], [[2, 4], [1]])],
 )
 def test_slices_of_copies(sizes: list[int], parts: list[list[int]]) -> None:
-    runs = Runs.of([Run(100 * at, 1000 * at, nbytes) for at, nbytes in enumerate(sizes)])
+    runs = Runs.of([CopyRun(100 * at, 1000 * at, nbytes) for at, nbytes in enumerate(sizes)])
     slices = runs.slices(6)
     assert [part.nbytes.tolist() for part in slices] == parts
     assert [run for part in slices for run in part.rows()] == list(runs.rows())

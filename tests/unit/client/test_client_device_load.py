@@ -20,12 +20,14 @@ from kvstore_client.device.stores import Stores
 from kvstore_client.errors import KVStoreError
 from kvstore_client.lease import Lease
 from kvstore_cuda.copies import Runs
+from tests.reference.played_device import PlayedDevice
 
 
-class Device:
+class Device(PlayedDevice):
     """Its context can be used by the thread that made it, and by no other."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._owner = threading.get_ident()
 
     @contextmanager
@@ -36,9 +38,6 @@ class Device:
 
     def call(self, name: str, *arguments: Any) -> object:
         return object()
-
-    def quietly(self, name: str, *arguments: Any) -> None:
-        pass
 
 
 class Stream:

@@ -15,7 +15,7 @@ from kvstore_client.get import Get
 from kvstore_client.keys import KeyChains
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import REASON_VERIFY_FAILED, Counters
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of
@@ -85,8 +85,8 @@ def test_what_cannot_be_a_pool_is_refused(layers: list[Any]) -> None:
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
-    a, b, c = Run(0, 100, 8), Run(8, 108, 8), Run(16, 200, 8)
-    assert list(Runs.of([c, a, b]).merged().rows()) == [Run(0, 100, 16), c]
+    a, b, c = CopyRun(0, 100, 8), CopyRun(8, 108, 8), CopyRun(16, 200, 8)
+    assert list(Runs.of([c, a, b]).merged().rows()) == [CopyRun(0, 100, 16), c]
 
 
 @pytest.mark.parametrize(("offset", "blocks"), [(0, 1), (HEADER_BYTES, 0)])

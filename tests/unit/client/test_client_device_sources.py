@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.registered import Registration
-from kvstore_client.device.sources import Payloads, Sources
+from kvstore_client.device.transfers import Payloads, Sources
 from kvstore_client.lease import LeasedBlock
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES

@@ -23,24 +23,23 @@ from kvstore_client.device import (
     PoolPart,
     RegisteredMemory,
 )
-from kvstore_client.device.mappings import HostMappings
 from kvstore_client.payload import PayloadWriter
 from kvstore_cuda import driver as cuda_driver
 from kvstore_proto.arena import HEADER_BYTES
+from tests.reference.played_device import PlayedDevice
 
 PAGES, LAYERS, MIB = 6, 2, 1 << 20
 HOST_ADDRESSES = 91  # whether the device has host memory at the same ones: without them no kernel copies
 
 
-class Device:
+class Device(PlayedDevice):
     """A driver whose copies happen when their stream is waited for; its memory is host memory."""
 
     index = 0
     CUdeviceptr = CUdevice_attribute = CUevent = int
 
     def __init__(self) -> None:
-        self.driver = self
-        self.mappings = HostMappings()
+        super().__init__(self)
         self.queued: list[tuple[int, int, int]] = []
         self.most_queued_bytes = 0
         self.priorities: list[int] = []  # of streams, in order
@@ -61,12 +60,6 @@ class Device:
 
     def call(self, name: str, *arguments: Any) -> Any:
         return cuda_driver.call(self, name, *arguments)  # type: ignore[arg-type]
-
-    def quietly(self, name: str, *arguments: Any) -> None:
-        self.call(name, *arguments)
-
-    def unregister(self, address: int, _: object) -> None:
-        self.call("cuMemHostUnregister", address)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: (0, 0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,33 +11,21 @@ import pytest
 from kvstore_client.device import DeviceError, gather
 from kvstore_client.device.gather import MOST_RUNS, SHEETS, GatherKernel
 from kvstore_cuda import compiler as cuda_compiler
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from tests.reference.played_device import PlayedDevice
 
 LINE = gather.ALIGNED_BYTES
 
 
-class Device:
+class Device(PlayedDevice):
     """Kernels run when `run` is called; an event has passed once those before it have."""
 
-    index = 0
-    driver = SimpleNamespace(CUdevice_attribute=int)
-
     def __init__(self) -> None:
+        super().__init__()
         self.launched: list[tuple[int, int]] = []  # runs, count
         self.due: dict[int, int] = {}  # kernels that an event waits for
         self.ran = self.made = self.waits = 0
         self.fails_to_record = False
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        yield
-
-    def quietly(self, name: str, *arguments: Any) -> None:
-        with contextlib.suppress(DeviceError):
-            self.call(name, *arguments)
-
-    def unregister(self, address: int, memory: object) -> None:
-        self.quietly("cuMemHostUnregister", address)
 
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "cuEventCreate":
@@ -82,7 +67,7 @@ def lines(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Runs]
     source = np.random.default_rng(1).integers(0, 256, count * LINE, np.uint8)
     to = np.zeros_like(source)
     offsets = range(0, count * LINE, LINE)
-    return source, to, Runs.of(Run(to.ctypes.data + at, source.ctypes.data + at, LINE) for at in offsets)
+    return source, to, Runs.of(CopyRun(to.ctypes.data + at, source.ctypes.data + at, LINE) for at in offsets)
 
 
 def test_what_no_sheet_is_free_for_is_returned_and_all_else_is_copied(made: tuple[Device, GatherKernel]) -> None:

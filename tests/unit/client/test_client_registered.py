@@ -14,24 +14,21 @@ import numpy as np
 import pytest
 
 from kvstore_client.arenas import Arenas
-from kvstore_client.device.mappings import HostMappings
-from kvstore_client.device.memory import DeviceError
+from kvstore_client.device.memory import DeviceError, HostMappings
 from kvstore_client.device.registered import EARLY_S, IDLE_S, RegisteredMemory
 from kvstore_client.handshake import GrantedArena
 from kvstore_client.memory import Bytes
+from tests.reference.played_device import PlayedDevice
 
 ARENA_BYTES = 1 << 20
 
 
-class Device:
+class Device(PlayedDevice):
     """Notes what is registered, by address; and a clock."""
 
-    index = 0
-    driver = SimpleNamespace(CUdevice_attribute=lambda number: number)
-
     def __init__(self) -> None:
+        super().__init__()
         self.now = 100.0
-        self.mappings = HostMappings()
         self.registered: set[int] = set()
         self.fails = False
         self.failing: list[str] = []  # the next calls of these names, and "current"

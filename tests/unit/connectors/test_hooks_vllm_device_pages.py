@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, PoolPart
-from kvstore_client.device.mappings import HostMappings
 from kvstore_connectors.vllm.tensors import DevicePages
+from tests.reference.played_device import PlayedDevice
 
 _ENDS = {"cuStreamDestroy": "cuStreamCreateWithPriority", "cuMemHostUnregister": "cuMemHostRegister"}
 
 
-class Device:
+class Device(PlayedDevice):
     """`failing`: the call, and which of them, that fails. `held`: what was made and has not been ended."""
 
-    index = 0
-
     def __init__(self, failing: tuple[str, int] = ("", 0)) -> None:
-        self.mappings = HostMappings()
-        self.driver = SimpleNamespace(CUdevice_attribute=int, cuDriverGetVersion=lambda: (0, 12040))
+        super().__init__()
         self.held: Counter[str] = Counter()
         self._failing, self._calls = failing, Counter[str]()
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        yield
 
     def call(self, name: str, *arguments: Any) -> int:
         self._calls[name] += 1
@@ -43,9 +33,6 @@ class Device:
     def quietly(self, name: str, *arguments: Any) -> None:
         if name in _ENDS:
             self.held[_ENDS[name]] -= 1
-
-    def unregister(self, address: int, memory: object) -> None:
-        self.quietly("cuMemHostUnregister", address)
 
 
 def opened(device: Device) -> DevicePages:

@@ -28,7 +28,7 @@ from kvstore_engine.kernels.cuda import (
 )
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
-from kvstore_tiers.gpu import checksums
+from kvstore_tiers.gpu import streams
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.nvrtc import need_nvrtc
 
@@ -51,7 +51,7 @@ def must_compile_without_spilling(architecture: str, shapes: list[CacheShape]) -
     for shape in shapes:
         programs += [PagedAttention(ShimLauncher(), shape).program, RopeCache(ShimLauncher(), shape).program]
     assert {program.source for program in programs} == {path.name for path in SOURCES.glob("*.cu")}
-    for program in (*programs, checksums.PROGRAM, gather.PROGRAM):
+    for program in (*programs, streams.PROGRAM, gather.PROGRAM):
         cubin, log = compile_with_log(program, architecture, "--ptxas-options=-v")
         assert cubin.startswith(b"\x7fELF"), program
         assert SPILLS.findall(log) and set(SPILLS.findall(log)) == {"0"}, f"{program}\n{log}"

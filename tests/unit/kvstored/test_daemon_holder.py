@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.passing import receive_packet, send_packet
+from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstored.lifetime.holder import MAX_CONNECTIONS
 from kvstored.lifetime.warm import keepers
 from kvstored.lifetime.warm.keeper import KeeperError

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone
 from kvstored.store.degraded import Mode
 from kvstored.store.endurance import Verdict

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.base import MemoryKind, Outcome, Slot
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW, MemoryKind, Outcome, Slot
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.faulty import Fault, FaultyTier, hung
 from kvstore_tiers.testing.memory import MemoryTier

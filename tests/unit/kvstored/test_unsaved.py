@@ -15,7 +15,7 @@ from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.replaced_file import remove_leftover
 from kvstore_proto.state_identity import IDENTITY_FILE, read_identity
 from kvstore_tiers import failpoints
-from kvstore_tiers.nvme import lock_file
+from kvstore_tiers.nvme import directory
 from kvstore_tiers.replaced_file import replace_file, replaced_file
 from kvstored import sockets
 from kvstored.clients.tenants import Peer, TenantDirectory, keyring, names
@@ -179,7 +179,7 @@ def test_a_directory_is_locked_where_no_lock_file_can_be_made(tmp_path: Path, mo
         return real(path, flags, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lock_file.os, "open", full)
+        patched.setattr(directory.os, "open", full)
         first = InstanceLock(tmp_path)
         with pytest.raises(AlreadyRunning):
             InstanceLock(tmp_path)
@@ -199,7 +199,7 @@ def test_a_mark_keeps_the_space_of_the_one_before(tmp_path: Path, monkeypatch: p
         cuts.append(length)
         real(descriptor, length)
 
-    monkeypatch.setattr(lock_file.os, "ftruncate", cut)
+    monkeypatch.setattr(directory.os, "ftruncate", cut)
     InstanceLock(tmp_path).release()
     assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n" and 0 not in cuts
 

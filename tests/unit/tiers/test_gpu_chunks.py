@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_tiers.arena import Arena, ForeignMemory
+from kvstore_tiers.arena import Arena
+from kvstore_tiers.arena_memory import ForeignMemory
 from kvstore_tiers.base import MemoryKind, Slot, TierInfo
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstored.config import load_config
@@ -30,7 +31,7 @@ def filled(chunks: Chunks, slot_bytes: int, most: int = 1 << 20) -> list[Slot]:
 
 
 def held_bytes(chunks: Chunks) -> int:
-    return sum(chunk.held_bytes for report in chunks.reports() if (chunk := chunks.chunk(report.container)) is not None)
+    return sum(chunk.held_bytes for report in chunks.reports() if (chunk := chunks.get(report.container)) is not None)
 
 
 def opened(capacity_bytes: int) -> Chunks:
@@ -69,9 +70,9 @@ def test_no_chunk_is_emptied_for_slots_whose_header_pages_would_have_no_room() -
     ]
     for slot in large[: CHUNK_BYTES // LARGE]:
         chunks.free(slot)
-    before = chunks.used_bytes
+    before = chunks.nbytes
     assert chunks.allocate(SMALL, "tenant") is None and chunks.lacks_headers
-    assert chunks.used_bytes == before, "an empty chunk stays where it would be of no use"
+    assert chunks.nbytes == before, "an empty chunk stays where it would be of no use"
     chunks.leave()
 
 

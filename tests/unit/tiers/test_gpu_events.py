@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.gpu.events import Events
+from kvstore_tiers.gpu.streams import Events
 
 PATIENCE_S = 30.0
 
 
-class PlayedDriver:
+class PlayedDriver(CudaDevice):
     """All work has ended at once. `made`: how many events there are."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class PlayedDriver:
 
 @contextmanager
 def events_of(driver: PlayedDriver) -> Iterator[Events]:
-    events = Events(cast(Driver, driver))
+    events = Events(driver)
     yield events
     events.close()
 

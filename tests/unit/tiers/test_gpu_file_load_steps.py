@@ -16,11 +16,11 @@ from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.settings import AUTO, BOUNCE
 from kvstore_tiers.gpu.steps import Steps
+from kvstore_tiers.gpu.worker_life import AUTO, BOUNCE
+from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import AlignedBuffer, buffer_at
-from kvstore_tiers.sizes import aligned_up
 from kvstore_tiers.testing.transfers import block, finish
 from tests.reference.stored_blocks import stored_slot
 

@@ -13,8 +13,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Slot, TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW
+from kvstore_tiers.base import ERRORS_IN_A_ROW, Completion, FileImage, Outcome, OutcomeKind, Slot, TierState
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.memory import MemoryTier
 from kvstore_tiers.testing.transfers import block, finish, get

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
+from kvstore_tiers.parts import PART_ALIGNMENT, Parts
+from kvstore_tiers.remote.store import Exchange
 from tests.reference.running_daemon import eventually
 
 PATIENCE_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_tiers.remote.drivers.system_library import advice
+from kvstore_tiers.remote.drivers import advice
 
 MISSING = "cannot open shared object file: No such file or directory"
 

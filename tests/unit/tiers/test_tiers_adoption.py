@@ -13,7 +13,8 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum
 from kvstore_tiers.adoption import AdoptedArena
-from kvstore_tiers.arena import Arena, ArenaRecord, ForeignMemory, empty_memory
+from kvstore_tiers.arena import Arena, ArenaRecord
+from kvstore_tiers.arena_memory import ForeignMemory, empty_memory
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of

@@ -10,7 +10,7 @@ import pytest
 from kvstore_proto.arena import payload_checksum
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.segments import PIECE_BYTES, gather_and_checksum, segment_of
-from kvstore_tiers.transfer_batch import TransferBatch
+from kvstore_tiers.threads import TransferBatch
 
 DONE = Outcome(OutcomeKind.DONE)
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, read_header
-from kvstore_tiers import arena, image_copies
-from kvstore_tiers.arena import F_SEAL_FUTURE_WRITE
+from kvstore_tiers import arena_memory, host_transfers
+from kvstore_tiers.arena_memory import F_SEAL_FUTURE_WRITE
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
@@ -167,7 +167,7 @@ def test_without_a_descriptor_for_a_new_arena_the_old_one_stays(monkeypatch: pyt
         assert slot is not None
         tier.free(slot)
         with monkeypatch.context() as patched:
-            patched.setattr(arena, "_new_memory", refused(errno.EMFILE))
+            patched.setattr(arena_memory, "_new_memory", refused(errno.EMFILE))
             assert tier.allocate(65536, "b") is None, "a full tier, not a broken one"
         assert tier.used_bytes == MIB and tier.containers()[0].owner == "a"
         again = tier.allocate(65536, "a")
@@ -183,7 +183,7 @@ def test_an_arena_that_cannot_be_made_leaves_nothing(
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
-        patched.setattr(arena, call.split(".")[0], Refusing(call))
+        patched.setattr(arena_memory, call.split(".")[0], Refusing(call))
         assert tier.allocate(8192, "a") is None
     assert len(os.listdir("/proc/self/fd")) == before and tier.used_bytes == 0
     assert tier.allocate(8192, "a") is not None
@@ -243,14 +243,14 @@ def test_prefault_comes_in_slices_and_changes_nothing(tier: HostTier) -> None:
 
 def test_prefault_without_madvise_populates_all_the_same(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     class OldKernel:
-        fallocate = arena._libc.fallocate
+        fallocate = arena_memory._libc.fallocate
 
         @staticmethod
         def madvise(*_arguments: object) -> int:
             ctypes.set_errno(errno.EINVAL)
             return -1
 
-    monkeypatch.setattr(arena, "_libc", OldKernel)
+    monkeypatch.setattr(arena_memory, "_libc", OldKernel)
     header, payload = block(1, 50_000)
     slot = stored_slot(tier, header, payload, "a")
     assert tier.prefault_slice(MIB) == (MIB, MIB)
@@ -285,13 +285,13 @@ def test_the_copy_is_checksummed_not_the_clients_memory(tier: HostTier, monkeypa
     """A client that changes its staging memory during a put harms its own block, and never makes it look sound."""
     header, payload = block(1, 8192)
     as_copied = payload.copy()
-    real = image_copies.gather
+    real = host_transfers.gather
 
     def copy_then_client_writes(destination: int, segments: object) -> None:
         real(destination, segments)  # type: ignore[arg-type]
         payload[:] = 0
 
-    monkeypatch.setattr(image_copies, "gather", copy_then_client_writes)
+    monkeypatch.setattr(host_transfers, "gather", copy_then_client_writes)
     slot = stored_slot(tier, header, payload, "a")
     outcome, copy = get(tier, slot, header.key, 8192)
     assert outcome.ok and np.array_equal(copy, as_copied)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme import layout as lay
-from kvstore_tiers.nvme.journal import Journal, PendingRecords
+from kvstore_tiers.nvme.commit import Journal, PendingRecords
 from kvstore_tiers.nvme.slab_file import _runs
 from kvstore_tiers.testing.transfers import block, finish, get, put
 from tests.reference.stored_blocks import store_numbers, stored_slot

@@ -13,14 +13,15 @@ still map it.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, ForeignMemory
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena_memory import ForeignMemory
 from kvstore_tiers.base import ContainerReport
-from kvstore_tiers.slot import Slot
+from kvstore_tiers.containers import Containers
+from kvstore_tiers.image import Slot
 
 HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
 
@@ -31,81 +32,41 @@ def header_room(capacity_bytes: int) -> int:
     return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
 
 
-class Chunks:
-    """Of the device `device` (`Driver.identity`). `make` and `drop` are called with a chunk that is to be made, and
-    with the number of one to give back; `witness` receives each shadow."""
+class Chunks(Containers[Arena]):
+    """Chunks of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be
+    made, and with the number of one to give back; `witness` receives each shadow."""
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
         drop: Callable[[int], None], first_number: int = 1, witness: ArenaWitness | None = None,
     ) -> None:  # fmt: skip
-        self.capacity_bytes, self.chunk_bytes = capacity_bytes, chunk_bytes
+        super().__init__(capacity_bytes)
+        self.chunk_bytes = chunk_bytes
         self.may_grow = True
         self.lacks_headers = False  # blocks are so small that the header pages of more have no room
         self._device = device
         self._make, self._drop = make, drop
         self._witness = witness
-        self._chunks: dict[int, Arena] = {}
-        self._with_room: defaultdict[tuple[str, int], list[Arena]] = defaultdict(list)  # each chunk once
-        self._aside: set[int] = set()
-        self._refused: set[int] = set()
         self._next_number = first_number
-
-    @property
-    def used_bytes(self) -> int:
-        return len(self._chunks) * self.chunk_bytes
 
     @property
     def headers_bytes(self) -> int:
         """DRAM that header pages take, or will once each slot was used."""
-        return sum(map(_headers_of, self._chunks.values()))
-
-    @property
-    def blocks(self) -> int:
-        return sum(chunk.used_slots for chunk in self._chunks.values())
-
-    @property
-    def blocks_bytes(self) -> int:
-        return sum(chunk.used_slots * chunk.slot_bytes for chunk in self._chunks.values())
+        return sum(map(_headers_of, self))
 
     def allocate(self, nbytes: int, owner: str) -> Slot | None:
-        rooms = self._with_room[owner, nbytes]
-        if not rooms:
-            chunk = self._empty_for(nbytes, owner)
-            if chunk is None:
-                return None
-            if chunk.slot_bytes:
-                chunk.punch(0, chunk.nbytes)
-            chunk.shape(nbytes)
-            rooms.append(chunk)
-        chunk = rooms[-1]
-        slot = chunk.allocate()
-        if not chunk.has_room:
-            rooms.pop()
-        return slot
+        return self.take(nbytes, owner, lambda: self._cut(nbytes, owner))
 
     def free(self, slot: Slot) -> None:
-        chunk = self.of(slot)
-        had_room = chunk.has_room
-        chunk.free(slot)
-        if chunk.number in self._refused:
-            if not chunk.used_slots:
-                self._discard(chunk)
-        elif not had_room and chunk.number not in self._aside:
-            self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
+        chunk = self.give_back(slot)
+        if chunk.number in self.barred and not chunk.used_slots:
+            self._discard(chunk)
 
     def of(self, slot: Slot) -> Arena:
-        """Raises RuntimeError for a slot that is not allocated."""
-        chunk = self._chunks.get(slot.container)
-        if chunk is None:
-            raise RuntimeError(f"{slot} is in no chunk")
+        """Return the chunk of a slot. Raises RuntimeError for a slot that is not allocated."""
+        chunk = super().of(slot)
         chunk.require_out(slot)
         return chunk
-
-    def owner(self, number: int) -> str | None:
-        """Whose chunk that is; None where there is none."""
-        chunk = self._chunks.get(number)
-        return chunk.owner if chunk is not None else None
 
     def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
         """Take over a chunk of a process that has ended, with the blocks that its shadow names; None where the capacity
@@ -114,7 +75,7 @@ class Chunks:
             raise ForeignMemory("it is memory of another device")
         if record.nbytes != self.chunk_bytes:
             raise ForeignMemory(f"it has {record.nbytes} bytes, and chunks have {self.chunk_bytes} now")
-        if self.used_bytes + record.nbytes > self.capacity_bytes:
+        if self.nbytes + record.nbytes > self.capacity_bytes:
             return None
         if record.slot_bytes and not self._has_headers_for(record.slot_bytes):
             raise ForeignMemory("its header pages have no room")
@@ -124,80 +85,51 @@ class Chunks:
         except (ForeignMemory, OSError):
             os.close(descriptor)
             raise
-        self._chunks[chunk.number] = chunk
-        if chunk.has_room:
-            self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
+        self.add(chunk)
         self._next_number = max(self._next_number, chunk.number + 1)
         return found
 
     def abandon(self, number: int) -> None:
         """Forget an adopted chunk of which no slot is in use."""
-        self._discard(self._chunks[number])
+        self._discard(self[number])
 
     def leave(self) -> None:
         """Close the shadows, and leave what is in them to the other holders of their descriptors."""
-        for chunk in self._chunks.values():
+        for chunk in self:
             chunk.leave()
-
-    def chunk(self, number: int) -> Arena | None:
-        return self._chunks.get(number)
 
     def refuse(self, number: int) -> None:
         """The device has no memory for this chunk: hand out no slot of it, and forget it when it is empty."""
-        chunk = self._chunks.get(number)
+        chunk = self.get(number)
         if chunk is not None:
-            self._refused.add(number)
-            self._forget_room(chunk)
+            self.bar(chunk)
             if not chunk.used_slots:
                 self._discard(chunk)
 
-    def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
-        chunk = self._chunks[number]
-        return (chunk.owner, chunk.slot_bytes) == (owner, nbytes) and number not in self._aside | self._refused
-
-    def reports(self) -> list[ContainerReport]:
-        return [
-            ContainerReport(each.number, each.owner, each.nbytes, each.slot_bytes, each.slots, each.used_slots)
-            for each in self._chunks.values()
-        ]
-
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        unfit = self._aside | self._refused
-        return [
-            report
-            for report in self.reports()
-            if report.nbytes >= nbytes
-            and report.container not in unfit
-            and (report.owner, report.slot_bytes) != (owner, nbytes)
-            and self._headers_fit(nbytes, in_place_of=self._chunks[report.container])
-        ]
+        found = super().convertible(nbytes, owner)
+        return [each for each in found if self._headers_fit(nbytes, in_place_of=self[each.container])]
 
-    def set_aside(self, number: int) -> None:
-        self._aside.add(number)
-        self._forget_room(self._chunks[number])
-
-    def put_back(self, number: int) -> bool:
-        self._aside.discard(number)
-        chunk = self._chunks.get(number)
-        if chunk is None:
-            return False
-        if chunk.has_room and number not in self._refused:
-            self._with_room[chunk.owner, chunk.slot_bytes].append(chunk)
-        return chunk.used_slots == 0
+    def _cut(self, nbytes: int, owner: str) -> Arena | None:
+        chunk = self._empty_for(nbytes, owner)
+        if chunk is not None:
+            if chunk.slot_bytes:
+                chunk.punch(0, chunk.nbytes)
+            chunk.shape(nbytes)
+        return chunk
 
     def _empty_for(self, nbytes: int, owner: str) -> Arena | None:
-        """By falling cost: an empty chunk of this owner, new memory, new memory in place of another owner's."""
+        """Return, by falling cost, an empty chunk of this owner, new memory, new memory in place of another owner's."""
         if nbytes > self.chunk_bytes:
             return None
-        unfit = self._aside | self._refused
-        empty = [each for each in self._chunks.values() if not each.used_slots and each.number not in unfit]
+        empty = self.empty.values()
         own = next((each for each in empty if each.owner == owner), None)
         if own is not None:
             if not self._has_headers_for(nbytes, in_place_of=own):
                 return None
-            self._forget_room(own)
+            self.forget_room(own)
             return own
-        is_full = self.used_bytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
+        is_full = self.nbytes + self.chunk_bytes > self.capacity_bytes or not self.may_grow
         self.lacks_headers = False
         if is_full or not self._has_headers_for(nbytes):
             other = next((each for each in empty if self._has_headers_for(nbytes, in_place_of=each)), None)
@@ -211,14 +143,14 @@ class Chunks:
         except OSError:  # no descriptor or mapping is left: as a full device
             return None
         self._next_number += 1
-        self._chunks[chunk.number] = chunk
+        self.add(chunk)
         if self._witness is not None:
             self._witness.made(chunk)
         self._make(chunk)
         return chunk
 
     def _has_headers_for(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
-        """Whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
+        """Return whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
         self.lacks_headers = not self._headers_fit(slot_bytes, in_place_of)
         return not self.lacks_headers
 
@@ -228,18 +160,11 @@ class Chunks:
         return others_bytes + needed_bytes <= header_room(self.capacity_bytes)
 
     def _discard(self, chunk: Arena) -> None:
-        self._forget_room(chunk)
-        self._refused.discard(chunk.number)
-        del self._chunks[chunk.number]
+        self.remove(chunk)
         if self._witness is not None:
             self._witness.given_up(chunk.number)
         chunk.release()  # first: the memory that it names is not there any more
         self._drop(chunk.number)
-
-    def _forget_room(self, chunk: Arena) -> None:
-        rooms = self._with_room.get((chunk.owner, chunk.slot_bytes))
-        if rooms and chunk in rooms:
-            rooms.remove(chunk)
 
 
 def _headers_of(chunk: Arena) -> int:

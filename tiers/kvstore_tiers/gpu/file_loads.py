@@ -24,9 +24,8 @@ from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Segm
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.settings import BOUNCE, DIRECT
-from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.written import Written, blamed, check
+from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, check
+from kvstore_tiers.gpu.worker_life import BOUNCE, DIRECT
 from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import buffer_at, checksum_at, put_bytes
 from kvstore_tiers.threads import run_transfer
@@ -49,7 +48,8 @@ class _Load:
 
 
 class FileLoads:
-    """Over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError where direct storage is demanded and not there."""
+    """Loads over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError where direct storage is demanded and not
+    there."""
 
     def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, way: str) -> None:
         self._link = link
@@ -63,12 +63,12 @@ class FileLoads:
 
     @property
     def is_direct(self) -> bool:
-        """Whether payloads pass host memory by: bytes that nothing could verify are not read so."""
+        """Return whether payloads pass host memory by: bytes that nothing could verify are not read so."""
         return self._way != BOUNCE and not self._why_bounced
 
     @property
     def sentence(self) -> str:
-        """How files are read, for an operator."""
+        """The way in which files are read, for an operator."""
         if self.is_direct:
             return "reads NVMe by direct storage"
         why = "" if self._way == BOUNCE else f": {self._why_bounced}"
@@ -197,7 +197,7 @@ class _Attempt:
         stamped = header.stamped(slot.generation, header.checksum)
         page = stamped.pack()
         put_bytes(address, page)
-        written = Written.of(stamped, page)
+        written = WrittenBlock.of(stamped, page)
 
         def checked(outcome: Outcome) -> None:
             if outcome.ok:
@@ -219,7 +219,7 @@ class _Attempt:
         self.link.transfer(wire.WRITE, [piece], copied, waits=False)
         return Outcome(OutcomeKind.DONE)
 
-    def _checked(self, outcome: Outcome, written: Written) -> None:
+    def _checked(self, outcome: Outcome, written: WrittenBlock) -> None:
         if outcome.kind is not OutcomeKind.CORRUPT:
             self._end(outcome)
         elif self.is_direct:

@@ -1,25 +1,111 @@
 """The worker reads slot images from files by itself: the header page to host memory, the payload to the device.
 
-Owns the threads that read and the stream of their copies. Never judges what it has read, but that it is whole.
-Invariant: each load is reported once, when nothing of it is under way any more; its descriptor is closed then.
+GPUDirect Storage, by the library kvikio (extra `gds`), reads past host memory where the machine can do that. The
+library is loaded when a `DirectStorage` is made, by the worker alone. Registration has failed without a word elsewhere,
+so what arrives is verified on the device before anybody may read it.
+Owns the threads that read, the stream of their copies, and files that are open in the library. Never judges what it has
+read, but that it is whole.
+Invariants: each load is reported once, when nothing of it is under way any more; its descriptor is closed then; a file
+of the library is the one of its descriptor, even if its name is another file's by now.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
+from types import ModuleType
+from typing import Any
 
-from kvstore_cuda.copies import Run, Runs
+from kvstore_cuda.copies import CopyRun, Runs
+from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.gpu.direct_storage import DirectStorage
-from kvstore_tiers.gpu.driver import Driver
-from kvstore_tiers.gpu.events import Events
-from kvstore_tiers.sizes import aligned_up
+from kvstore_tiers.gpu.streams import Events
+from kvstore_tiers.image import aligned_up
+
+MOST_FILES = 64  # open at once
+# Read by the library when it is loaded. COMPAT_MODE: it copies through host memory by itself unless it must not, and
+# says nothing; we do that better, so the environment has no say. GDS_THRESHOLD: from so many bytes on cuFile is asked.
+_REQUIRED = {"KVIKIO_COMPAT_MODE": "OFF"}
+_DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
+
+
+class DirectStorageFailed(OSError):
+    """The library is missing, or cannot do it; the message says what to do. Without an errno."""
+
+
+class _DeviceBytes:
+    """Device memory in the form that the library takes."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class DirectStorage:
+    """Reads to the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
+
+    def __init__(self) -> None:
+        self._library = _load()
+        self._lock = threading.Lock()
+        self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by device and inode, the last used at the end
+
+    def read(self, descriptor: int, offset: int, address: int, nbytes: int) -> int:
+        """Read from a file to device memory; how many bytes. Offset, address and size are whole pages. From any thread
+        in which the device's context is current. Raises DirectStorageFailed; nothing is under way any more then."""
+        try:
+            file = self._file(descriptor)  # another thread may forget it meanwhile
+            # One task: of several, those after one that failed would still write.
+            return int(file.pread(_DeviceBytes(address, nbytes), nbytes, offset, task_size=nbytes).get())
+        except Exception as error:  # of the library's own, and of C++
+            raise DirectStorageFailed(f"direct storage: {type(error).__name__}: {error}") from None
+
+    def _file(self, descriptor: int) -> Any:
+        """Registering a file takes long beside a read, so that it is kept. An inode is no other file's while it is open
+        here."""
+        status = os.fstat(descriptor)
+        with self._lock:
+            found = self._files.pop((status.st_dev, status.st_ino), None)
+            if found is None:
+                self._forget()
+                found = self._library.CuFile(f"/proc/self/fd/{descriptor}", "r")
+            self._files[status.st_dev, status.st_ino] = found
+            return found
+
+    def _forget(self) -> None:
+        """Files that were deleted, and the one that was used least lately where there are many. The library closes a
+        file that nothing refers to any more."""
+        for key, file in list(self._files.items()):
+            if not os.fstat(file.fileno()).st_nlink:
+                del self._files[key]
+        while len(self._files) >= MOST_FILES:
+            self._files.popitem(last=False)
+
+
+def _load() -> ModuleType:
+    os.environ.update(_DEFAULTS | os.environ | _REQUIRED)
+    try:
+        import kvikio
+        import kvikio.cufile_driver
+    except Exception as error:  # a library's start may raise anything
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "kvikio":
+            raise DirectStorageFailed("the library kvikio is missing: pip install 'kvstored[gds]'") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise DirectStorageFailed(f"the library kvikio cannot be loaded: {reason}") from None
+    try:
+        kvikio.cufile_driver.driver_open()  # before a file is opened: without cuFile that waits for ever
+    except Exception as error:
+        raise DirectStorageFailed(f"cuFile does not start, gdscheck says why: {error}") from None
+    library: ModuleType = kvikio
+    return library
+
 
 READERS = 4  # chosen, not measured: each has a whole block under way
 Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with an errno where the file cannot be read
@@ -27,8 +113,8 @@ Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """Of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of the rest
-    of `host` (at the address `host_address`) unless it `is_direct`."""
+    """A read of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of
+    the rest of `host` (at the address `host_address`) unless it `is_direct`."""
 
     transfer: int
     descriptor: int
@@ -43,7 +129,7 @@ class FileRead:
 class FileReads:
     """`direct` is None where there is no direct storage. `ended` is called on threads of ours or of `events`."""
 
-    def __init__(self, driver: Driver, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
+    def __init__(self, driver: CudaDevice, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
         self._driver = driver
         self._events = events
         self._stream = events.stream()
@@ -82,7 +168,7 @@ class FileReads:
             self._end(read, None)
             return
         _read_whole(read.descriptor, read.host[: HEADER_BYTES + payload_pages], read.offset)
-        run = Runs.of([Run(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)])
+        run = Runs.of([CopyRun(read.device, read.host_address + HEADER_BYTES, read.payload_bytes)])
 
         def settled(failure: DriverError | None) -> None:
             self._end(read, failure)

@@ -1,8 +1,8 @@
-"""What a tier has its worker do: packets to it, and what it says.
+"""The way from a tier to its worker: packets to it, and its answers.
 
 Owns what a worker must know after a restart: regions, chunks and their descriptors. Which worker is at the other end,
 and whether there is one, is `worker_life`'s, whose thread hears it and ends transfers; what waits to be sent is
-`outbox`'s, which transfers are under way `pending`'s.
+`outbox`'s.
 Invariants: each transfer ends once, with a failure when its worker died or did not answer for too long; one that
 no worker has seen yet waits for the next, unless workers keep dying; a chunk whose descriptor has come is never made
 again, only mapped again; a region is dropped when no process of ours has it mapped any more.
@@ -17,14 +17,81 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from kvstore_tiers.arena import ChunkWitness
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.outbox import Greeting, Outbox, Outgoing
-from kvstore_tiers.gpu.pending import Done, Pending, Transfer
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.settings import WorkerSettings
-from kvstore_tiers.gpu.worker_life import WorkerLife
+from kvstore_tiers.gpu.worker_life import WorkerLife, WorkerSettings
+
+Done = Callable[[wire.End], None]
+
+
+@dataclass
+class Transfer:
+    """`waits`: for the next worker, where there is none now."""
+
+    ended: Done
+    since_s: float
+    patience_s: float
+    waits: bool
+    is_sent: bool = False
+
+
+class Pending:
+    """May be used from any thread; ends are called on that of the caller."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[int, Transfer] = {}
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def begin(self, ended: Done, patience_s: float, *, waits: bool, may: Callable[[], bool]) -> int | None:
+        """The number of a new transfer; None unless it `may` begin, which is asked in the same step."""
+        with self._lock:
+            if not may():
+                return None
+            self._last += 1
+            self._transfers[self._last] = Transfer(ended, time.monotonic(), patience_s, waits)
+            return self._last
+
+    def send(self, number: int) -> bool:
+        """A worker is to see it, and owes its end from now on; False where it has failed meanwhile."""
+        with self._lock:
+            transfer = self._transfers.get(number)
+            if transfer is not None:
+                transfer.is_sent, transfer.since_s = True, time.monotonic()
+            return transfer is not None
+
+    def take_back(self, number: int) -> None:
+        """It could not be sent."""
+        with self._lock:
+            transfer = self._transfers.get(number)
+            if transfer is not None:
+                transfer.is_sent = False
+
+    def end(self, number: int, end: wire.End) -> None:
+        """End one; nothing happens where it has ended already."""
+        with self._lock:
+            transfer = self._transfers.pop(number, None)
+        if transfer is not None:
+            transfer.ended(end)
+
+    def fail(self, concerns: Callable[[Transfer], bool], end_of: Callable[[Transfer], wire.End]) -> int:
+        """End those that it concerns; how many."""
+        with self._lock:
+            numbers = [number for number, each in self._transfers.items() if concerns(each)]
+            failed = [self._transfers.pop(number) for number in numbers]
+        for each in failed:
+            each.ended(end_of(each))
+        return len(failed)
+
+    def is_overdue(self, now_s: float, ready_s: float) -> bool:
+        """Return whether a worker that is ready since `ready_s` has owed the end of one for too long."""
+        with self._lock:
+            sent = [each for each in self._transfers.values() if each.is_sent]
+        return any(now_s - max(each.since_s, ready_s) > each.patience_s for each in sent)
+
 
 DOWN = "the GPU's worker is not running"
 Ended = Callable[[str], None]  # with what went wrong; empty when the bytes are in place
@@ -42,31 +109,18 @@ class _Chunk:
     descriptor: int = -1  # -1 until the worker has made it
 
 
-class Follower(Protocol):
-    """Hears of the worker, on a thread of the link's. Quick; raises nothing."""
-
-    def has_memory(self, number: int, descriptor: int) -> None:
-        """A chunk is there; the descriptor of its memory stays the link's."""
-        ...
-
-    def worker_started(self, process: int) -> None: ...
-
-    def worker_ended(self, process: int) -> None: ...
-
-
 class WorkerLink:
-    """To `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower` hears of
-    those that are; `regions` hear which of them a worker has registered.
-    `can_check` says whether the worker has `checksums`, and
-    `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where they are wanted.
-    Raises OSError where no worker starts, with what it said."""
+    """A link to `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower`
+    hears of those that are; `regions` hear which of them a worker has registered. `can_check` says whether the worker
+    has `checksums`, and `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where
+    they are wanted. Raises OSError where no worker starts, with what it said."""
 
     def __init__(
         self,
         device: int,
         refused: Callable[[int, str], None],
         *,
-        follower: Follower | None = None,
+        follower: ChunkWitness | None = None,
         regions: Regions,
         settings: WorkerSettings | None = None,
     ) -> None:
@@ -134,22 +188,16 @@ class WorkerLink:
             chunk = self._chunks.get(number)
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
 
-    def transfer(self, letter: bytes, pieces: Sequence[wire.Piece], ended: Ended, *, waits: bool = True) -> None:
-        """WRITE or READ. `ended` is called on a thread of this link's; on the caller's when there is no worker. Unless
-        it `waits`, it fails where only the next worker could do it."""
+    def transfer(
+        self, letter: bytes, pieces: Sequence[wire.Piece] | Sequence[wire.Move], ended: Ended, *, waits: bool = True
+    ) -> None:
+        """Have pieces copied, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
+        caller's when there is no worker. Unless it `waits`, it fails where only the next worker could do it."""
 
         def done(end: wire.End) -> None:
             ended(end.failure)
 
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
-
-    def move(self, moves: Sequence[wire.Move], ended: Ended) -> None:
-        """Copy from device memory to device memory. `ended` is called as that of `transfer`."""
-
-        def done(end: wire.End) -> None:
-            ended(end.failure)
-
-        self._begin(lambda number: wire.pack_transfer(wire.MOVE, number, moves), done, waits=True)
 
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
         """Have the worker read from a file; the descriptor, which can read it, is the link's from now on. `ended` as
@@ -213,7 +261,8 @@ class WorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """That it has let go of a region, or the end of a transfer; or that it reads: all else waits behind that."""
+        """Return whether it owes for too long that it has let go of a region, the end of a transfer, or that it reads:
+        all else waits behind that."""
         patience_s = self._settings.patience_s
         with self._lock:
             leaving = [each.since_s for each in self._leaving.values()]

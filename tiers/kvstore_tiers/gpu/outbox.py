@@ -1,4 +1,4 @@
-"""What is to be said to the worker, whichever there is when its turn comes.
+"""The queue of packets for the worker, whichever there is when their turn comes.
 
 Owns the socket, the queue and the thread that sends, so that no caller waits for a worker. Never starts one.
 Invariants: packets go in their order, behind what each new worker gets first; one that a worker did not get goes to
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kvstore_tiers.child_processes import send_packet
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.passing import send_packet
 
 
 class Outgoing(NamedTuple):
@@ -54,11 +54,11 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a worker to send to."""
+        """Return whether there is a worker to send to."""
         return self._has_socket.is_set()
 
     def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:
-        """Whether a worker that is ready since `ready_s` has had no room for a packet for too long."""
+        """Return whether a worker that is ready since `ready_s` has had no room for a packet for too long."""
         since_s = self._sends_since_s
         return since_s is not None and now_s - max(since_s, ready_s) > patience_s
 
@@ -66,7 +66,8 @@ class Outbox:
         self._queue.put(Outgoing(packet, descriptor, transfer))
 
     def open(self, sock: socket.socket, greetings: Iterable[Greeting]) -> None:
-        """To a new worker: the greetings, which may be more than its socket holds before it reads, then the queue."""
+        """Send to a new worker: the greetings, which may be more than its socket holds before it reads, then the
+        queue."""
         with self._wire:
             self._greetings = deque(greetings)
             self._socket = sock
@@ -85,7 +86,7 @@ class Outbox:
             sock.close()
 
     def close(self) -> None:
-        """What waits is not sent. Returns at once; the socket is shut, for both sides: see `join`."""
+        """Send nothing more of what waits. Returns at once; the socket is shut, for both sides: see `join`."""
         self._is_closing = True
         self._has_socket.set()
         self._queue.put(None)

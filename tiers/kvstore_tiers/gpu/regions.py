@@ -18,7 +18,7 @@ from kvstore_tiers.segments import Segment
 _LOG = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class RegionPart(NamedTuple):
     region: int
     offset: int
     nbytes: int
@@ -74,10 +74,11 @@ class Regions:
     def registered_bytes(self) -> int:
         return sum(each.nbytes for each in self._usable)
 
-    def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[Place] | None:
-        """Where the segments are; None when a part of them is in no region that the device may read, or write."""
+    def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[RegionPart] | None:
+        """Return where the segments are; None when a part of them is in no region that the device may read, or
+        write."""
         regions = self._usable
-        places: list[Place] = []
+        places: list[RegionPart] = []
         for segment in segments:
             if not segment.nbytes:
                 continue
@@ -87,5 +88,5 @@ class Regions:
             found = regions[at]
             if segment.address + segment.nbytes > found.address + found.nbytes or (to_write and not found.is_writable):
                 return None
-            places.append(Place(found.number, segment.address - found.address, segment.nbytes))
+            places.append(RegionPart(found.number, segment.address - found.address, segment.nbytes))
         return places

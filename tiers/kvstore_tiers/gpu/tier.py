@@ -1,14 +1,14 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers`, `relocations` and `file_loads` make transfers. Holds no CUDA
-context: the link (`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks
-outlive the worker. A witness that keeps these descriptors, and those of the shadows, has them outlive this process too
-(`adopt`, `leave`).
-A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
+Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
+(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
+witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`). A
+slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
 tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
-the bounce buffer. What a file has, the worker reads itself.
-Checksums are verified by this process, on what came back to host memory, and by the device on what arrived
-there, before it may be read. Without NVRTC that is not possible, and `statistics` says so.
+the bounce buffer. Memory is shared in parts, since registering each takes a moment; a part is a region to the worker,
+so no copy reaches over the border of two registrations. What a file has, the worker reads itself. Checksums are
+verified by this process, on what came back to host memory, and by the device on what arrived there, before it may be
+read. Without NVRTC that is not possible, and `statistics` says so.
 Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
 checksummed in the copy that no client can write; a transfer under way when the worker dies ends FAILED.
 """
@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -32,39 +34,36 @@ from kvstore_tiers.adoption import AdoptedArena
 from kvstore_tiers.arena import Arena, ArenaRecord, ChunkWitness
 from kvstore_tiers.base import (
     Completion,
-    ContainerReport,
     Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
 from kvstore_tiers.gpu.link import DOWN, WorkerLink
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.relocations import GpuRelocations
-from kvstore_tiers.gpu.settings import AUTO, OFF, WorkerSettings
-from kvstore_tiers.gpu.shared_memory import SharedMemory
 from kvstore_tiers.gpu.steps import Steps
 from kvstore_tiers.gpu.transfers import GpuTransfers
+from kvstore_tiers.gpu.worker_life import AUTO, OFF, WorkerSettings
+from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.segments import buffer_at
-from kvstore_tiers.sizes import require_slot_size
 
 MIN_CHUNK_BYTES = 2 << 20  # what devices give out memory by
 DEFAULT_CHUNK_BYTES, DEFAULT_BOUNCE_BYTES = 32 << 20, 64 << 20
 _LOG = logging.getLogger(__name__)
 
 
-class GpuTier(Tier):
+class GpuTier(ContainerTier):
     """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
     for the worker; raises OSError where it does not start, with the reason. Chunks are numbered from `first_number`.
     With a `witness` what is on the device is left to it at `close`."""
@@ -98,16 +97,18 @@ class GpuTier(Tier):
             device, lambda chunk, why: self._refusals.put((chunk, why)),
             follower=witness, regions=self._regions, settings=settings,
         )  # fmt: skip
-        self._chunks = Chunks(
+        self._chunks = self._containers = Chunks(
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
             witness,
         )  # fmt: skip
         self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
         bounce = self._steps.bounce
         self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
-        self._shared = SharedMemory(self._link, self._regions, settings.register_bytes, self._steps.finish)
+        self._register_bytes = settings.register_bytes
+        self._numbers = count(wire.BOUNCE_REGION + 1)
+        self._shared: dict[int, list[int]] = {}  # memory in parts, by the number of the first
+        self._sharing = threading.Lock()
         self._transfers = GpuTransfers(self._link, self._steps, self._counters, self._regions)
-        self._relocations = GpuRelocations(self._link, self._steps, self._counters)
         self._loads = self._make_loads(settings.from_files) if settings.from_files != OFF else None
 
     def _make_loads(self, way: str) -> FileLoads:
@@ -132,21 +133,6 @@ class GpuTier(Tier):
     def free(self, slot: Slot) -> None:
         self._hear_refusals()
         self._chunks.free(slot)
-
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        return self._chunks.makes_room(container, nbytes, owner)
-
-    def containers(self) -> list[ContainerReport]:
-        return self._chunks.reports()
-
-    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return self._chunks.convertible(nbytes, owner)
-
-    def set_aside(self, container: int) -> None:
-        self._chunks.set_aside(container)
-
-    def put_back(self, container: int) -> bool:
-        return self._chunks.put_back(container)
 
     def _make(self, chunk: Arena) -> None:
         self._link.add_chunk(chunk.number, chunk.nbytes)
@@ -179,10 +165,10 @@ class GpuTier(Tier):
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """On the device, where that can verify what it copied; else by way of host memory."""
+        """Copy on the device, where that can verify what it copied; else by way of host memory."""
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
-            self._relocations.relocate(source, shadows[0], target, shadows[1], expect_key, done)
+            self._transfers.relocate(source, shadows[0], target, shadows[1], expect_key, done)
         else:
             super().relocate(source, target, expect_key, done)
 
@@ -191,14 +177,14 @@ class GpuTier(Tier):
         return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be said.
-        By the device itself where it can (`verifies`), else the block is read. The slot may be freed
-        meanwhile: then the answer means nothing."""
+        """Return whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be
+        said. By the device itself where it can (`verifies`), else the block is read. The slot may be freed meanwhile:
+        then the answer means nothing."""
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
     def verifies(self) -> bool:
-        """Whether the device computes checksums."""
+        """Return whether the device computes checksums."""
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
@@ -249,12 +235,13 @@ class GpuTier(Tier):
         self._chunks.of(slot).retire(slot)
 
     def shadow_of(self, number: int) -> Arena | None:
-        """What says which blocks are in a chunk; None where there is no such chunk."""
-        return self._chunks.chunk(number)
+        """Return the shadow of a chunk, which says what blocks are in it; None where there is no such chunk."""
+        return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
         """Whose blocks are in a chunk; None where there is no such chunk."""
-        return self._chunks.owner(number)
+        chunk = self._chunks.get(number)
+        return chunk.owner if chunk is not None else None
 
     def export(self, number: int) -> tuple[int, int]:
         """A new descriptor of a chunk, the caller's to close, and its bytes. A process that imports it could map it to
@@ -266,16 +253,35 @@ class GpuTier(Tier):
         return descriptor, self._chunks.chunk_bytes
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        return self._shared.share(descriptor, address, nbytes)
+        parts: list[int] = []
+        with self._sharing:
+            for offset in range(0, nbytes, self._register_bytes):
+                part_bytes = min(self._register_bytes, nbytes - offset)
+                parts.append(next(self._numbers))
+                self._regions.add(parts[-1], address + offset, part_bytes)
+                self._link.add_region(parts[-1], wire.Region(descriptor, offset, part_bytes))
+            self._shared[parts[0]] = parts
+        return parts[0]
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
-        self._shared.unshare(number, ended)
+        with self._sharing:
+            parts = self._shared.pop(number)
+        left = count(len(parts) - 1, -1)
+
+        def part_left() -> None:
+            if not next(left) and not self._steps.finish(ended):
+                ended()
+
+        for part in parts:
+            self._regions.drop(part)
+        for part in parts:
+            self._link.drop_region(part, part_left)
 
     # Reports
 
     @property
     def device_identity(self) -> int:
-        """Of the device whose memory it is (`kvstore_cuda.driver`)."""
+        """The identity of the device whose memory it is (`kvstore_cuda.device`)."""
         return self._link.device_identity
 
     @property
@@ -285,7 +291,7 @@ class GpuTier(Tier):
 
     @property
     def worker_starts(self) -> int:
-        """How often a worker was started."""
+        """The number of workers that were started."""
         return self._link.worker.starts
 
     def location(self, slot: Slot) -> str:
@@ -311,11 +317,16 @@ class GpuTier(Tier):
         elif chunks.lacks_headers:
             room = human_bytes(self.info.dram_bytes)
             message += f"; it takes no more blocks that are as small as these: {room} of header pages is the limit"
-        used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.used_bytes, chunks.blocks_bytes)
+        used_bytes, blocks_bytes = (0, 0) if self._closed else (chunks.nbytes, chunks.blocks_bytes)
         return self._counters.report(
-            state=state, capacity_bytes=chunks.capacity_bytes, used_bytes=used_bytes,
-            blocks=0 if self._closed else chunks.blocks,
-            used_by={"blocks": blocks_bytes, "free": used_bytes - blocks_bytes}, message=message,
+            TierStatistics(
+                state=state,
+                capacity_bytes=chunks.capacity_bytes,
+                used_bytes=used_bytes,
+                blocks=0 if self._closed else chunks.blocks,
+                used_by={"blocks": blocks_bytes, "free": used_bytes - blocks_bytes},
+                message=message,
+            )
         )  # fmt: skip
 
     def close(self) -> None:

@@ -1,26 +1,29 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
-The slots' shadows (`chunks`) say which were written whole: a header page
-is put there when the copies have ended, and the device has checked them where it can (`written`). An engine could also
-write to device memory: a header that comes back is believed only if it is the one that was written, and with it the
-payload's checksum.
+The slots' shadows (`chunks`) say which were written whole: a header page is put there when the copies have ended, and
+the device has checked them where it can (`steps.check`). An engine could also write to device memory: a header that
+comes back is believed only if it is the one that was written, and with it the payload's checksum.
+A block that goes from slot to slot is copied on the device as it is, so that neighbours are one run. Then the target's
+own header page comes by the bounce buffer, since it names another generation: no byte of the payload is in host memory.
+That is not used where the device computes no checksums: nothing here could verify the payload.
 Invariant: a range of the bounce buffer is given back once, when the copies that use it have ended.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.link import WorkerLink
-from kvstore_tiers.gpu.regions import Place, Regions
-from kvstore_tiers.gpu.steps import Steps
-from kvstore_tiers.gpu.written import Written, blamed, block_in, check
-from kvstore_tiers.image import erase_header
+from kvstore_tiers.gpu.regions import RegionPart, Regions
+from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, block_in, check
+from kvstore_tiers.image import aligned_up, erase_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
     buffer_at,
@@ -79,7 +82,7 @@ class GpuTransfers:
             self._bounce.give_back(offset, bounced_bytes)
             raise
 
-        written = Written.of(stamped, page)
+        written = WrittenBlock.of(stamped, page)
         payload = segments if is_direct else [Segment(address + HEADER_BYTES, header.payload_bytes)]
 
         def finish(outcome: Outcome) -> None:
@@ -163,18 +166,41 @@ class GpuTransfers:
 
         self._link.transfer(wire.READ, pieces, copied)
 
+    # Between slots
+
+    def relocate(
+        self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
+    ) -> None:
+        """See `Tier.relocate`; the shadows are those of the slots."""
+        erase_header(shadow)  # until the block was verified
+        end = self._steps.expect(self._counters.wrote, done)
+        found = block_in(source, source_shadow, expect_key)
+        if isinstance(found, Outcome):
+            end(found)
+            return
+        header, page = found
+        if HEADER_BYTES + header.payload_bytes > target.nbytes:
+            end(Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit {target}"))
+            return
+        own = header.stamped(target.generation, header.checksum)
+        move = _Move(
+            self._link, self._steps, source, WrittenBlock.of(header, page), target, shadow, own, own.pack(), end
+        )
+        self._steps.begin(move.begin, end)
+
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
-        """Whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be said.
-        On the device where the worker can, else by reading the block. Counts as no transfer where nothing is moved."""
+        """Return whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be
+        said. On the device where the worker can, else by reading the block. Counts as no transfer where nothing is
+        moved."""
         found = block_in(slot, shadow, expect_key)
         if isinstance(found, Outcome):
             done(found)
             return
         header, page = found
         if self._link.can_check:
-            check(self._link, slot, Written.of(header, page), self._steps.expect(lambda outcome: outcome, done))
+            check(self._link, slot, WrittenBlock.of(header, page), self._steps.expect(lambda outcome: outcome, done))
         else:
             whole = AlignedBuffer(header.payload_bytes).segment(header.payload_bytes)
             self.read(slot, shadow, expect_key, [whole], done)
@@ -182,8 +208,8 @@ class GpuTransfers:
     # For a start
 
     def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
-        """What is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be read.
-        For a start: no other transfer is under way."""
+        """Return what is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be
+        read. For a start: no other transfer is under way."""
         pages: list[bytes] = []
         batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)
         for first in range(0, len(slots), batch):
@@ -208,7 +234,7 @@ class GpuTransfers:
         return pages
 
 
-def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
+def _pieces(slot: Slot, places: Sequence[RegionPart]) -> list[wire.Piece]:
     """The payload of a slot, piece by piece, and where each is in host memory."""
     pieces: list[wire.Piece] = []
     at = slot.offset + HEADER_BYTES
@@ -216,3 +242,62 @@ def _pieces(slot: Slot, places: Sequence[Place]) -> list[wire.Piece]:
         pieces.append(wire.Piece(slot.container, at, place.region, place.offset, place.nbytes))
         at += place.nbytes
     return pieces
+
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Move:
+    """One relocation; each step begins the next. `header` and `page` are the target's."""
+
+    link: WorkerLink
+    steps: Steps
+    source: Slot
+    written: WrittenBlock
+    target: Slot
+    shadow: Segment
+    header: BlockHeader
+    page: bytes
+    end: Completion
+    offset: int = -1  # of the page in the bounce buffer
+
+    def begin(self) -> None:
+        source, target = self.source, self.target
+        image_bytes = aligned_up(HEADER_BYTES + self.header.payload_bytes)
+        move = wire.Move(source.container, source.offset, target.container, target.offset, image_bytes)
+        self.offset = self.steps.bounce.take(HEADER_BYTES)
+        put_bytes(self.steps.bounce.address + self.offset, self.page)
+        self.link.transfer(wire.MOVE, [move], self._stamp)
+
+    def _stamp(self, failure: str) -> None:
+        if failure:
+            self._copied(failure)
+            return
+        page = wire.Piece(self.target.container, self.target.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES)
+        self.link.transfer(wire.WRITE, [page], self._copied)
+
+    def _copied(self, failure: str) -> None:
+        self.steps.bounce.give_back(self.offset, HEADER_BYTES)
+        if failure:
+            self.end(Outcome(OutcomeKind.FAILED, message=failure))
+            return
+        source_page = self.source, self.written.page_digest
+        check(self.link, self.target, WrittenBlock.of(self.header, self.page), self._checked, pages=[source_page])
+
+    def _checked(self, outcome: Outcome) -> None:
+        if outcome.kind is OutcomeKind.CORRUPT:
+            check(self.link, self.source, self.written, self._blamed)
+        elif outcome.ok:
+            put_bytes(self.shadow.address, self.page)
+            self.end(Outcome(OutcomeKind.DONE, self.header, self.header.payload_bytes))
+        else:
+            self.end(outcome)
+
+    def _blamed(self, source: Outcome) -> None:
+        """End the transfer by what is at fault: the source was damaged, or the way is."""
+        if source.ok:
+            message = f"other bytes arrived in {self.target} on the device than are in {self.source}"
+            _LOG.error("%s: block %s", message, self.written.key.hex())
+            source = Outcome(OutcomeKind.FAILED, message=message)
+        self.end(source)

@@ -1,4 +1,4 @@
-"""What the tier and its worker say to each other: packets of a SOCK_SEQPACKET socket pair, no payload in them.
+"""The language of the tier and its worker: packets of a SOCK_SEQPACKET socket pair, no payload in them.
 
 A packet is one letter and fields of fixed size; texts come last. Numbers of regions (host memory that both map), chunks
 (device memory) and transfers are the tier's. A packet that names what the worker has already, or has no longer, is
@@ -90,7 +90,7 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a transfer ended: well when `failure` is empty. `errno`: that of a file that cannot be read. `is_down`: no
+    """The end of a transfer: well when `failure` is empty. `errno`: that of a file that cannot be read. `is_down`: no
     worker did it. `dead_worker`: the number of the one that died after the transfer was sent to it."""
 
     failure: str = ""
@@ -133,7 +133,7 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
 
 
 def unpack_moves(packet: bytes) -> tuple[int, list[Move]]:
-    """Of a packet MOVE, which `pack_transfer` made."""
+    """Read a packet MOVE, which `pack_transfer` made."""
     number, rows = _unpack_rows(packet, len(Move._fields))
     return number, [Move(*row) for row in rows]
 
@@ -154,7 +154,7 @@ def unpack_load(packet: bytes) -> tuple[int, FileLoad]:
 
 
 def unpack_end(packet: bytes) -> tuple[int, End]:
-    """Of a packet ENDED, UNREAD or SUMS: its transfer, and how that ended."""
+    """Return of a packet ENDED, UNREAD or SUMS its transfer, and how that ended."""
     letter = packet[:1]
     number, errno, text = unpack(packet)
     if letter == SUMS:

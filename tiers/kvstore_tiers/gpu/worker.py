@@ -18,35 +18,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore_cuda.copies import Run, Way
-from kvstore_cuda.driver import DriverError
+from kvstore_cuda.copies import CopyRun, Way
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.driver import DriverError, NoDriver
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.checksums import Checksums, Range
-from kvstore_tiers.gpu.copies import Copies
-from kvstore_tiers.gpu.device_memory import DeviceMemory
-from kvstore_tiers.gpu.direct_storage import DirectStorage, DirectStorageFailed
-from kvstore_tiers.gpu.driver import Driver, NoDriver
-from kvstore_tiers.gpu.events import Events
-from kvstore_tiers.gpu.file_reads import FileRead, FileReads
-from kvstore_tiers.gpu.host_memory import HostMemory, Unregistered
-from kvstore_tiers.passing import receive_packet, send_packet
-from kvstore_tiers.sizes import aligned_up
+from kvstore_tiers.gpu.file_reads import DirectStorage, DirectStorageFailed, FileRead, FileReads
+from kvstore_tiers.gpu.streams import Checksums, Copies, Events, Range
+from kvstore_tiers.gpu.worker_memory import DeviceMemory, HostMemory, Unregistered
+from kvstore_tiers.image import aligned_up
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
 _PR_SET_PDEATHSIG = 1
 BROKEN_STATUS = 3
 _WAYS: dict[bytes, Way] = {wire.WRITE: "to device", wire.READ: "to host", wire.MOVE: "on device"}
 _Group = tuple[int, ...]  # the number of a run's host memory; of a move, those of both chunks
-_GroupedRun = tuple[_Group, Run]
+_GroupedRun = tuple[_Group, CopyRun]
 
 
-class Worker:
-    """See the module. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
+class GpuWorker:
+    """Obeys a tier. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
     storage is."""
 
-    def __init__(self, sock: socket.socket, driver: Driver, *, checks: bool = False, direct: bool = False) -> None:
+    def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
         self._sock = sock
         self._driver = driver
         self._events = Events(driver)
@@ -61,7 +57,7 @@ class Worker:
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
-        """Until the tier closes the socket."""
+        """Wait until the tier closes the socket."""
         _, total = self._driver.memory_bytes()
         self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():
@@ -191,18 +187,18 @@ class Worker:
     def _move(self, move: wire.Move) -> _GroupedRun:
         to, nbytes = self._range(move)
         source = self._device.address_of(move.source_chunk, move.source_offset, nbytes)
-        return (move.source_chunk, move.chunk), Run(to, source, nbytes)
+        return (move.source_chunk, move.chunk), CopyRun(to, source, nbytes)
 
     def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
         device, nbytes = self._range(piece)
         host = self._host.address_of(piece.region, piece.region_offset, nbytes)
-        return (piece.region,), Run(device, host, nbytes) if to_device else Run(host, device, nbytes)
+        return (piece.region,), CopyRun(device, host, nbytes) if to_device else CopyRun(host, device, nbytes)
 
     def _flush(self) -> None:
         for letter, waiting in self._waiting.items():
             if waiting:
                 self._waiting[letter] = []
-                groups: defaultdict[_Group, list[Run]] = defaultdict(list)
+                groups: defaultdict[_Group, list[CopyRun]] = defaultdict(list)
                 for group, run in (each for _, of_one in waiting for each in of_one):
                     groups[group].append(run)
                 self._copies.start([number for number, _ in waiting], groups.values(), _WAYS[letter])
@@ -266,7 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs would outlive the daemon
     with socket.socket(fileno=chosen.socket) as sock:
         try:
-            worker = Worker(sock, Driver(chosen.device), checks=chosen.checksums, direct=chosen.direct_storage)
+            device = CudaDevice(chosen.device).use_in_this_thread()
+            device.require_descriptors()
+            worker = GpuWorker(sock, device, checks=chosen.checksums, direct=chosen.direct_storage)
             worker.run()
             worker.close()
         except NoDriver as error:

@@ -1,4 +1,4 @@
-"""The life of a GPU's worker: started, watched, killed, started anew.
+"""The life of a GPU's worker: started by its settings, watched, killed, started anew.
 
 Owns the process, the thread that starts and hears it, and whether direct storage is to be loaded. Knows no packet: what
 is said to the worker and by it is the correspondent's.
@@ -16,12 +16,43 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import receive_packet, variables_of_children
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.settings import DIRECT, WorkerSettings
-from kvstore_tiers.passing import receive_packet
+from kvstore_tiers.gpu.wire import SOCKET_BYTES
+
+AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks from files, or none
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """`checks`: whether the worker is to checksum device memory, where it can. `from_files`: how it reads files; AUTO:
+    by direct storage where that is there. `registers`: whether it copies memory of other tiers in place;
+    `register_bytes`: how much of that is registered in a call. `variables`: of its environment, beside ours.
+
+    `patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load from
+    a file; `start_timeout_s`: one that is not ready by then is, too. `regrow_s`: for how long no memory is asked for
+    after the device had none. `socket_bytes`: of the buffer of its socket, as far as the system grants that.
+    """
+
+    checks: bool = True
+    from_files: str = BOUNCE
+    registers: bool = True
+    register_bytes: int = 256 << 20  # some 25 ms by others' figures, which a withdrawal may have to wait for
+    variables: Mapping[str, str] = field(default_factory=dict)
+    patience_s: float = 30.0  # a transfer takes milliseconds
+    file_patience_s: float = 120.0  # a disk that hangs is not its fault: its own breaker and the kernel act before that
+    start_timeout_s: float = 60.0
+    regrow_s: float = 10.0
+    socket_bytes: int = SOCKET_BYTES
+
+    @property
+    def wants_direct(self) -> bool:
+        return self.from_files in (AUTO, DIRECT)
+
 
 LOOK_S = 0.5
 KILL_S = 2.0  # how long a process that was killed may take to end
@@ -30,18 +61,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class Correspondent(Protocol):
-    """Who speaks with the worker; called on the thread of its life."""
+    """Speaks with the worker; called on the thread of its life."""
 
     def connect(self, sock: socket.socket, process: int) -> None:
         """A worker was started at the other end: what it must know goes there first."""
         ...
 
     def hear(self, packet: bytes, descriptors: list[int]) -> None:
-        """What the worker says. Raises OSError where this worker is of no use any more."""
+        """Take what the worker says. Raises OSError where this worker is of no use any more."""
         ...
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Whether the worker, which is ready since `ready_s`, has owed an answer for too long."""
+        """Return whether the worker, which is ready since `ready_s`, has owed an answer for too long."""
         ...
 
     def disconnect(self, sock: socket.socket) -> None:
@@ -53,13 +84,13 @@ class Correspondent(Protocol):
         ...
 
     def fail_unsent(self) -> None:
-        """What no worker has seen yet ends: there may be none for a while."""
+        """End what no worker has seen yet: there may be none for a while."""
         ...
 
     def fail_all(self) -> None: ...
 
     def lack_direct_storage(self, why: str) -> None:
-        """From now on workers are started without it."""
+        """Note that workers are started without it from now on."""
         ...
 
 
@@ -90,18 +121,18 @@ class WorkerLife:
 
     @property
     def process_id(self) -> int:
-        """Of the worker; 0 while there is none."""
+        """The process number of the worker; 0 while there is none."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else 0
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a worker, or will be in a moment."""
+        """Return whether there is a worker, or will be in a moment."""
         return not self._keeps_dying and not self._closing.is_set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last worker that was started has said that it is."""
+        """Return whether the last worker that was started has said that it is."""
         return self._ready_s > 0
 
     @property
@@ -157,8 +188,8 @@ class WorkerLife:
         self._correspondent.fail_all()
 
     def _blames_direct_storage(self, status: int) -> bool:
-        """Whether the worker that has ended was not ready, for no reason that it gave, and the next one does without
-        direct storage: that was being loaded, and is not demanded."""
+        """Return whether the worker that has ended was not ready, for no reason that it gave, and the next one does
+        without direct storage: that was being loaded, and is not demanded."""
         if self._ready_s or self.message or self._closing.is_set():
             return False
         if not self._wants_direct or self._settings.from_files == DIRECT:
@@ -186,7 +217,7 @@ class WorkerLife:
         return own, process
 
     def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        """Until the worker is gone."""
+        """Wait until the worker is gone."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         look_at_s = 0.0
@@ -209,7 +240,7 @@ class WorkerLife:
                 return
 
     def _is_overdue(self) -> bool:
-        """Whether the worker has owed an answer for too long: that it is ready, or any other."""
+        """Return whether the worker has owed an answer for too long: that it is ready, or any other."""
         now_s = time.monotonic()
         if not self._ready_s:
             return now_s - self._started_s > self._settings.start_timeout_s
@@ -230,8 +261,9 @@ class WorkerLife:
             )  # fmt: skip
 
     def _outwait(self, process: subprocess.Popen[bytes]) -> None:
-        """Until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when that
-        ends. Until then there is no worker, and what was sent to this one is under way: it may still write there."""
+        """Wait until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when
+        that ends. Until then there is no worker, and what was sent to this one is under way: it may still write
+        there."""
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore_tiers.nvme.errors import DirectoryError, DirectoryInUse, DirectoryUnusable, FormatUnsupported
+from kvstore_tiers.nvme.directory_files import DirectoryError, DirectoryInUse, DirectoryUnusable, FormatUnsupported
 
 if TYPE_CHECKING:
     from kvstore_tiers.nvme.tier import NvmeTier

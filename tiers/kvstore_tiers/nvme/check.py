@@ -22,10 +22,19 @@ from pathlib import Path
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.state_identity import IDENTITY_FILE
-from kvstore_tiers.nvme.check_slab import Live, LiveBlock, Progress, SlabWalk
-from kvstore_tiers.nvme.directory import TierDirectory, read_format, version_text
-from kvstore_tiers.nvme.findings import Finding, Kind, Severity, damage, leftover, note
-from kvstore_tiers.nvme.seal import SEAL
+from kvstore_tiers.nvme.check_slab import (
+    Finding,
+    Kind,
+    Live,
+    LiveBlock,
+    Progress,
+    Severity,
+    SlabWalk,
+    damage,
+    leftover,
+    note,
+)
+from kvstore_tiers.nvme.directory import SEAL, TierDirectory, read_format, version_text
 
 __all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
 

@@ -1,7 +1,8 @@
 """Checks one slab file: its superblocks, its length, every record, and the slot that each record names.
 
-Owns the judgement of one file; check.py puts slabs and directory together. Reads only, and needs no lock of its
-own: on a directory that a daemon writes to, its findings are guesses.
+Owns the judgement of one file, and the closed list of what can be wrong in a directory; check.py puts slabs and
+directory together. After a clean close there are only notes; after a crash there is no damage. Reads only, and needs no
+lock of its own: on a directory that a daemon writes to, its findings are guesses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,6 @@ import numpy.typing as npt
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, payload_checksum
 from kvstore_tiers.image import judge_header
-from kvstore_tiers.nvme.findings import Finding, Kind, damage, leftover
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -30,6 +31,66 @@ from kvstore_tiers.nvme.layout import (
     slots_that_fit,
 )
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
+
+
+class Severity(Enum):
+    NOTE = "note"
+    LEFTOVER = "leftover"
+    DAMAGE = "damage"
+
+
+class Kind(Enum):
+    """What was found. The names are part of `--json`."""
+
+    FORMAT_MISSING = "format-missing"
+    TEMPORARY = "temporary-file"
+    STRAY = "stray-file"
+    UNFINISHED_SLAB = "unfinished-slab"
+    PUT_ASIDE = "slab-put-aside"
+    SUPERBLOCK = "superblocks-lost"
+    SUPERBLOCK_COPY = "superblock-copy"
+    WRONG_NUMBER = "wrong-slab-number"
+    GEOMETRY = "geometry"
+    TRUNCATED = "truncated"
+    TOO_LONG = "too-long"
+    RECORD = "record"
+    GENERATION = "generation"
+    SEQUENCE = "sequence"
+    HEADER = "header"
+    PAYLOAD = "payload"
+    DUPLICATE = "duplicate-key"
+    CYCLE = "cycle"
+    ORPHANS = "orphans"
+    QUARANTINED = "quarantined"
+    CAPACITY = "capacity"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`slab` and `slot` name the slot it is about, -1 where it is about none."""
+
+    severity: Severity
+    where: str
+    what: str
+    kind: Kind
+    slab: int = -1
+    slot: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.severity.value}: {self.where}: {self.what}"
+
+
+def damage(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
+    return Finding(Severity.DAMAGE, str(where), what, kind, slab, slot)
+
+
+def leftover(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
+    return Finding(Severity.LEFTOVER, str(where), what, kind, slab, slot)
+
+
+def note(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
+    return Finding(Severity.NOTE, str(where), what, kind, slab, slot)
+
 
 _RECORDS_A_READ = 16_384  # 4 MiB
 _SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
@@ -158,7 +219,7 @@ def read_records(
 def judge_slot(
     fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
 ) -> tuple[Kind, str] | None:
-    """What is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
+    """Return what is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
     named = record_header(record)
     offset = superblock.slot_offset(index)
     try:

@@ -6,8 +6,12 @@
     DIR/seal            no record waits to be synced; only while no process has the directory open
     DIR/identity.json   whose blocks these are; the daemon's, not looked at here
 
-Owns the lock and the paths. Never reads a block. Invariant: nothing in the directory is changed before the lock is
-held and the format is known to be ours.
+Owns the lock, the seal and the paths. Never reads a block. The lock is the kernel's, on an open file, and needs no
+space. The holder's number in it is for people, and shows whether another process was there. The directory itself is
+locked too: where there is no file and none can be made that alone holds, also against a process that comes when there
+is room again. The seal saves the next start the sync of all slabs; a file that says anything else is no seal.
+Invariants: nothing in the directory is changed before the lock is held and the format is known to be ours; the seal is
+written only when the last commit held, and is gone from the medium before a record changes.
 """
 
 from __future__ import annotations
@@ -21,12 +25,92 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore_proto.replaced_file import remove_leftover, sync_directory
-from kvstore_tiers.failures import CANNOT_WRITE
-from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
-from kvstore_tiers.nvme.errors import DirectoryInUse, DirectoryUnusable, FormatUnsupported
+from kvstore_tiers.base import CANNOT_WRITE
+from kvstore_tiers.nvme.directory_files import (
+    DirectoryInUse,
+    DirectoryUnusable,
+    FormatUnsupported,
+    LockMark,
+    slab_numbers,
+    slab_path,
+)
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
-from kvstore_tiers.nvme.lock_file import LOCK, lock_directory, open_lock, read_holder, write_holder
 from kvstore_tiers.replaced_file import replace_file
+
+LOCK = "lock"
+
+
+def open_lock(directory: Path) -> int:
+    """Return a descriptor to lock: of DIRECTORY/lock, made if need be, or of the directory. Raises OSError."""
+    path = directory / LOCK
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+    with suppress(FileNotFoundError):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def lock_directory(directory: Path) -> int:
+    """Lock the directory itself; a descriptor that holds the lock. Raises BlockingIOError where another has it,
+    OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_holder(descriptor: int) -> bytes:
+    """Return the number in a lock file; b"" where there is none."""
+    with suppress(OSError):
+        return os.pread(descriptor, 32, 0).strip()
+    return b""
+
+
+def write_holder(descriptor: int) -> bool:
+    """Write our process number over the one before; whether that could be done. The space that the file has is kept:
+    on a full disk it would not come back."""
+    mark = f"{os.getpid()}\n".encode()
+    try:
+        os.pwrite(descriptor, mark, 0)
+        os.ftruncate(descriptor, len(mark))
+    except OSError:
+        return False
+    return True
+
+
+SEAL = "seal"
+_TEXT = b"no record waits to be synced\n"
+
+
+class Seal:
+    """The seal of the tier's directory at `path`. `held`: there was one that holds when this was made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / SEAL
+        self.held = self._holds()
+
+    def remove(self) -> None:
+        """From here on records may change. Raises OSError."""
+        if self._path.exists():
+            self._path.unlink()
+        sync_directory(self._path.parent)  # also for a process that was killed before it came to that
+
+    def write(self) -> None:
+        """Everything that changed is committed. Raises OSError."""
+        replace_file(self._path, _TEXT, durable=False)
+
+    def _holds(self) -> bool:
+        try:
+            return self._path.read_bytes() == _TEXT
+        except OSError:
+            return False
+
 
 _LOG = logging.getLogger(__name__)
 _FORMAT_KEY = "format_version"
@@ -243,8 +327,8 @@ def version_number(text: bytes) -> int | None:
 
 
 def version_text(path: Path) -> bytes:
-    """What a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there. Raises
-    OSError."""
+    """Return what a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there.
+    Raises OSError."""
     try:
         with open(path, "rb") as file:
             return file.read(_MOST_BYTES).strip(b"\0 \n")

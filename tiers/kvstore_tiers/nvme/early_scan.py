@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
 
@@ -101,7 +101,8 @@ class EarlyRecordScan:
             return None
 
     def is_of(self, former: LockMark) -> bool:
-        """Whether the scan saw the directory as the caller locked it: `former` is the mark of the holder before."""
+        """Return whether the scan saw the directory as the caller locked it: `former` is the mark of the holder
+        before."""
         return former == self._mark
 
     def claim(self) -> int | None:

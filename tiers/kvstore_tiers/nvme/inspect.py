@@ -18,9 +18,9 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, rea
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.lock_holder import lock_holder
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
+from kvstore_tiers.nvme.directory import LOCK
 from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import RECORD_BYTES, RecordState, Superblock, record_header, record_holds
-from kvstore_tiers.nvme.lock_file import LOCK
 from kvstore_tiers.nvme.slab_file import find_superblock, read_pages
 
 MIN_DIGITS = 6
@@ -96,7 +96,8 @@ class Inspector:
         return Report(facts, [self._described(place) for place in places])
 
     def key(self, digits: str, *, every_slot: bool = False) -> Report:
-        """What is known of a key: its records in any state and, if asked, old bytes of it in slots that are free."""
+        """Return what is known of a key: its records in any state and, if asked, old bytes of it in slots that are
+        free."""
         key = self._resolve(digits, every_slot=every_slot)
         report = Report(self._about())
         report.facts["key"] = key.hex()
@@ -237,7 +238,7 @@ def _header_fields(header: BlockHeader) -> Fields:
 
 
 def _slot_fields(fd: int, superblock: Superblock, index: int) -> Fields:
-    """What the slot itself holds, regardless of its record."""
+    """Return what the slot itself holds, regardless of its record."""
     offset = superblock.slot_offset(index)
     header = read_header(read_pages(fd, HEADER_BYTES, offset))
     if isinstance(header, str):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
-from kvstore_tiers.sizes import aligned_down, aligned_up
+from kvstore_tiers.image import aligned_down, aligned_up
 
 FORMAT_VERSION = 1
 SUPERBLOCK_BYTES = 4096
@@ -84,7 +84,7 @@ class Superblock:
         return (self.format_id + index) & (2**64 - 1)
 
     def first_generations(self) -> npt.NDArray[np.uint64]:
-        """Where each slot, shape (slots,), begins to count: at a number of its own, from `first_generation` on.
+        """Return where each slot, shape (slots,), begins to count: at a number of its own, from `first_generation` on.
 
         A block that is stored again under its key is in another slot, and what was there before may still be in its
         former one. Should that land here (a write that went astray), key and checksums hold; the generation does not.
@@ -110,7 +110,7 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
-    """How many slots a slab file of `file_bytes` holds beside its superblocks and records."""
+    """Return how many slots a slab file of `file_bytes` holds beside its superblocks and records."""
     room_bytes = aligned_down(file_bytes) - 2 * SUPERBLOCK_BYTES
     slots = max(0, room_bytes // (slot_bytes + RECORD_BYTES))
     while slots and aligned_up(slots * RECORD_BYTES) + slots * slot_bytes > room_bytes:
@@ -152,12 +152,12 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
 
 
 def nothing_at(generation: int) -> BlockHeader:
-    """What the record of a slot without a block names: only the generation that the slot has seen."""
+    """Return what the record of a slot without a block names: only the generation that the slot has seen."""
     return BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0, generation=generation)
 
 
 def record_holds(raw: bytes, seed: int) -> bool:
-    """Whether 256 bytes are a record of this place and format of the slab."""
+    """Return whether 256 bytes are a record of this place and format of the slab."""
     if raw[:4] != _RECORD_MAGIC:
         return False
     return _record_checksum(raw, seed) == int.from_bytes(raw[_RECORD_CHECKSUM_OFFSET:], "little")

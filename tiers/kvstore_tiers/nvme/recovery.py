@@ -25,10 +25,9 @@ import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Slot
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE, Slot
 from kvstore_tiers.heap import expect
-from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.directory import Seal, TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
@@ -38,7 +37,6 @@ from kvstore_tiers.nvme.layout import (
     record_header,
 )
 from kvstore_tiers.nvme.record_scan import ScannedSlab, scan_slabs
-from kvstore_tiers.nvme.seal import Seal
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace
@@ -65,7 +63,7 @@ class RecoveryReport:
     last_sequence: int = 0
 
     def sentence(self) -> str:
-        """What was lost, for people; empty when nothing was."""
+        """Return what was lost, for people; empty when nothing was."""
         losses = {
             "damaged records": self.damaged_records,
             "blocks behind the end of truncated slabs": self.truncated_blocks,
@@ -94,7 +92,7 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
         expect(slots * _HEAP_BYTES_A_SLOT)
     for file in files:
         space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
-    space.damaged_bytes = directory.damaged_bytes()
+    space.charges["damaged"] = directory.damaged_bytes()
     return report
 
 
@@ -150,7 +148,7 @@ class Recovery:
 
     @property
     def is_on_medium(self) -> bool:
-        """Whether no crash takes what was found: its records are synced, by us or by a process that said so."""
+        """Return whether no crash takes what was found: its records are synced, by us or by a process that said so."""
         return self.owed is None or self._seal.held
 
     def make_up(self) -> None:
@@ -308,7 +306,7 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Which of `blocks` were not freed or quarantined since recovery found them."""
+    """Return which of `blocks` were not freed or quarantined since recovery found them."""
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):
         slab = slabs.get(int(blocks.container[first]))
@@ -322,7 +320,7 @@ def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
 
 
 def _runs_of(column: Array) -> Iterator[tuple[int, int]]:
-    """Where runs of equal values begin and end."""
+    """Return where runs of equal values begin and end."""
     if len(column):
         begins = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
         yield from pairwise(begins)

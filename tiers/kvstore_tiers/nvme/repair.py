@@ -21,9 +21,8 @@ from pathlib import Path
 from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers.base import Outcome
 from kvstore_tiers.nvme.check import check_directory, temporary_files
-from kvstore_tiers.nvme.check_slab import Progress
+from kvstore_tiers.nvme.check_slab import Finding, Kind, Progress
 from kvstore_tiers.nvme.directory import TierDirectory
-from kvstore_tiers.nvme.findings import Finding, Kind
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.nvme.tier import NvmeTier
 

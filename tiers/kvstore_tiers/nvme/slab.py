@@ -57,8 +57,8 @@ class Slab:
         require_direct: bool = False,
     ) -> None:
         self.superblock = superblock
-        self.number = superblock.number
-        self.in_use = 0
+        self.number, self.owner, self.used_slots = superblock.number, "", 0
+        self.nbytes, self.slot_bytes, self.slots = superblock.file_bytes, superblock.slot_bytes, superblock.slots
         self.states = bytearray(superblock.slots)
         fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
         self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
@@ -86,11 +86,11 @@ class Slab:
 
     @property
     def has_room(self) -> bool:
-        return self._making_error is None and self.in_use < self.superblock.slots
+        return self._making_error is None and self.used_slots < self.superblock.slots
 
     @property
     def has_settled_room(self) -> bool:
-        """Whether a slot can be overwritten without a sync before it."""
+        """Return whether a slot can be overwritten without a sync before it."""
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
     def allocate(self) -> Slot:
@@ -103,7 +103,7 @@ class Slab:
         else:
             index = self._unsettled_slot()
         self.states[index] = SlotState.ALLOCATED
-        self.in_use += 1
+        self.used_slots += 1
         return self.slot(index)
 
     def free(self, slot: Slot) -> int:
@@ -118,7 +118,7 @@ class Slab:
                 self._unsettled[index] = self.generations[index]
             else:
                 self._returned.append(index)
-        self.in_use -= 1
+        self.used_slots -= 1
         return index
 
     def settle(self, freed: dict[int, int]) -> None:
@@ -282,7 +282,7 @@ class Slab:
         np.frombuffer(self.generations, np.uint64)[:] = generations
         np.frombuffer(self.payload_bytes, np.uint64)[:] = payload_bytes
         np.multiply(generations, taken, out=np.frombuffer(self.recorded, np.uint64))
-        self.in_use = int(np.count_nonzero(taken))
+        self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 
@@ -299,7 +299,7 @@ class Slab:
             return index
 
     def _may_be_live(self, index: int) -> bool:
-        """Whether a record on the medium may name a slot that is being freed."""
+        """Return whether a record on the medium may name a slot that is being freed."""
         return (
             self.states[index] != SlotState.ALLOCATED
             or self.recorded[index] != 0
@@ -349,11 +349,11 @@ class Slab:
         return self.generations[index] if self.states[index] in (SlotState.WRITTEN, SlotState.QUARANTINED) else 0
 
     def _holds(self, index: int, generation: int) -> bool:
-        """Whether that block is in the slot now, whole and not quarantined."""
+        """Return whether that block is in the slot now, whole and not quarantined."""
         return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
 
     def _sound_header(self, index: int) -> BlockHeader | None:
-        """What the record on the medium says, if it holds and is of the use of the slot that the books know."""
+        """Return what the record on the medium says, if it holds and is of the use of the slot that the books know."""
         if not self.recorded[index]:
             return None
         try:

@@ -18,9 +18,10 @@ import numpy as np
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers import failpoints
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE
+from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme.directory import TierDirectory, open_direct
-from kvstore_tiers.nvme.errors import FormatUnsupported
+from kvstore_tiers.nvme.directory_files import FormatUnsupported
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
     RECORD_BYTES,
@@ -30,7 +31,6 @@ from kvstore_tiers.nvme.layout import (
     Superblock,
     read_superblock,
 )
-from kvstore_tiers.sizes import aligned_up
 
 _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot read: no record holds there
 
@@ -118,7 +118,7 @@ class SlabFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its length, its space and both superblocks."""
+        """Return whether it has its length, its space and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
         if status.st_size != end or status.st_blocks * 512 < end:
             return False

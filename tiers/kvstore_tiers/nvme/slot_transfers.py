@@ -1,33 +1,160 @@
-"""What the I/O threads of an NVMe tier do with a slot: store a block there, load one from there, copy one, lend one.
+"""Steps of the I/O threads of an NVMe tier: store a block in a slot, load one, copy one, lend one; one preadv or
+pwritev for an image.
 
-Owns the order of these steps and the judgement of what was read. Knows no allocation: the caller names slots that are
-out. Invariants: a slot's old record is withdrawn, on the medium too, before its bytes are overwritten; a load is DONE
-only when magic, key, generation, header checksum and payload checksum hold.
+Owns the order of these steps, the judgement of what was read, and the aligned pages that a direct transfer needs beside
+the caller's memory: the header, the last partial page of a payload, and, for memory that is not aligned, a bounce
+buffer. One set a thread, so nothing of it is shared or locked. Knows no allocation: the caller names slots that are
+out.
+Invariants: what is in a slot behind a payload's last byte, up to the page's end, is zeros; nothing is read beyond the
+payload's last page, so bytes of a slot's former block never reach a caller; a slot's old record is withdrawn, on the
+medium too, before its bytes are overwritten; a load is DONE only when magic, key, generation, header checksum and
+payload checksum hold.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Segment, Slot
+from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import aligned_down, aligned_up, judge_header
+from kvstore_tiers.nvme.commit import Journal
 from kvstore_tiers.nvme.health import TierHealth
-from kvstore_tiers.nvme.io import SlotIO
-from kvstore_tiers.nvme.journal import Journal
 from kvstore_tiers.nvme.slab import Slab, SlotState
-from kvstore_tiers.segments import checksum_of, total_bytes
-from kvstore_tiers.under_way import UnderWay
+from kvstore_tiers.segments import (
+    AlignedBuffer,
+    Segment,
+    buffer_at,
+    checksum_of,
+    clipped,
+    gather,
+    put_bytes,
+    scatter,
+    total_bytes,
+)
+from kvstore_tiers.threads import UnderWay
+
+
+class _Pages(threading.local):
+    """What one thread transfers through."""
+
+    def __init__(self) -> None:
+        self.header = AlignedBuffer(HEADER_BYTES)
+        self.tail = AlignedBuffer(ALIGNMENT_BYTES)
+        self.bounce = AlignedBuffer(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRead:
+    """A slot image that was read and not yet judged. Valid until the thread's next transfer."""
+
+    raw_header: bytes
+    payload: Sequence[Segment]
+    nbytes: int
+    waiting: Sequence[Segment]  # the caller's misaligned segments, which got nothing yet
+
+    def checksum(self) -> int:
+        return checksum_of(self.payload, self.nbytes)
+
+    def deliver(self) -> None:
+        """Copy the payload to segments that could not be filled directly."""
+        if self.waiting:
+            scatter(self.payload[0].address, self.nbytes, self.waiting)
+
+
+class SlotIO:
+    """Slot transfers, for any thread."""
+
+    def __init__(self) -> None:
+        self._pages = _Pages()
+
+    def stable(self, segments: Sequence[Segment], nbytes: int) -> Sequence[Segment]:
+        """The payload in memory that direct I/O takes: the segments themselves or, misaligned, a copy."""
+        if _is_aligned(segments):
+            return segments
+        bounce = self._bounce(nbytes)
+        gather(bounce.address, segments)
+        return [bounce.segment(nbytes)]
+
+    def scratch(self, nbytes: int) -> Segment:
+        """Aligned memory of this thread's own, valid until its next transfer of memory that is not aligned."""
+        return self._bounce(nbytes).segment(aligned_up(nbytes))
+
+    def write_image(self, fd: int, offset: int, header: bytes, payload: Sequence[Segment], nbytes: int) -> None:
+        """Write header and payload to a slot in one call. `payload` comes from `stable`. Raises OSError."""
+        pages = self._pages
+        put_bytes(pages.header.address, header)
+        whole_bytes = aligned_down(nbytes)
+        if nbytes > whole_bytes:
+            put_bytes(pages.tail.address, bytes(ALIGNMENT_BYTES))
+            gather(pages.tail.address, list(_after(payload, whole_bytes)))
+        written_bytes = os.pwritev(fd, self._vector(payload, whole_bytes, nbytes), offset)
+        _require_whole(written_bytes, HEADER_BYTES + aligned_up(nbytes), "written")
+
+    def read_image(self, fd: int, offset: int, segments: Sequence[Segment], nbytes: int) -> ImageRead:
+        """Read a slot's header and the `nbytes` of its payload in one call. Raises OSError.
+
+        Aligned segments are filled at once, others by `ImageRead.deliver`.
+        """
+        pages = self._pages
+        is_direct = _is_aligned(segments)
+        payload = list(clipped(segments, nbytes)) if is_direct else [self._bounce(nbytes).segment(nbytes)]
+        whole_bytes = aligned_down(nbytes)
+        got_bytes = os.preadv(fd, self._vector(payload, whole_bytes, nbytes), offset)
+        _require_whole(got_bytes, HEADER_BYTES + aligned_up(nbytes), "read")
+        if nbytes > whole_bytes:
+            scatter(pages.tail.address, nbytes - whole_bytes, list(_after(payload, whole_bytes)))
+        raw_header = buffer_at(pages.header.address, HEADER_BYTES).raw
+        return ImageRead(raw_header, payload, nbytes, () if is_direct else segments)
+
+    def _vector(self, payload: Sequence[Segment], whole_bytes: int, nbytes: int) -> list[ctypes.Array[ctypes.c_char]]:
+        vector = [buffer_at(self._pages.header.address, HEADER_BYTES)]
+        vector += [buffer_at(segment.address, segment.nbytes) for segment in clipped(payload, whole_bytes)]
+        if nbytes > whole_bytes:
+            vector.append(buffer_at(self._pages.tail.address, ALIGNMENT_BYTES))
+        return vector
+
+    def _bounce(self, nbytes: int) -> AlignedBuffer:
+        pages = self._pages
+        if pages.bounce.nbytes < nbytes:
+            pages.bounce = AlignedBuffer(aligned_up(nbytes))
+        return pages.bounce
+
+
+def _is_aligned(segments: Sequence[Segment]) -> bool:
+    """Return whether direct I/O takes these segments; the last may end anywhere, its tail is copied through a page of
+    ours."""
+    if len(segments) > 1000:  # IOV_MAX is 1024
+        return False
+    addresses_fit = all(segment.address % ALIGNMENT_BYTES == 0 for segment in segments)
+    return addresses_fit and all(segment.nbytes % ALIGNMENT_BYTES == 0 for segment in segments[:-1])
+
+
+def _after(segments: Iterable[Segment], skip_bytes: int) -> Iterable[Segment]:
+    """A scatter list without its first `skip_bytes`."""
+    for segment in segments:
+        if skip_bytes < segment.nbytes:
+            yield segment.part(skip_bytes, segment.nbytes - skip_bytes)
+        skip_bytes = max(0, skip_bytes - segment.nbytes)
+
+
+def _require_whole(moved_bytes: int, wanted_bytes: int, verb: str) -> None:
+    if moved_bytes != wanted_bytes:
+        raise OSError(errno.EIO, f"{moved_bytes} of {wanted_bytes} bytes {verb}")
+
 
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """A slot that is out, and its index in its slab."""
 
     slab: Slab
@@ -45,7 +172,7 @@ class SlotTransfers:
         self._health = health
         self._counters = counters
 
-    def store(self, place: Place, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
+    def store(self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
         slab, index, slot = place
         try:
             with self._counters.watch():
@@ -62,7 +189,7 @@ class SlotTransfers:
         self._journal.note_written(slab, index, replace(stored, tokens=b""))
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
 
-    def load(self, place: Place, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+    def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         try:
             with self._counters.watch():
                 outcome = self._read_verified(place, expect_key, segments)
@@ -71,7 +198,7 @@ class SlotTransfers:
             raise
         return self._health.watch_read(self._counters.read(outcome))
 
-    def lend(self, place: Place, load: Load, done: Completion) -> None:
+    def lend(self, place: SlotPlace, load: Load, done: Completion) -> None:
         """See `Tier.lend`. What the other tier is to blame for is no failure of this medium."""
         slab, index, slot = place
         ended = self._lent.begin(done)
@@ -93,7 +220,7 @@ class SlotTransfers:
             return
         load(FileImage(descriptor, slot.offset, slab.payload_bytes[index], slot.generation), end)
 
-    def copy(self, source: Place, target: Place, expect_key: bytes) -> Outcome:
+    def copy(self, source: SlotPlace, target: SlotPlace, expect_key: bytes) -> Outcome:
         pages = [self._io.scratch(source.slab.payload_bytes[source.slot_index])]
         outcome = self.load(source, expect_key, pages)
         if outcome.header is None or not outcome.ok:
@@ -117,7 +244,7 @@ class SlotTransfers:
         slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
-    def _read_verified(self, place: Place, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+    def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         slab, index, slot = place
         nbytes = slab.payload_bytes[index]
         if slab.states[index] == SlotState.ALLOCATED:

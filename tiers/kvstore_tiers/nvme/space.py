@@ -11,67 +11,44 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
 from kvstore_tiers.base import Column, ContainerReport, Slot
+from kvstore_tiers.containers import Containers
+from kvstore_tiers.image import aligned_down, aligned_up
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import Superblock, slots_that_fit, smallest_file_bytes
 from kvstore_tiers.nvme.slab import Slab, SlotState
-from kvstore_tiers.sizes import aligned_down, aligned_up
 
 DEFAULT_SLAB_BYTES = 256 * 2**20
 FILES_BYTES = 32 << 10  # lock, format, identity.json and seal: a page each, two while one is replaced
 MAX_SLABS = 512  # two descriptors each
 
 
-class SlabSpace:
+class SlabSpace(Containers[Slab]):
     """`capacity_bytes` of slabs of about `slab_bytes`; larger ones where that would make too many files."""
 
     def __init__(
         self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
     ) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.ceiling_bytes = capacity_bytes
-        self.slabs: dict[int, Slab] = {}
-        self.damaged_bytes = directory.damaged_bytes()
+        super().__init__(capacity_bytes)
+        self.charges.update(files=FILES_BYTES, damaged=directory.damaged_bytes())
+        self.slabs = self.by_number
         self._directory = directory
         self._slab_bytes = max(aligned_down(slab_bytes), aligned_up(capacity_bytes // MAX_SLABS))
         self._require_direct = require_direct
-        self._with_room: defaultdict[int, list[Slab]] = defaultdict(list)  # each slab once
-        self._empty: dict[int, Slab] = {}
-        self._aside: set[int] = set()
-        self._slab_file_bytes = 0
         self._next_number = max([*directory.numbers(), *directory.numbers("damaged"), 0]) + 1
 
     @property
-    def used_bytes(self) -> int:
-        return self._slab_file_bytes + self.damaged_bytes + FILES_BYTES
-
-    @property
-    def slab_file_bytes(self) -> int:
-        return self._slab_file_bytes
-
-    @property
     def growth_bytes(self) -> int:
-        """What the next slab file takes of the file system, where the capacity allows one."""
+        """Return what the next slab file takes of the file system, where the capacity allows one."""
         return self._slab_bytes
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Make no slab beyond this. What is beyond it stays until it is discarded."""
-        self.ceiling_bytes = min(nbytes, self.capacity_bytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
-        if capacity_bytes < self.used_bytes:
-            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
-        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
         """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
-        candidates = self._with_room[nbytes]
+        candidates = self.with_room["", nbytes]
         while candidates and not candidates[-1].has_room:
             candidates.pop()  # its file could not be made
         if not candidates:
@@ -86,100 +63,68 @@ class SlabSpace:
         slot = slab.allocate()
         if not slab.has_room:
             candidates.pop()
-        self._empty.pop(slab.number, None)
+        self.empty.pop(slab.number, None)
         return slab, slot
 
     def free(self, slot: Slot) -> tuple[Slab, int]:
         """Take a slot back; its slab and index there."""
-        slab = self.slab_of(slot)
+        slab = self.of(slot)
         had_room = slab.has_room
         index = slab.free(slot)
-        if slab.number in self._aside:
+        if slab.number in self.aside:
             return slab, index
         if not had_room and slab.has_room:
-            self._with_room[slab.superblock.slot_bytes].append(slab)
-        if slab.in_use == 0:
+            self._list_room(slab)
+        if slab.used_slots == 0:
             if slab.is_stillborn:
                 self.discard(slab)
             elif slab.has_room:
-                self._empty[slab.number] = slab
+                self.empty[slab.number] = slab
         return slab, index
-
-    def slab_of(self, slot: Slot) -> Slab:
-        """Raises RuntimeError for a slot of no slab."""
-        slab = self.slabs.get(slot.container)
-        if slab is None:
-            raise RuntimeError(f"{slot} is in no slab")
-        return slab
 
     def adopt(self, slab: Slab) -> None:
         """Count an existing slab."""
         self.slabs[slab.number] = slab
-        self._slab_file_bytes += slab.superblock.file_bytes
+        self.nbytes += slab.nbytes
 
     def open_room(self, slabs: Iterable[Slab]) -> None:
         """Hand out slots of slabs that were recovered."""
         for slab in slabs:
             if slab.has_room:
-                self._with_room[slab.superblock.slot_bytes].append(slab)
-            if slab.in_use == 0:
-                self._empty[slab.number] = slab
+                self._list_room(slab)
+            if slab.used_slots == 0:
+                self.empty[slab.number] = slab
 
     def discard(self, slab: Slab) -> None:
         """Forget a slab whose file is gone or was never made."""
-        del self.slabs[slab.number]
-        self._aside.discard(slab.number)
-        self._empty.pop(slab.number, None)
-        self._forget_room(slab)
-        self._slab_file_bytes -= slab.superblock.file_bytes
+        self.remove(slab)
+        self.aside.discard(slab.number)
 
-    def makes_room(self, number: int, nbytes: int) -> bool:
-        return self.slabs[number].superblock.slot_bytes == nbytes and number not in self._aside
-
-    def containers(self) -> list[ContainerReport]:
-        return [
-            ContainerReport(number, "", cut.file_bytes, cut.slot_bytes, cut.slots, slab.in_use)
-            for number, slab in self.slabs.items()
-            for cut in (slab.superblock,)
-        ]
-
-    def convertible(self, nbytes: int) -> list[ContainerReport]:
-        """The slabs of another slot size that could take slots of `nbytes` once they are empty."""
-        return [
-            report
-            for report in self.containers()
-            if report.slot_bytes != nbytes
-            and report.container not in self._aside
-            and slots_that_fit(report.nbytes, nbytes)
-        ]
-
-    def set_aside(self, number: int) -> None:
-        slab = self.slabs[number]
-        self._aside.add(number)
-        self._forget_room(slab)
-        self._empty.pop(number, None)
+    def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
+        found = super().convertible(nbytes, owner)
+        return [report for report in found if slots_that_fit(report.nbytes, nbytes)]
 
     def put_back(self, number: int) -> bool:
-        self._aside.discard(number)
+        self.aside.discard(number)
         slab = self.slabs.get(number)
         if slab is None:
             return False
         if slab.has_room:
-            self._with_room[slab.superblock.slot_bytes].append(slab)
-        if slab.in_use == 0:
+            self._list_room(slab)
+        if slab.used_slots == 0:
             if slab.is_stillborn:
                 self.discard(slab)
             elif slab.has_room:
-                self._empty[number] = slab
-        return slab.in_use == 0
+                self.empty[number] = slab
+        return slab.used_slots == 0
 
     def check_books(self, quarantined: Iterable[Slot]) -> list[str]:
         """Broken invariants in words: the slots of each slab recounted, and those that are called quarantined."""
         faults: list[str] = []
         for slab in self.slabs.values():
             out = int(np.count_nonzero(np.frombuffer(slab.states, np.uint8)))
-            if out != slab.in_use:
-                faults.append(f"slab {slab.number}: {slab.in_use} slots counted, {out} out")
+            if out != slab.used_slots:
+                faults.append(f"slab {slab.number}: {slab.used_slots} slots counted, {out} out")
         for slot in quarantined:
             of = self.slabs.get(slot.container)
             if of is None or of.states[of.superblock.index_of(slot.offset)] != SlotState.QUARANTINED:
@@ -229,7 +174,7 @@ class SlabSpace:
         return slab
 
     def _reshaped(self, slot_bytes: int) -> Slab | None:
-        for old in list(self._empty.values()):
+        for old in list(self.empty.values()):
             if old.superblock.slot_bytes == slot_bytes:
                 continue
             made = old if old.is_made else old.replaces
@@ -250,8 +195,3 @@ class SlabSpace:
             self.adopt(slab)
             return slab
         return None
-
-    def _forget_room(self, slab: Slab) -> None:
-        rooms = self._with_room.get(slab.superblock.slot_bytes)
-        if rooms and slab in rooms:
-            rooms.remove(slab)

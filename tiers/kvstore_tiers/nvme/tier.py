@@ -20,37 +20,32 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     Column,
     Completion,
-    ContainerReport,
     Load,
     MemoryKind,
     Outcome,
     OutcomeKind,
     Segment,
     Slot,
-    Tier,
     TierInfo,
     TierState,
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.nvme.commit import RecordCommit
-from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.image import require_slot_size
+from kvstore_tiers.nvme.commit import Journal, RecordCommit
+from kvstore_tiers.nvme.directory import SEAL, Seal, TierDirectory
+from kvstore_tiers.nvme.directory_files import DirectoryUnusable
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstore_tiers.nvme.errors import DirectoryUnusable
-from kvstore_tiers.nvme.health import TierHealth
-from kvstore_tiers.nvme.journal import Journal
+from kvstore_tiers.nvme.health import TierHealth, probe_medium, require_place
 from kvstore_tiers.nvme.layout import record_header, record_holds
-from kvstore_tiers.nvme.probe import probe_medium, require_place
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
-from kvstore_tiers.nvme.seal import SEAL, Seal
 from kvstore_tiers.nvme.slab import SlotState
-from kvstore_tiers.nvme.slot_transfers import Place, SlotTransfers
+from kvstore_tiers.nvme.slot_transfers import SlotPlace, SlotTransfers
 from kvstore_tiers.nvme.space import DEFAULT_SLAB_BYTES, FILES_BYTES, SlabSpace
-from kvstore_tiers.pending_writes import PendingWrites
 from kvstore_tiers.recovered import RecoveredBlocks
-from kvstore_tiers.sizes import require_slot_size
-from kvstore_tiers.threads import ResidentThreads
+from kvstore_tiers.threads import PendingWrites, ResidentThreads
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_IO_THREADS = 6  # measured: more collapse under CPU load (they queue for the GIL), fewer leave the disk idle
@@ -68,7 +63,7 @@ class TierOptions:
     name: str
 
 
-class NvmeTier(Tier):
+class NvmeTier(ContainerTier):
     """See `open`."""
 
     def __init__(
@@ -88,7 +83,7 @@ class NvmeTier(Tier):
         self._recovered: RecoveredBlocks | None = recovered
         self._is_as_recovered = True  # no slot was freed or quarantined since
         self._directory = directory
-        self._space = space
+        self._space = self._containers = space
         self._seal = seal
         self._max_quarantined = options.quarantine_slots
         self._quarantined: dict[Slot, str] = {}
@@ -210,47 +205,11 @@ class NvmeTier(Tier):
         slab, index, _ = self._place(slot)
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
-    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        return self._space.makes_room(container, nbytes)
-
-    def containers(self) -> list[ContainerReport]:
-        return self._space.containers()
-
-    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        return self._space.convertible(nbytes)
-
-    def set_aside(self, container: int) -> None:
-        self._space.set_aside(container)
-
-    def put_back(self, container: int) -> bool:
-        return self._space.put_back(container)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._space.used_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """What was configured; the ceiling, what may be used of it for now."""
-        return self._space.capacity_bytes
-
-    @property
-    def ceiling_bytes(self) -> int:
-        return self._space.ceiling_bytes
-
-    def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until `discard` deletes it."""
-        self._space.set_ceiling(nbytes)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, which is the ceiling too. Raises ValueError for less than is used."""
-        self._space.resize(capacity_bytes)
-
     def discard(self, container: int, done: Completion) -> None:
         """Delete the file of an empty slab that is set aside; after DONE call `discarded`. Raises RuntimeError for a
         slab with a slot out."""
         slab = self._space.slabs[container]
-        if slab.in_use:
+        if slab.used_slots:
             raise RuntimeError(f"slab {container} is not empty")
 
         def remove() -> Outcome:
@@ -293,7 +252,7 @@ class NvmeTier(Tier):
         self._threads.submit(self._probe if thorough else self._look, done)
 
     def location(self, slot: Slot) -> str:
-        return f"{self._space.slab_of(slot).file.path}:{slot.offset}"
+        return f"{self._space.of(slot).file.path}:{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         self._recovered = None  # the caller will not ask for columns too
@@ -312,24 +271,25 @@ class NvmeTier(Tier):
         return recovered if there.all() else recovered.take(there)
 
     def statistics(self) -> TierStatistics:
-        space, slabs = self._space, self._space.slabs.values()
+        space = self._space
         quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
-        blocks_bytes = sum(slab.in_use * slab.superblock.slot_bytes for slab in slabs) - quarantine_bytes
+        blocks_bytes = space.blocks_bytes - quarantine_bytes
         used_by = {
             "blocks": blocks_bytes,
             "quarantine": quarantine_bytes,
-            "free": space.slab_file_bytes - blocks_bytes - quarantine_bytes,
-            "files": FILES_BYTES,
-            "damaged": space.damaged_bytes,
+            "free": space.nbytes - blocks_bytes - quarantine_bytes,
+            **space.charges,
         }
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else self._health.state,
-            capacity_bytes=space.capacity_bytes,
-            used_bytes=space.used_bytes,
-            blocks=sum(slab.in_use for slab in slabs) - len(self._quarantined),
-            used_by=used_by,
-            quarantined_slots=len(self._quarantined),
-            message=self._message(),
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else self._health.state,
+                capacity_bytes=space.capacity_bytes,
+                used_bytes=space.used_bytes,
+                blocks=space.blocks - len(self._quarantined),
+                used_by=used_by,
+                quarantined_slots=len(self._quarantined),
+                message=self._message(),
+            )
         )
 
     def close(self) -> None:
@@ -367,10 +327,10 @@ class NvmeTier(Tier):
 
     # -- books -------------------------------------------------------------------------------------------------------
 
-    def _place(self, slot: Slot) -> Place:
+    def _place(self, slot: Slot) -> SlotPlace:
         """Raises RuntimeError when the slot is not allocated."""
-        slab = self._space.slab_of(slot)
-        return Place(slab, slab.require_out(slot), slot)
+        slab = self._space.of(slot)
+        return SlotPlace(slab, slab.require_out(slot), slot)
 
     def _write_seal(self) -> None:
         try:

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.remote.driver import CannotOpen
 from kvstore_tiers.remote.drivers import open_driver
 
@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 
 @lru_cache(16)
 def mistake_in(url: str) -> str:
-    """What is wrong with the URL; "" where nothing is, or where its library is missing or hangs."""
+    """Return what is wrong with the URL; "" where nothing is, or where its library is missing or hangs."""
     command = [sys.executable, "-m", "kvstore_tiers.remote.check"]
     try:
         checked = subprocess.run(

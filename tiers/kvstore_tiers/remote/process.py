@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvstore_tiers.child_variables import variables_of_children
+from kvstore_tiers.child_processes import variables_of_children
 
 START_S = 20.0  # a worker that is not ready by then hangs
 SPARE_S = 2.0  # beyond the driver's own bound, before a worker counts as hung
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class RemoteSettings:
     """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver. `owner`: a
     name that all workers of one tier share and no others; `generation`: how many of them there were before."""
 
@@ -49,7 +49,7 @@ class Settings:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Settings:
+    def unpack(cls, raw: bytes) -> RemoteSettings:
         return cls(**json.loads(raw))
 
 
@@ -68,7 +68,7 @@ class _Call:
 class _Running:
     """One worker, from its start to its death."""
 
-    def __init__(self, name: str, settings: Settings, memory_fd: int) -> None:
+    def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -156,7 +156,7 @@ class _Running:
 class WorkerProcess:
     """Of the tier `name`. The worker shares the memory of `memory_fd`."""
 
-    def __init__(self, name: str, settings: Settings, memory_fd: int) -> None:
+    def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         self._name = name
         self._settings = settings
         self._memory_fd = os.dup(memory_fd)
@@ -168,7 +168,7 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker that runs now has opened its driver."""
+        """Return whether the worker that runs now has opened its driver."""
         running = self._running
         return running is not None and running.is_ready
 

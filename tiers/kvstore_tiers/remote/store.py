@@ -2,21 +2,40 @@
 
 Owns the shared memory and the worker. An image is written into that memory by the tier, sealed and stored by the
 worker, and the other way round. Half of the memory is for reads: writes that wait for a slow store hold up no read.
+Invariant: a part of the memory is given back only when the worker has answered for it, or is dead.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore
+from kvstore_tiers.parts import PART_ALIGNMENT, Parts
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
-from kvstore_tiers.remote.exchange import PART_ALIGNMENT, Exchange, Parts
-from kvstore_tiers.remote.process import Message, Settings, WorkerProcess
+from kvstore_tiers.remote.process import Message, RemoteSettings, WorkerProcess
 
 NAMES_A_CALL = 1000
 READERS, WRITERS = 2, 2  # threads of the worker
+
+
+class Exchange:
+    """`nbytes` of memory, as `memory` in this process and as `fd` for another."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("kvstored-remote", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self._mapping = mmap.mmap(self.fd, nbytes)
+        self.memory = memoryview(self._mapping)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.memory.release()
+        self._mapping.close()
 
 
 class _Place(NamedTuple):
@@ -53,7 +72,7 @@ class RemoteStore(ObjectStore):
         half = exchange_bytes // 2 // PART_ALIGNMENT * PART_ALIGNMENT
         self._for_reads, self._for_writes = Parts(0, half), Parts(half, exchange_bytes)
         self.largest_bytes = half // 2 - 2 * PART_ALIGNMENT
-        settings = Settings(url, timeout_s, credentials, secret.hex(), READERS, WRITERS)
+        settings = RemoteSettings(url, timeout_s, credentials, secret.hex(), READERS, WRITERS)
         self._worker = WorkerProcess(name, settings, self._exchange.fd)
 
     @property

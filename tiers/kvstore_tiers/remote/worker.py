@@ -3,10 +3,9 @@
     python -m kvstore_tiers.remote.worker SOCKET_FD MEMORY_FD
 
 One side of a socket pair carries JSON messages; values travel in the shared memory. The first message has the settings
-(`Settings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and one
-answer with that number. The process ends when its daemon does.
-Writes that wait together go to the driver in one call; reads come together in one request. Never decides what is
-stored or asked for.
+(`RemoteSettings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and
+one answer with that number. The process ends when its daemon does. Writes that wait together go to the driver in one
+call; reads come together in one request. Never decides what is stored or asked for.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore_tiers.objects import DamagedObject
@@ -29,34 +29,14 @@ from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
-from kvstore_tiers.remote.process import Settings
+from kvstore_tiers.remote.process import RemoteSettings
 
 WRITE_BATCH = 64
 Message = dict[str, Any]
 _LOG = logging.getLogger(__name__)
 
 
-class _Requests:
-    """Requests that wait for a thread, all of one kind."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Message] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, request: Message) -> None:
-        with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
-
-    def take(self, most: int) -> list[Message]:
-        """What waits, at least one and at most so many, in order."""
-        with self._changed:
-            while not self._waiting:
-                self._changed.wait()
-            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-
-
-class Worker:
+class RemoteWorker:
     """`memory` is shared with the daemon."""
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
@@ -65,7 +45,7 @@ class Worker:
         self._driver = driver
         self._sealer = sealer
         self._sending = threading.Lock()
-        self._queues = {kind: _Requests() for kind in ("read", "write", "ask")}
+        self._queues: dict[str, SimpleQueue[Message]] = {kind: SimpleQueue() for kind in ("read", "write", "ask")}
 
     def run(self, readers: int, writers: int) -> None:
         """Serve until the daemon is gone."""
@@ -87,9 +67,12 @@ class Worker:
                 return
             self._queues[kinds.get(request["verb"], "ask")].put(request)
 
-    def _serve(self, queue: _Requests, most: int, serve: Callable[[Sequence[Message]], None]) -> None:
+    def _serve(self, queue: SimpleQueue[Message], most: int, serve: Callable[[Sequence[Message]], None]) -> None:
         while True:
-            requests = queue.take(most)
+            requests = [queue.get()]
+            with suppress(Empty):
+                while len(requests) < most:
+                    requests.append(queue.get_nowait())
             try:
                 serve(requests)
             except MemoryHeld as error:  # an answer would let the daemon use that memory again
@@ -197,7 +180,7 @@ def main() -> int:
     logging.basicConfig(format="kvstored remote worker: %(message)s", level=logging.WARNING)
     connection = Connection(int(sys.argv[1]))
     mapping = mmap.mmap(int(sys.argv[2]), 0)
-    settings = Settings.unpack(connection.recv_bytes())
+    settings = RemoteSettings.unpack(connection.recv_bytes())
     try:
         driver = open_driver(
             settings.url, timeout_s=settings.timeout_s, threads=settings.readers + settings.writers + 1,
@@ -209,7 +192,7 @@ def main() -> int:
         connection.send_bytes(json.dumps({"refused": str(error) or type(error).__name__}).encode())
         return 1
     connection.send_bytes(json.dumps({"largest_bytes": driver.largest_value_bytes}).encode())
-    worker = Worker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
+    worker = RemoteWorker(connection, memoryview(mapping), driver, Sealer(bytes.fromhex(settings.secret)))
     worker.run(min(settings.readers, driver.reads_at_once), settings.writers)
     driver.close()
     return 0

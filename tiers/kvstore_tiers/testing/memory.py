@@ -29,9 +29,8 @@ from kvstore_tiers.base import (
     require_fits,
 )
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.segments import AlignedBuffer, buffer_at, put_bytes, total_bytes
-from kvstore_tiers.sizes import require_slot_size
 from kvstore_tiers.threads import ResidentThreads
 
 
@@ -79,11 +78,13 @@ class MemoryTier(Tier):
 
     def statistics(self) -> TierStatistics:
         return self._counters.report(
-            state=TierState.CLOSED if self._closed else TierState.OK,
-            capacity_bytes=self._capacity_bytes,
-            used_bytes=self._used_bytes,
-            blocks=len(self._slots),
-            used_by={"blocks": self._used_bytes},
+            TierStatistics(
+                state=TierState.CLOSED if self._closed else TierState.OK,
+                capacity_bytes=self._capacity_bytes,
+                used_bytes=self._used_bytes,
+                blocks=len(self._slots),
+                used_by={"blocks": self._used_bytes},
+            )
         )
 
     def close(self) -> None:

@@ -5,10 +5,9 @@ scatters blocks of the pool between steps and beside them (`torch_executor/block
 hardware: docs/engine.md says what has been done.
 """
 
-from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.blocks import BlockMover
-from kvstore_engine.kernels.cuda.cache_window import CacheWindow
-from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.device import CacheWindow, Device
 from kvstore_engine.kernels.cuda.program import CacheShape, CudaError, Launcher, Program
 from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
 
@@ -24,5 +23,5 @@ __all__ = [
     "PagedAttention",
     "Program",
     "RopeCache",
-    "Rows",
+    "KernelRows",
 ]

@@ -64,7 +64,7 @@ class Crossover:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class KernelRows:
     """The rows of a step, in memory of the device.
 
     sequences: int32 [count], each row's line in `tables`. contexts: int32 [count], the tokens up to the row's own,
@@ -120,12 +120,12 @@ class PagedAttention:
         return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """What V2 needs for its partitions."""
+        """Return what V2 needs for its partitions."""
         records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
         return 4 * records * (self.shape.head_dim + 1)
 
     def attend(
-        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: Rows, *, kind: LayerAttention = _PLAIN,
+        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: KernelRows, *, kind: LayerAttention = _PLAIN,
         scratch: Any = None, version: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> int:  # fmt: skip
         """Queue attention of `rows`; the version that was chosen.
@@ -157,7 +157,7 @@ class PagedAttention:
         return 2
 
     def _argument(
-        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: Rows, kind: LayerAttention
+        self, queries: Any, output: Any, planes: tuple[Any, Any], rows: KernelRows, kind: LayerAttention
     ) -> _Argument:
         if kind.window < 0 or kind.sink_tokens < 0 or kind.softcap < 0:
             raise ValueError(f"window, sink_tokens and softcap must not be negative: {kind}")

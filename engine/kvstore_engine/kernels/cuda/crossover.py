@@ -24,7 +24,7 @@ from kvstore_cuda.compiler import program_digest
 from kvstore_cuda.kernel_cache import cache_folder, keep
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.errors import UsageError
-from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention, Rows
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.program import ELEMENTS, CudaError
 
 VARIABLE = "KVENGINE_ATTENTION_CROSSOVER"
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def settled(attention: PagedAttention, architecture: str, device: str, measure: Callable[[], Crossover]) -> Crossover:
-    """What the environment says, what was measured before, or what `measure` finds; the default where it fails.
+    """Return what the environment says, what was measured before, or what `measure` finds; the default where it fails.
 
     `architecture` as NVRTC names it; `device`: what else its speed depends on. UsageError for a wrong setting.
     """
@@ -76,7 +76,7 @@ def pass_ratios(
     attention: PagedAttention, planes: tuple[Any, Any], place: Place, seconds: Callable[[Queue], float], *,
     blocks: int, rows: Sequence[int], context: int = CONTEXT,
 ) -> dict[int, float]:  # fmt: skip
-    """How long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
+    """Return how long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
 
     planes: K and V of `blocks` blocks, which are read and hold any numbers. place: a copy of an array in the device's
     memory. seconds: how long what is queued on a stream takes. Raises what these raise.
@@ -87,7 +87,7 @@ def pass_ratios(
     results = np.zeros(most * shape.query_heads * shape.head_dim * ELEMENTS[shape.compute].nbytes, np.uint8)
     queries, output = place(results), place(results)
     scratch = place(np.zeros(attention.scratch_bytes(most, context), np.uint8))
-    every = Rows(
+    every = KernelRows(
         most, place(np.arange(most, dtype=np.int32)), place(np.full(most, context, np.int32)),
         place(tables), width, context,
     )  # fmt: skip

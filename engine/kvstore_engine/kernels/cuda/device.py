@@ -1,8 +1,7 @@
-"""Launches the kernels on a CUDA device, by the library `cuda-bindings`.
+"""Launches the kernels on a CUDA device, and has its L2 cache keep a prefix that the sequences of a batch share.
 
-Owns the loaded modules, and a share of the device's primary context: the one that torch and CuPy use, so their memory
-and streams work here. It owns no memory of the device. Kernels may be launched from several threads at once: a step's,
-and those that store; all else is for one thread.
+Owns the loaded modules. It owns no memory of the device. Kernels may be launched from several threads at once: a
+step's, and those that store; all else is for one thread.
 """
 
 from __future__ import annotations
@@ -11,49 +10,76 @@ import contextlib
 import ctypes as ct
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
-from kvstore_cuda.compiler import load_program
-from kvstore_cuda.driver import DriverError, call, cuda_driver, launch
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.driver import DriverError
 from kvstore_cuda.nvrtc import EXTRA, CompileError
-from kvstore_engine.kernels.cuda.cache_window import CacheWindow
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
-_MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPT_IN = 16, 75, 76, 97  # CUdevice_attribute
+_MULTIPROCESSORS, _SHARED_OPT_IN = 16, 97  # CUdevice_attribute
 _MOST_KEPT, _MOST_WINDOW = 108, 109  # of the L2 cache
 _KEPT_LIMIT, _WINDOW = 6, 1  # CUlimit, CUlaunchAttributeID
 _NORMAL, _PERSISTING = 0, 2  # CUaccessProperty
 _DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _OLDEST = (7, 5)  # that NVRTC 13 compiles for
-_NON_BLOCKING, _THREAD_LOCAL = 1, 1  # CUstream_flags, CUstreamCaptureMode
+_THREAD_LOCAL = 1  # CUstreamCaptureMode
 _LAUNCHES, _TURNS = 4, 3  # of what is timed: in a graph, and how often that is replayed
 
 
-class Device(Launcher):
+@dataclass(frozen=True, slots=True)
+class CacheWindow:
+    """`nbytes` of device memory at `address`, one range: only blocks that follow each other in the pool can be in
+    it."""
+
+    address: int
+    nbytes: int
+
+    @classmethod
+    def of_blocks(
+        cls, plane: int, block_bytes: int, blocks: npt.NDArray[np.int32], most_bytes: int
+    ) -> CacheWindow | None:
+        """The longest run of consecutive ids among `blocks`, int32 [n] in the order of a block table, in the plane at
+        address `plane`, of at most `most_bytes`; None where not even a block fits. The first of equally long runs."""
+        most = most_bytes // block_bytes if block_bytes > 0 else 0
+        if most < 1 or not len(blocks):
+            return None
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1))
+        lengths = np.diff(np.append(starts, len(blocks)))
+        at = int(lengths.argmax())
+        return cls(plane + int(blocks[starts[at]]) * block_bytes, min(int(lengths[at]), most) * block_bytes)
+
+
+class Device(CudaDevice, Launcher):
     """Device `index` of this process. Raises CudaError, with what to do, when there is none to use."""
 
     def __init__(self, index: int = 0) -> None:
-        self._cuda = _library()
-        self._call("cuInit", 0)
-        count = self._call("cuDeviceGetCount")
-        if not 0 <= index < count:
-            raise CudaError(f"there is no CUDA device {index}: this machine has {count}")
-        self._device = self._call("cuDeviceGet", index)
-        version = self._attribute(_MAJOR), self._attribute(_MINOR)
-        if version < _OLDEST:
-            raise CudaError(f"CUDA device {index} is of compute capability {version[0]}.{version[1]}: 7.5 is needed")
-        self.architecture = f"sm_{version[0]}{version[1]}"
-        name: bytes = self._call("cuDeviceGetName", 96, self._device)
-        self.name = name.split(b"\0")[0].decode(errors="replace")
-        self._multiprocessors = self._attribute(_MULTIPROCESSORS)
-        self._shared_bytes = self._attribute(_SHARED_OPT_IN)
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        try:
+            super().__init__(index, f"the CUDA kernels need the library cuda-bindings: {EXTRA}")
+        except OSError as error:
+            raise CudaError(str(error)) from None
+        if self.capability < _OLDEST:
+            of = "{}.{}".format(*self.capability)
+            super().close()
+            raise CudaError(f"CUDA device {index} is of compute capability {of}: 7.5 is needed")
+        self._multiprocessors = self.attribute(_MULTIPROCESSORS)
+        self._shared_bytes = self.attribute(_SHARED_OPT_IN)
         self._kept_bytes = 0
         self._loading = threading.Lock()  # of what follows
         self._modules: dict[Program, Any] = {}
         self._functions: dict[tuple[Program, str], Any] = {}
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver. Raises CudaError."""
+        try:
+            return super().call(name, *arguments)
+        except DriverError as error:
+            raise CudaError(str(error)) from None
 
     @property
     def multiprocessors(self) -> int:
@@ -67,31 +93,31 @@ class Device(Launcher):
         if function is None:
             with self._loading:
                 function = self._load(program, kernel, shared_bytes)
-        self._call("cuCtxSetCurrent", self._context)
-        stream_handle = self._cuda.CUstream(stream)
-        launch(self._call, function, grid, THREADS, argument, shared_bytes=shared_bytes, stream=stream_handle)
+        self.use_in_this_thread()
+        of = self.driver.CUstream(stream)
+        self.start(function, grid, THREADS, argument, shared_bytes=shared_bytes, stream=of)
 
     @property
     def window_bytes(self) -> int:
         """The most that a window may hold; 0 where the device keeps nothing on request."""
-        return self._attribute(_MOST_WINDOW) if self._attribute(_MOST_KEPT) else 0
+        return self.attribute(_MOST_WINDOW) if self.attribute(_MOST_KEPT) else 0
 
     def set_aside_cache(self, nbytes: int) -> int:
         """Let windows have up to `nbytes` of the L2 cache, which other memory cannot use then; how many the device
         gives. It counts for the whole context. 0 ends that, and what was kept is kept no longer."""
-        self._call("cuCtxSetCurrent", self._context)
-        limit = self._cuda.CUlimit(_KEPT_LIMIT)
+        self.use_in_this_thread()
+        limit = self.driver.CUlimit(_KEPT_LIMIT)
         if self.window_bytes:
-            self._call("cuCtxSetLimit", limit, min(nbytes, self._attribute(_MOST_KEPT)))
-            self._kept_bytes = int(self._call("cuCtxGetLimit", limit))
+            self.call("cuCtxSetLimit", limit, min(nbytes, self.attribute(_MOST_KEPT)))
+            self._kept_bytes = int(self.call("cuCtxGetLimit", limit))
             if not nbytes:
-                self._call("cuCtxResetPersistingL2Cache")
+                self.call("cuCtxResetPersistingL2Cache")
         return self._kept_bytes
 
     def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
         """Launches on `stream` from here on find `window` in the L2 cache rather than other memory: of a larger one
         than was set aside, a part. None: no window. `stream` is not the default one. Raises CudaError."""
-        cuda = self._cuda
+        cuda = self.driver
         policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
         policy.hitProp, policy.missProp = map(cuda.CUaccessProperty, (_NORMAL, _NORMAL))
         if window is not None:
@@ -99,78 +125,61 @@ class Device(Launcher):
             policy.hitRatio = min(1.0, self._kept_bytes / window.nbytes)
             policy.hitProp = cuda.CUaccessProperty(_PERSISTING)
         value.accessPolicyWindow = policy
-        self._call("cuCtxSetCurrent", self._context)
-        self._call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
+        self.use_in_this_thread()
+        self.call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def seconds(self, queue: Callable[[int], object]) -> float:
-        """How long what `queue(stream)` launches takes, without the time of launches: by events around replays of a
-        CUDA graph, of which the fastest counts. Raises CudaError."""
-        cuda = self._cuda
+        """Return how long what `queue(stream)` launches takes, without the time of launches: by events around replays
+        of a CUDA graph, of which the fastest counts. Raises CudaError."""
+        cuda = self.driver
         self.synchronize()  # what is read was written on other streams
         with contextlib.ExitStack() as undo:
-            stream = self._call("cuStreamCreate", _NON_BLOCKING)
-            undo.callback(self._call, "cuStreamDestroy", stream)
+            stream = self.stream()
+            undo.callback(self.call, "cuStreamDestroy", stream)
             queue(int(stream))  # loads the kernels
-            self._call("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode(_THREAD_LOCAL))
+            self.call("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode(_THREAD_LOCAL))
             for _ in range(_LAUNCHES):
                 queue(int(stream))
-            graph = self._call("cuGraphInstantiate", self._call("cuStreamEndCapture", stream), 0)
-            undo.callback(self._call, "cuGraphExecDestroy", graph)
-            events = [self._call("cuEventCreate", 0) for _ in range(2)]
+            graph = self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0)
+            undo.callback(self.call, "cuGraphExecDestroy", graph)
+            events = [self.call("cuEventCreate", 0) for _ in range(2)]
             for event in events:
-                undo.callback(self._call, "cuEventDestroy", event)
+                undo.callback(self.call, "cuEventDestroy", event)
             took_ms = []
             for _ in range(_TURNS):
-                self._call("cuEventRecord", events[0], stream)
-                self._call("cuGraphLaunch", graph, stream)
-                self._call("cuEventRecord", events[1], stream)
-                self._call("cuEventSynchronize", events[1])
-                took_ms.append(float(self._call("cuEventElapsedTime", *events)))
+                self.record(events[0], stream)
+                self.call("cuGraphLaunch", graph, stream)
+                self.record(events[1], stream)
+                self.wait(events[1])
+                took_ms.append(float(self.call("cuEventElapsedTime", *events)))
         return min(took_ms) / 1e3 / _LAUNCHES
 
-    def synchronize(self) -> None:
-        """Until everything that is queued has run. Raises CudaError when something failed."""
-        self._call("cuCtxSetCurrent", self._context)
-        self._call("cuCtxSynchronize")
+    def synchronize(self, stream: Any = None) -> None:
+        self.use_in_this_thread()
+        super().synchronize(stream)
 
     def close(self) -> None:
-        self._call("cuCtxSetCurrent", self._context)
+        self.use_in_this_thread()
         for module in self._modules.values():
-            self._call("cuModuleUnload", module)
+            self.call("cuModuleUnload", module)
         self._modules.clear()
         self._functions.clear()
-        self._call("cuDevicePrimaryCtxRelease", self._device)
+        super().close()
 
     def _load(self, program: Program, kernel: str, shared_bytes: int) -> Any:
         if shared_bytes > self._shared_bytes:
             raise CudaError(
                 f"{kernel} needs {shared_bytes} bytes of shared memory; the device has {self._shared_bytes}"
             )
-        self._call("cuCtxSetCurrent", self._context)
+        self.use_in_this_thread()
         if program not in self._modules:
             try:
-                self._modules[program] = load_program(self._call, program, self.architecture)
+                self._modules[program] = self.load(program)
             except CompileError as error:
                 raise CudaError(str(error)) from None
-        function = self._call("cuModuleGetFunction", self._modules[program], kernel.encode())
+        function = self.function(self._modules[program], kernel)
         if shared_bytes > _FREE_SHARED_BYTES:
-            attribute = self._cuda.CUfunction_attribute(_DYNAMIC_SHARED_SIZE)
-            self._call("cuFuncSetAttribute", function, attribute, shared_bytes)
+            attribute = self.driver.CUfunction_attribute(_DYNAMIC_SHARED_SIZE)
+            self.call("cuFuncSetAttribute", function, attribute, shared_bytes)
         self._functions[program, kernel] = function
         return function
-
-    def _attribute(self, number: int) -> int:
-        return int(self._call("cuDeviceGetAttribute", self._cuda.CUdevice_attribute(number), self._device))
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        try:
-            return call(self._cuda, name, *arguments)
-        except DriverError as error:
-            raise CudaError(str(error)) from None
-
-
-def _library() -> ModuleType:
-    try:
-        return cuda_driver(f"the CUDA kernels need the library cuda-bindings: {EXTRA}")
-    except OSError as error:
-        raise CudaError(str(error)) from None

@@ -106,7 +106,7 @@ class Launcher(ABC):
     @property
     @abstractmethod
     def multiprocessors(self) -> int:
-        """How many of the device's processors take thread blocks."""
+        """Return how many of the device's processors take thread blocks."""
 
     @abstractmethod
     def launch(
@@ -120,7 +120,8 @@ class Launcher(ABC):
 
 
 def address_of(memory: Any) -> int:
-    """Where an array is: a torch tensor's, a CuPy array's, any `__cuda_array_interface__`'s, or the integer itself."""
+    """Return where an array is: a torch tensor's, a CuPy array's, any `__cuda_array_interface__`'s, or the integer
+    itself."""
     if isinstance(memory, int):
         return memory
     if hasattr(memory, "data_ptr"):

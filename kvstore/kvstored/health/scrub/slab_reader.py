@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import aligned_up, judge_header
 from kvstore_tiers.nvme.check_slab import read_records
 from kvstore_tiers.nvme.directory import is_without_direct
-from kvstore_tiers.nvme.errors import DirectoryError
+from kvstore_tiers.nvme.directory_files import DirectoryError
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, Superblock, record_header
 from kvstore_tiers.nvme.layout import record_holds as holds
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.segments import AlignedBuffer, buffer_at, checksum_at
-from kvstore_tiers.sizes import aligned_up
 
 _RECORDS_A_READ = 4096
 

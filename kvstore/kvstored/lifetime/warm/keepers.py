@@ -19,10 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvstore_tiers.arena import empty_memory
-from kvstore_tiers.child_variables import variables_of_children
-from kvstore_tiers.failures import CANNOT_WRITE
-from kvstore_tiers.passing import is_of_our_user, receive_packet, send_packet
+from kvstore_tiers.arena_memory import empty_memory
+from kvstore_tiers.base import CANNOT_WRITE
+from kvstore_tiers.child_processes import is_of_our_user, receive_packet, send_packet, variables_of_children
 from kvstored.lifetime.holder import BACKLOG, MAX_DESCRIPTORS
 from kvstored.lifetime.notify import (
     notify_about,

@@ -28,7 +28,8 @@ from kvstore_console.units import human_bytes
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers import failpoints
 from kvstore_tiers.adoption import AdoptedArena
-from kvstore_tiers.arena import Arena, ArenaRecord, ForeignMemory, empty_memory
+from kvstore_tiers.arena import Arena, ArenaRecord
+from kvstore_tiers.arena_memory import ForeignMemory, empty_memory
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstored.clients.tenants import TenantDirectory

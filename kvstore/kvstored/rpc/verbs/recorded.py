@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstore_tiers.failures import CANNOT_WRITE
+from kvstore_tiers.base import CANNOT_WRITE
 from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock

@@ -16,8 +16,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from kvstore_tiers.base import Outcome, OutcomeKind, Tier, TierState
-from kvstore_tiers.failures import ERRORS_IN_A_ROW, NO_ROOM
+from kvstore_tiers.base import ERRORS_IN_A_ROW, NO_ROOM, Outcome, OutcomeKind, Tier, TierState
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.degraded.modes import DegradedModes, Mode

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain
 from kvstore_tiers.base import Outcome
+from kvstore_tiers.image import Slot
 from kvstore_tiers.segments import Segment
-from kvstore_tiers.slot import Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import RequestContext

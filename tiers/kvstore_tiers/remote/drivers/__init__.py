@@ -5,6 +5,7 @@ A new driver costs its file and its entries in `DRIVERS`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Final, cast
@@ -41,3 +42,19 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
         ) from None
     opened = module.open_driver(url, timeout_s=timeout_s, threads=threads, credentials=credentials)
     return cast(Driver, opened)
+
+
+_MISSING = re.compile(r"(?P<file>(?P<stem>lib[\w.+-]*?)\.so(?:\.(?P<version>\d+))?[\d.]*): cannot open shared object")
+_CUDA = ("libcuda", "libcudart", "libcublas", "libnvrtc", "libcufile")
+
+
+def advice(error: str) -> str:
+    """Return the loader's `error` with what to install, where it names a library that is missing."""
+    missing = _MISSING.search(error)
+    if missing is None:
+        return error
+    stem, version = missing["stem"], missing["version"] or ""
+    if stem in _CUDA:
+        return f"{error}: this wheel is for CUDA, pip install mooncake-transfer-engine-non-cuda in its place"
+    package = stem.lower().replace("_", "-") + ("-" if version and stem[-1].isdigit() else "") + version
+    return f"{error}: apt-get install {package}, or the package of your system that has {missing['file']}"

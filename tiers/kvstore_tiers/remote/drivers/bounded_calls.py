@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -31,13 +33,6 @@ class Call:
         return max(0.0, self.deadline - time.monotonic())
 
 
-class _Running(Generic[_Result]):
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.results: list[_Result] = []
-        self.error: BaseException | None = None
-
-
 class BoundedCalls:
     """`name`: of its threads."""
 
@@ -49,35 +44,33 @@ class BoundedCalls:
         self._given_up = 0
 
     def run(self, function: Callable[[Call], _Result], timeout_s: float) -> _Result:
-        """What `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
+        """Return what `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
         with self._lock:
             if self._given_up >= self._most_given_up:
                 raise TimeoutError(f"{self._given_up} calls that were given up are still running")
             self._running += 1
-        call, running = Call(time.monotonic() + timeout_s), _Running[_Result]()
-        threading.Thread(target=self._run, args=(function, call, running), name=self._name, daemon=True).start()
-        running.ended.wait(timeout_s)
+        call, ended = Call(time.monotonic() + timeout_s), Future[_Result]()
+        threading.Thread(target=self._run, args=(function, call, ended), name=self._name, daemon=True).start()
+        wait([ended], timeout_s)
         with self._lock:
-            if not running.ended.is_set():
+            if not ended.done():
                 call.is_given_up = True
                 self._given_up += 1
                 raise GivenUp(f"no answer within {timeout_s:g} s")
-        if running.error is not None:
-            raise running.error
-        return running.results[0]
+        return ended.result()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether no call is running any more, one that was given up included."""
+        """Return whether no call is running any more, one that was given up included."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)
 
-    def _run(self, function: Callable[[Call], _Result], call: Call, running: _Running[_Result]) -> None:
+    def _run(self, function: Callable[[Call], _Result], call: Call, ended: Future[_Result]) -> None:
         try:
-            running.results.append(function(call))
+            end: Callable[[], None] = partial(ended.set_result, function(call))
         except BaseException as error:  # raised again in the thread that waits for it
-            running.error = error
+            end = partial(ended.set_exception, error)
         with self._lock:
-            running.ended.set()
+            end()
             self._running -= 1
             self._given_up -= call.is_given_up
             self._lock.notify_all()

@@ -1,6 +1,10 @@
 """Values in Mooncake Store: memory that many nodes lend to one master, over TCP or RDMA.
 
-`mooncake_place.py` has the URL, `mooncake_answers.py` what the library's numbers mean. There are no credentials.
+    mooncake://MASTER:PORT
+
+`?` adds `protocol=tcp|rdma`, `device=NAME,NAME` (the RDMA devices), `metadata=URL` (of a metadata server; by default
+nodes ask each other), `segment=SIZE` (memory that this node lends to the store; none by default) and `local=HOST`
+(where other nodes reach this one; by default the address from which it reaches the master). There are no credentials.
 
 Facts of the library that this file is built around (0.3.13):
 - `put` answers success for a name that is taken. A put session says so, hence a write is a session: start, transfer,
@@ -21,24 +25,85 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
+from kvstore_console.units import parse_size
 from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
+from kvstore_tiers.remote.drivers import advice
 from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
-from kvstore_tiers.remote.drivers.mooncake_answers import (
-    ABSENT,
-    BUSY,
-    NO_ROOM,
-    NOT_FOUND,
-    TAKEN,
-    TOO_SHORT,
-    TRANSFER_FAILED,
-    need,
-)
-from kvstore_tiers.remote.drivers.mooncake_place import Place, place_of
-from kvstore_tiers.remote.drivers.system_library import advice
+
+DEFAULT_PORT = 50051
+QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a store is, and what this node gives to it."""
+
+    host: str
+    port: int
+    protocol: str = "tcp"
+    devices: str = ""
+    metadata: str = "P2PHANDSHAKE"
+    segment_bytes: int = 0
+    local: str = ""
+
+    @property
+    def master(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def place_of(url: str) -> StoreAddress:
+    """Raises ValueError for a URL that is not understood."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := set(query) - QUERY:
+        raise ValueError(f"mooncake:// takes no {min(unknown)!r}: the names are {', '.join(sorted(QUERY))}")
+    if not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"{url!r} is not mooncake://MASTER:PORT")
+    protocol = query.get("protocol", "tcp")
+    if protocol not in ("tcp", "rdma"):
+        raise ValueError(f"protocol={protocol}: it is tcp or rdma")
+    if protocol == "rdma" and not query.get("device"):
+        raise ValueError("protocol=rdma needs device=NAME, such as device=mlx5_0")
+    return StoreAddress(
+        host=parts.hostname,
+        port=parts.port or DEFAULT_PORT,
+        protocol=protocol,
+        devices=query.get("device", ""),
+        metadata=query.get("metadata") or "P2PHANDSHAKE",
+        segment_bytes=parse_size(query.get("segment", "0")),
+        local=query.get("local", ""),
+    )
+
+
+NO_ROOM = -200
+NOT_FOUND, NOT_READY, TAKEN, LEASE_EXPIRED, GONE = -704, -703, -705, -707, -712
+ABSENT: Final = frozenset({NOT_FOUND, NOT_READY, LEASE_EXPIRED, GONE})
+BUSY: Final = frozenset({-706, -708, -714})  # a lease, a copy or a read in progress holds the value
+TOO_SHORT = -600  # and other wrong arguments
+TRANSFER_FAILED = -800
+RPC_TIMEOUT = -901
+
+
+def need(where: str, answers: Sequence[int], allowed: frozenset[int] | set[int] = frozenset()) -> None:
+    """Raise what an answer of the library means, unless it is one of `allowed`; `where` names the store.
+
+    Raises TimeoutError, ConnectionError where the store cannot be reached, and OSError for all else.
+    """
+    for answer in answers:
+        if answer >= 0 or answer in allowed:
+            continue
+        if answer == RPC_TIMEOUT:
+            raise TimeoutError("no answer in time")
+        if answer <= -900:
+            raise ConnectionError(f"{where} is not reached: the library's code {answer}")
+        raise OSError(f"{where} or a node of its store failed: the library's code {answer}")
+
 
 try:
     from mooncake.store import MooncakeDistributedStore
@@ -83,7 +148,7 @@ class MooncakeDriver(Driver):
     evicts = True
     reads_at_once = 1
 
-    def __init__(self, place: Place, timeout_s: float, threads: int) -> None:
+    def __init__(self, place: StoreAddress, timeout_s: float, threads: int) -> None:
         self._place = place
         self._timeout_s = timeout_s
         self._calls = BoundedCalls("mooncake", GIVEN_UP_PER_THREAD * threads)

@@ -27,11 +27,10 @@ from typing import Any, Final, TypeVar
 
 from kvstore_tiers.remote.driver import Driver, Placed, Written
 from kvstore_tiers.remote.drivers.bucket import Bucket, split_options
-from kvstore_tiers.remote.drivers.runs.changes import AddedRun, Change
 from kvstore_tiers.remote.drivers.runs.log import Log, run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
-from kvstore_tiers.remote.drivers.runs.reading import Wanted, read_runs, write_runs
-from kvstore_tiers.remote.drivers.runs.values import Drop
+from kvstore_tiers.remote.drivers.runs.reading import WantedValue, read_runs, write_runs
+from kvstore_tiers.remote.drivers.runs.values import AddedRun, Change, Drop
 
 INDEX_AGE_S: Final = 2.0
 LARGEST_VALUE_BYTES: Final = 1 << 30
@@ -130,12 +129,12 @@ class ObjectStoreDriver(Driver):
         sizes = [0] * len(names)
         missing: Sequence[int] = range(len(names))
         for _ in range(2):  # what moved to another run since the index was read is found at its new place
-            found: list[tuple[int, Wanted]] = []
+            found: list[tuple[int, WantedValue]] = []
             for at in missing:
                 place, memory = values.find(names[at]), wanted[at].memory
                 sizes[at] = place.length if place else 0
                 if place and place.length <= len(memory):
-                    found.append((at, Wanted(place, memory)))
+                    found.append((at, WantedValue(place, memory)))
             gone = await read_runs(self._objects, [each for _, each in found])
             missing = [at for at, each in found if each.place.run_id in gone]
             if not missing:
@@ -214,7 +213,7 @@ class ObjectStoreDriver(Driver):
 
     async def _moved(self, planned: Drop) -> list[AddedRun]:
         """The values that stay, in runs of their own; without those whose bytes are gone."""
-        kept = [(name, Wanted(place, memoryview(bytearray(place.length)))) for name, place in planned.moved]
+        kept = [(name, WantedValue(place, memoryview(bytearray(place.length)))) for name, place in planned.moved]
         lost = await read_runs(self._objects, [wanted for _, wanted in kept])
         return await write_runs(
             self._objects, [(name, wanted.memory) for name, wanted in kept if wanted.place.run_id not in lost]

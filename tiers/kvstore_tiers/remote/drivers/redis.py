@@ -69,7 +69,7 @@ class RedisDriver(Driver):
 
     @property
     def evicts(self) -> bool:  # type: ignore[override]
-        """Whether the server's policy may evict keys without an expiry. Raises as a call does."""
+        """Return whether the server's policy may evict keys without an expiry. Raises as a call does."""
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")

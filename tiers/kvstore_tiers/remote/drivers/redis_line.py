@@ -43,7 +43,7 @@ class Replies:
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Whether something waits to be read; on a connection at rest that is its end."""
+        """Return whether something waits to be read; on a connection at rest that is its end."""
         poll = select.poll()
         poll.register(self._live_socket(), select.POLLIN)
         return self._start < self._end or bool(poll.poll(timeout * 1000))

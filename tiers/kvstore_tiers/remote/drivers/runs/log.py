@@ -23,9 +23,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from kvstore_tiers.remote.drivers.runs.changes import Change, DamagedChange
 from kvstore_tiers.remote.drivers.runs.objects import Listed, Objects
-from kvstore_tiers.remote.drivers.runs.values import Values
+from kvstore_tiers.remote.drivers.runs.values import Change, DamagedChange, Values
 
 LOG, CHECKPOINTS, RUNS = "log", "checkpoints", "runs"
 CHECKPOINT_EVERY: Final = 256

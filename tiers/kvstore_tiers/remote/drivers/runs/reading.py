@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.remote.drivers.runs.changes import RUN_ID_BYTES, AddedRun, rows_of
 from kvstore_tiers.remote.drivers.runs.log import run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
-from kvstore_tiers.remote.drivers.runs.values import Place
+from kvstore_tiers.remote.drivers.runs.values import RUN_ID_BYTES, AddedRun, Place, rows_of
 
 RUN_BYTES: Final = 8 << 20
 SPAN_BYTES: Final = RUN_BYTES  # of a request, where values are shorter
@@ -28,7 +27,7 @@ REQUESTS_AT_ONCE: Final = 8
 _LOGGER = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class WantedValue(NamedTuple):
     """`memory` has room for the value."""
 
     place: Place
@@ -39,10 +38,10 @@ class Span(NamedTuple):
     run_id: str
     start: int
     end: int
-    values: list[Wanted]
+    values: list[WantedValue]
 
 
-def spans_of(wanted: Sequence[Wanted], span_bytes: int = SPAN_BYTES) -> list[Span]:
+def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[Span]:
     """Stretches of runs that hold these values, whole values each."""
     spans: list[Span] = []
     for each in sorted(wanted, key=lambda each: each.place):
@@ -57,7 +56,7 @@ def spans_of(wanted: Sequence[Wanted], span_bytes: int = SPAN_BYTES) -> list[Spa
     return spans
 
 
-async def read_runs(objects: Objects, wanted: Sequence[Wanted]) -> set[str]:
+async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]:
     """Returns the runs that are gone, or shorter than they were: their memories hold nothing of use."""
     gone: set[str] = set()
 

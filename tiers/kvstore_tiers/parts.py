@@ -1,34 +1,15 @@
-"""Memory that a daemon and the worker of a remote tier share: a file descriptor, and who has which part of it.
+"""Parts of a memory that several threads share for a while: who has which.
 
-Only the daemon gives out parts. Invariants: two parts that are out never overlap; a part is given back only when the
-worker has answered for it, or is dead; callers have their parts in the order in which they asked, so that large ones
-are not passed by small ones for ever.
+Never touches the memory. Invariants: two parts that are out never overlap; callers have their parts in the order in
+which they asked, so that large ones are not passed by small ones for ever.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections import deque
 
 PART_ALIGNMENT = 4096
-
-
-class Exchange:
-    """`nbytes` of memory, as `memory` in this process and as `fd` for another."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.fd = os.memfd_create("kvstored-remote", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
-        self._mapping = mmap.mmap(self.fd, nbytes)
-        self.memory = memoryview(self._mapping)
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.memory.release()
-        self._mapping.close()
 
 
 class Parts:

@@ -1,8 +1,8 @@
-"""Descriptors over Unix sockets, with the flags that are asked for.
+"""Ways to a helper process: its environment, and descriptors over Unix sockets, with the flags that are asked for.
 
 `socket.send_fds` and `socket.recv_fds` take flags and, in Python 3.11 at least, do not pass them on: a call that must
 not wait waits, and a descriptor that must not be inherited is. For the holder and systemd; clients get theirs by
-`clients/handshake.py`. Imports the standard library alone.
+`clients/handshake.py`. Imports little beside the standard library.
 """
 
 from __future__ import annotations
@@ -13,11 +13,24 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from kvstore_tiers.failpoints import ENVIRONMENT
+
+_FOR_THE_DAEMON = frozenset(
+    ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", ENVIRONMENT)
+)  # of its service manager, and failures that were armed in it
+
+
+def variables_of_children() -> dict[str, str]:
+    """Return the environment without the variables that were meant for this process alone."""
+    return {name: value for name, value in os.environ.items() if name not in _FOR_THE_DAEMON}
+
+
 _UCRED = struct.Struct("3i")
 
 
 def is_of_our_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises OSError."""
+    """Return whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises
+    OSError."""
     _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid in (os.geteuid(), 0)
 

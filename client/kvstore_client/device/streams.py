@@ -1,0 +1,81 @@
+"""A stream of this process for copies, small ones by a kernel where that is faster, the others in a batch; and an event
+behind what an engine has queued on a stream of its own.
+
+Owns the stream until its user destroys it. Never decides what is copied, or when it must have ended.
+The device's context has to be current (`DeviceMemory.current`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvstore_client.device.gather import HIGHEST_PRIORITY
+from kvstore_client.device.memory import DeviceError, DeviceMemory
+from kvstore_cuda.copies import Runs, Way
+
+Small = Callable[[Runs, Way, Any], Runs]
+
+
+class CopyStream:
+    """`queue_small` queues what the kernel shall copy and returns the others (`Crossover`). The stream's kernels come
+    before those of streams of less `priority`, such as an engine's: few as they are, they would wait for a whole
+    prefill. Raises DeviceError."""
+
+    def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
+        self._device, self._queue_small = device, queue_small
+        self.handle: Any = device.stream(priority)
+
+    def queue(self, runs: Runs, way: Way) -> None:
+        """Queue copies, in no order among them."""
+        if len(runs):
+            self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
+
+    def wait(self, event: int) -> None:
+        """Let what is queued from now on run after this event (a CUevent's address) has passed."""
+        self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
+
+    def synchronize(self) -> None:
+        """Wait until all that is queued has ended, also where a call says that something failed: its memory is used
+        anew then."""
+        try:
+            self._device.synchronize(self.handle)
+        except DeviceError:
+            self._device.quietly("cuStreamSynchronize", self.handle)
+            raise
+
+
+_BLOCKING = 1  # a thread that waits for the event sleeps
+
+
+class DeviceMoment:
+    """Behind what is queued on a stream (a CUstream's address) now. Raises DeviceError."""
+
+    def __init__(self, device: DeviceMemory, stream: int) -> None:
+        self._device = device
+        with device.current():
+            self._event = device.call("cuEventCreate", _BLOCKING)
+            weakref.finalize(self, _destroy, device, self._event).atexit = False
+            device.record(self._event, device.driver.CUstream(stream))
+
+    @property
+    def event(self) -> int:
+        """The CUevent's address; good as long as the moment is kept."""
+        return int(self._event)
+
+    def wait(self) -> None:
+        with self._device.current():
+            self._device.wait(self._event)
+
+    def seconds_since(self, earlier: DeviceMoment) -> float | None:
+        """None until both have come."""
+        with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until then
+            return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
+        return None
+
+
+def _destroy(device: DeviceMemory, event: Any) -> None:
+    with contextlib.suppress(DeviceError), device.current():
+        device.quietly("cuEventDestroy", event)

@@ -1,0 +1,276 @@
+"""The memory of one arena: a sealed memfd, its mapping, and who else has it mapped.
+
+Owns the descriptor and the mapping. Never knows what is in it. Clients get the memory as a read-only descriptor and map
+it whole.
+
+Two modes. `owned`: mode 0600, sealed against resizing; another uid can map it only through the read-only descriptor it
+was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FUTURE_WRITE on top, for clients that
+share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
+client unmaps it, so a sealed arena stays with its owner for ever.
+
+Memory that is lent (`loan`) is mapped by a device's process too, and the device copies from and to it. What `release`
+and an heir would give back to the system stays until the last borrower has let go of it; neither waits for that.
+Invariants: prefaulting never changes a byte; memory and its donor's together never exceed the size of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import threading
+from collections.abc import Callable
+from typing import Literal, Self
+
+ArenaMode = Literal["owned", "sealed"]
+
+# <linux/fcntl.h>, <linux/falloc.h>, <asm-generic/mman-common.h>: Python 3.11 lacks some of them
+F_SEAL_FUTURE_WRITE = 0x10
+_FALLOC_PUNCH_HOLE_KEEP_SIZE = 3
+_MADV_POPULATE_WRITE = 23
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
+_MPOL_BIND = 2
+_BITS = 64
+
+_NAME_PREFIX = "kvstore-arena-"
+_CATCH_UP_BYTES = 8 << 20  # 2.5 ms of punching, which the control thread may have to wait for
+_OUR_MEMORY = f"/memfd:{_NAME_PREFIX}"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class ForeignMemory(ValueError):
+    """A descriptor is not the arena it is said to be; the message says why."""
+
+
+class Loan:
+    """Any thread may call anything here."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._borrowers = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def lend(self, borrowers: int) -> None:
+        """So many others have it mapped until each has called `returned`."""
+        with self._changed:
+            self._borrowers += borrowers
+
+    def returned(self) -> None:
+        """A borrower has let go. What waits for the last one runs here, and may take its time."""
+        with self._changed:
+            self._borrowers -= 1
+            waiting: list[Callable[[], None]] = []
+            if not self._borrowers:
+                waiting, self._waiting = self._waiting, waiting
+            self._changed.notify_all()
+        for then in waiting:
+            then()
+
+    def defers(self, then: Callable[[], None]) -> bool:
+        """Return whether another has it mapped: then `then` is called when that has ended."""
+        with self._changed:
+            if self._borrowers:
+                self._waiting.append(then)
+            return self._borrowers > 0
+
+    def wait(self) -> None:
+        """Wait until no other has it mapped."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._borrowers)
+
+
+class ArenaMemory:
+    """`nbytes` of shared memory with a number of its own. `descriptor`: of memory that is there already; -1 makes it.
+    `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its memory is given
+    back.
+
+    `donor` is memory in no use any more that this one inherits: bytes of the donor are punched out before the same
+    range is handed out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left
+    behind, where the system has no memory, no mapping or no descriptor for it.
+    """
+
+    def __init__(
+        self, number: int, nbytes: int, *, mode: ArenaMode, donor: Self | None, descriptor: int, numa_node: int,
+        released: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.nbytes = nbytes
+        self.mode: ArenaMode = mode
+        self.populated_bytes = 0
+        self._donor = donor
+        self._inheriting = threading.Lock()  # between the control thread and the one that prefaults
+        self.inherited_bytes = 0  # of a donor: how much of its memory was given back already
+        self.loan = Loan()
+        self._owed_bytes = 0  # of a donor that is lent: how much of its memory is to be given back
+        self._released = released
+        is_new = descriptor < 0
+        self.fd = _new_memory(number, nbytes) if is_new else descriptor
+        try:
+            self._mapping = mmap.mmap(self.fd, nbytes)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            if numa_node >= 0:
+                bind_to_node(self.address, nbytes, numa_node)
+            if is_new:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (F_SEAL_FUTURE_WRITE if mode == "sealed" else 0))
+        except OSError:
+            if is_new:
+                os.close(self.fd)
+            raise
+
+    def readonly_fd(self) -> int:
+        """A new O_RDONLY descriptor of this arena for a client; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def populate(self, budget_bytes: int) -> int:
+        """Fault the next pages in, without changing a byte; bytes now populated. May run on any one thread."""
+        nbytes = min(budget_bytes, self.nbytes - self.populated_bytes)
+        if nbytes <= 0:
+            return 0
+        start = self.populated_bytes
+        self._inherit(start + nbytes)
+        if _libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE):
+            os.posix_fallocate(self.fd, start, nbytes)  # before Linux 5.14: pages without page table entries
+        self.populated_bytes = start + nbytes
+        return nbytes
+
+    def release(self) -> None:
+        """Give the memory back, even while clients still map it (`owned`), and close the descriptor: of an arena that
+        is lent, when it has been returned. Idempotent."""
+        with self._inheriting:
+            if self._donor is not None:
+                self._donor.release()
+                self._donor = None
+        if not self.loan.defers(self._give_back):
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self.fd >= 0:
+            if self.mode == "owned":
+                self.punch(0, self.nbytes)
+            if self._released is not None:
+                self._released(self.number)
+            os.close(self.fd)
+            self.fd = -1
+
+    def leave(self) -> None:
+        """Close the descriptor and leave the memory to the other holders of it. Idempotent."""
+        with self._inheriting:
+            donor, self._donor = self._donor, None
+        if donor is not None:  # a later process does not know that they share one arena's worth of capacity
+            donor.release()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def punch(self, start: int, nbytes: int) -> None:
+        """Give a range's memory back to the system; it reads as zeros afterwards. Raises OSError."""
+        if _libc.fallocate(self.fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, start, nbytes):
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot give memory of arena {self.number} back: {os.strerror(number)}")
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes now, by the kernel's account."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def _inherit(self, upto_bytes: int) -> None:
+        """Take the donor's memory up to an offset: punching 64 MiB at once would stall the caller for 20 ms."""
+        if self._donor is None:
+            return
+        with self._inheriting:
+            donor = self._donor
+            if donor is None:
+                return
+            if self._owed_bytes or donor.loan.defers(self._catch_up):
+                self._owed_bytes = max(self._owed_bytes, upto_bytes)
+                return
+            self._take_from(donor, upto_bytes)
+
+    def _catch_up(self) -> None:
+        """The donor has been returned: take what was handed out here meanwhile."""
+        while self._owed_bytes:
+            with self._inheriting:
+                donor, owed_bytes = self._donor, self._owed_bytes
+                upto_bytes = min(owed_bytes, donor.inherited_bytes + _CATCH_UP_BYTES) if donor is not None else 0
+                if donor is not None:
+                    self._take_from(donor, upto_bytes)
+                if donor is None or upto_bytes == owed_bytes:
+                    self._owed_bytes = 0
+
+    def _take_from(self, donor: Self, upto_bytes: int) -> None:
+        if upto_bytes > donor.inherited_bytes:
+            donor._inherit(upto_bytes)  # what it had not yet taken of its own donor
+            donor.punch(donor.inherited_bytes, upto_bytes - donor.inherited_bytes)
+            donor.inherited_bytes = upto_bytes
+        if donor.held_bytes > donor.nbytes - donor.inherited_bytes:  # a client read there since, which makes pages
+            donor.punch(0, donor.inherited_bytes)
+        if donor.inherited_bytes == donor.nbytes:
+            donor.release()
+            self._donor = None
+
+
+def bind_to_node(address: int, nbytes: int, node: int) -> None:
+    """Let pages of a mapping that are touched from now on come from `node` alone. For shared memory that holds in
+    every process that maps it. Raises OSError: there is no such node, or the system has no mbind."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(0, f"memory cannot be bound to a NUMA node on {platform.machine()}")
+    words = node // _BITS + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // _BITS] = 1 << node % _BITS
+    arguments = (
+        ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_BIND), mask,
+        ctypes.c_ulong(words * _BITS + 1), ctypes.c_uint(0),
+    )  # fmt: skip
+    if _libc.syscall(ctypes.c_long(number), *arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"memory cannot be bound to NUMA node {node}: {os.strerror(error)}")
+
+
+def _new_memory(number: int, nbytes: int) -> int:
+    descriptor = os.memfd_create(_name(number), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)  # a memfd is born 0777: any uid could reopen it writable through /proc
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _name(number: int) -> str:
+    return f"{_NAME_PREFIX}{number}"
+
+
+def require_arena(descriptor: int, number: int, nbytes: int) -> None:
+    """Raise ForeignMemory unless the descriptor is a memfd that a daemon of this user made as that arena."""
+    try:
+        found, seals = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        raise ForeignMemory(f"no memfd: {error.strerror}") from None
+    if name != f"/memfd:{_name(number)} (deleted)":
+        raise ForeignMemory(f"it is {name}")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o600:
+        raise ForeignMemory(f"it belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+    if found.st_size != nbytes:
+        raise ForeignMemory(f"it has {found.st_size} bytes, {nbytes} were expected")
+    if seals != _SEALS:
+        raise ForeignMemory(f"its seals are {seals:#x}")
+
+
+def empty_memory(descriptor: int) -> None:
+    """Give back the memory of an arena that is not wanted, even while former clients map it. Anything else that the
+    descriptor may be is left as it is."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and os.readlink(f"/proc/self/fd/{descriptor}").startswith(_OUR_MEMORY):
+            _libc.fallocate(descriptor, _FALLOC_PUNCH_HOLE_KEEP_SIZE, 0, found.st_size)

@@ -1,0 +1,269 @@
+"""The books of a tier: containers, arenas or slabs, each cut into slots of one size for one owner; or slots one by one,
+each a container by itself, of any size.
+
+Owns which slot is handed out next, and what the capacity is. Never makes a container.
+Invariants: a container hands out slots to one owner; none is handed out of a container that is set aside or barred; a
+place that is used again has a higher generation; slots one by one never exceed their capacity.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvstore_tiers.base import ContainerReport, Slot, Tier
+
+
+class Container(Protocol):
+    """Is an arena or a slab of the tier; `owner` is empty where slots are never mapped by clients."""
+
+    number: int
+    nbytes: int
+    owner: str
+    slot_bytes: int
+    used_slots: int
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def has_room(self) -> bool: ...
+    def allocate(self) -> Slot: ...
+    def free(self, slot: Slot) -> object: ...
+
+
+Of = TypeVar("Of", bound=Container)
+
+
+class Containers(Generic[Of]):
+    """Containers within `capacity_bytes`; `ceiling_bytes` is what may be used of it for now. `charges` count against it
+    too, by label. `empty` are the containers of which no slot is out, by number: such a container is open to any size.
+    For one thread."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = self.ceiling_bytes = capacity_bytes
+        self.charges: Counter[str] = Counter()
+        self.nbytes = 0  # of all of them
+        self.empty: dict[int, Of] = {}
+        self.barred: set[int] = set()  # hand out no slot any more
+        self.aside: set[int] = set()  # none for now
+        self.with_room: defaultdict[tuple[str, int], list[Of]] = defaultdict(list)  # each container once
+        self.by_number: dict[int, Of] = {}
+
+    def __iter__(self) -> Iterator[Of]:
+        return iter(self.by_number.values())
+
+    def __getitem__(self, number: int) -> Of:
+        return self.by_number[number]
+
+    def get(self, number: int) -> Of | None:
+        """Return a container; None where there is none of this number."""
+        return self.by_number.get(number)
+
+    def of(self, slot: Slot) -> Of:
+        """Return the container of a slot. Raises RuntimeError where there is none."""
+        container = self.by_number.get(slot.container)
+        if container is None:
+            raise RuntimeError(f"{slot} is in no container")
+        return container
+
+    @property
+    def used_bytes(self) -> int:
+        return self.nbytes + self.charges.total()
+
+    @property
+    def blocks(self) -> int:
+        return sum(container.used_slots for container in self)
+
+    @property
+    def blocks_bytes(self) -> int:
+        return sum(container.used_slots * container.slot_bytes for container in self)
+
+    def add(self, container: Of) -> None:
+        """List a container: a new one, or one that was taken over with its blocks."""
+        self.by_number[container.number] = container
+        self.nbytes += container.nbytes
+        if not container.used_slots:
+            self.empty[container.number] = container
+        elif container.has_room:
+            self._list_room(container)
+
+    def remove(self, container: Of) -> None:
+        """List a container no longer."""
+        self.forget_room(container)
+        del self.by_number[container.number]
+        self.nbytes -= container.nbytes
+        self.empty.pop(container.number, None)
+        self.barred.discard(container.number)
+
+    def clear(self) -> None:
+        """List none any more."""
+        for container in list(self):
+            self.remove(container)
+
+    def take(self, nbytes: int, owner: str, make: Callable[[], Of | None]) -> Slot | None:
+        """Return a free slot, of a container that `make` cuts to this size where none has room; None where it does
+        not."""
+        candidates = self.with_room[owner, nbytes]
+        if not candidates:
+            made = make()
+            if made is None:
+                return None
+            candidates.append(made)
+        container = candidates[-1]
+        slot = container.allocate()
+        if not container.has_room:
+            candidates.pop()
+        self.empty.pop(container.number, None)
+        return slot
+
+    def give_back(self, slot: Slot) -> Of:
+        """Take a slot back, and return its container."""
+        container = self.of(slot)
+        had_room = container.has_room
+        container.free(slot)
+        if container.number in self.aside or container.number in self.barred:
+            return container
+        if not had_room:
+            self._list_room(container)
+        if container.used_slots == 0:
+            self.empty[container.number] = container
+        return container
+
+    def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
+        """See `Tier.makes_room`."""
+        container, is_open = self.by_number[number], number not in self.aside and number not in self.barred
+        return is_open and (container.owner, container.slot_bytes) == (owner, nbytes)
+
+    def reports(self) -> list[ContainerReport]:
+        """Return a report of each container."""
+        return [ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots) for a in self]
+
+    def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
+        """See `Tier.convertible`."""
+        unfit = self.aside | self.barred
+        return [
+            report
+            for report in self.reports()
+            if report.nbytes >= nbytes
+            and report.container not in unfit
+            and (report.owner, report.slot_bytes) != (owner, nbytes)
+        ]
+
+    def set_aside(self, number: int) -> None:
+        """See `Tier.set_aside`."""
+        self.aside.add(number)
+        self.forget_room(self.by_number[number])
+        self.empty.pop(number, None)
+
+    def put_back(self, number: int) -> bool:
+        """See `Tier.put_back`. A container that is empty by now is open first of all to the size for which it was
+        emptied."""
+        self.aside.discard(number)
+        container = self.by_number.get(number)
+        if container is None:
+            return False
+        if number not in self.barred:
+            if container.used_slots == 0:
+                self.empty[number] = container
+            elif container.has_room:
+                self._list_room(container)
+        return container.used_slots == 0
+
+    def bar(self, container: Of) -> None:
+        """Hand out no slot of it any more."""
+        self.barred.add(container.number)
+        self.forget_room(container)
+        self.empty.pop(container.number, None)
+
+    def forget_room(self, container: Of) -> None:
+        """Hand out no slot of it for the size that it has."""
+        rooms = self.with_room.get((container.owner, container.slot_bytes))
+        if rooms and container in rooms:
+            rooms.remove(container)
+
+    def _list_room(self, container: Of) -> None:
+        self.with_room[container.owner, container.slot_bytes].append(container)
+
+
+class ContainerTier(Tier):
+    """A tier whose room is given out by containers; `_containers` are its books."""
+
+    _containers: Containers[Any]
+
+    @property
+    def used_bytes(self) -> int:
+        return self._containers.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The capacity that was configured; `ceiling_bytes`, what may be used of it for now."""
+        return self._containers.capacity_bytes
+
+    @property
+    def ceiling_bytes(self) -> int:
+        return self._containers.ceiling_bytes
+
+    def set_ceiling(self, nbytes: int) -> None:
+        """Grow no further than this. What is beyond it stays until the caller takes it away."""
+        self._containers.ceiling_bytes = min(nbytes, self.capacity_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Set another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` comes
+        first then."""
+        if capacity_bytes < self.used_bytes:
+            raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
+        self._containers.capacity_bytes = self._containers.ceiling_bytes = capacity_bytes
+
+    def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
+        return self._containers.makes_room(container, nbytes, owner)
+
+    def containers(self) -> list[ContainerReport]:
+        return self._containers.reports()
+
+    def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
+        return self._containers.convertible(nbytes, owner)
+
+    def set_aside(self, container: int) -> None:
+        self._containers.set_aside(container)
+
+    def put_back(self, container: int) -> bool:
+        return self._containers.put_back(container)
+
+
+class SingleSlots:
+    """Room of `capacity_bytes` for slots of any size, in containers numbered after `last_number`; `len` is how many are
+    taken."""
+
+    def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._taken: dict[int, Slot] = {}  # by container
+        self._free: dict[int, list[Slot]] = {}  # by size
+        self._containers = last_number
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A slot of this size, or None when there is no room."""
+        if self.used_bytes + nbytes > self.capacity_bytes:
+            return None
+        free = self._free.get(nbytes)
+        if free:
+            former = free.pop()
+            slot = former._replace(generation=former.generation + 1)
+        else:
+            self._containers += 1
+            slot = Slot(self._containers, 0, nbytes, 1)
+        self._taken[slot.container] = slot
+        self.used_bytes += nbytes
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Raises RuntimeError when it is not taken."""
+        if self._taken.get(slot.container) != slot:
+            raise RuntimeError(f"{slot} is freed but not allocated")
+        del self._taken[slot.container]
+        self._free.setdefault(slot.nbytes, []).append(slot)
+        self.used_bytes -= slot.nbytes

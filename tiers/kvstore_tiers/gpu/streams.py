@@ -1,0 +1,191 @@
+"""Work that a worker queues on streams of its device, copies and checksums, and the thread that waits for its end.
+
+Owns the streams, the events, the kernel of checksums (xxh3_64, as this process computes it of host memory) and the host
+memory that it finds its ranges in. The kernel comes from NVRTC (extra `cuda`). Never decides what is copied or checked,
+nor which copies go together: the caller hands over all that it knows of at a time.
+
+What is left of merged runs is large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M
+parameters: 1.4), or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside
+28 us and more of its payload: a gather kernel, which is faster below some 28 KiB, would win 4 % at most, and take turns
+with an engine's.
+Invariants: each piece of work is settled once, after it has ended on the device or when it will not run; a sheet is not
+used anew before the kernel that reads it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, get_args
+
+import numpy as np
+
+from kvstore_cuda.compiler import Program
+from kvstore_cuda.copies import CopyRun, Runs, Way
+from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.driver import DriverError
+
+Settled = Callable[[DriverError | None], None]  # with what went wrong
+
+
+class Events:
+    """`settled` of what is queued is called on the thread that waits, or on the caller's."""
+
+    def __init__(self, driver: CudaDevice) -> None:
+        self._driver = driver
+        self._streams: list[Any] = []
+        self._under_way: SimpleQueue[tuple[Any, Any, Settled] | None] = SimpleQueue()  # event, its stream
+        self._spare: SimpleQueue[Any] = SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name="gpu-events", daemon=True)
+        self._waiter.start()
+
+    def stream(self) -> Any:
+        """A new one, which `settle` waits for."""
+        self._streams.append(self._driver.stream())
+        return self._streams[-1]
+
+    def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
+        """`work` queues something on the stream."""
+        try:
+            work()
+            event = self._spare_event()
+            try:
+                self._driver.record(event, stream)
+            except DriverError:
+                self._spare.put(event)
+                raise
+        except DriverError as error:
+            settled(self._driver.ended_after(error, stream))
+        else:
+            self._under_way.put((event, stream, settled))
+
+    def _spare_event(self) -> Any:
+        """Return an event, from any thread: another one may take the last that is spare."""
+        try:
+            return self._spare.get_nowait()
+        except Empty:
+            return self._driver.event()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way on the device."""
+        for stream in self._streams:
+            self._driver.synchronize(stream)
+
+    def close(self) -> None:
+        self._under_way.put(None)
+        self._waiter.join()
+
+    def _wait(self) -> None:
+        self._driver.use_in_this_thread()
+        while (item := self._under_way.get()) is not None:
+            event, stream, settled = item
+            failure: DriverError | None = None
+            try:
+                self._driver.wait(event)
+                self._spare.put(event)
+            except DriverError as error:
+                failure = self._driver.ended_after(error, stream)
+            settled(failure)
+
+
+Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
+
+
+class Copies:
+    """Queues copies on one device. `ended` is called as `Events` says."""
+
+    def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
+        self._driver = driver
+        self._events = events
+        self._ended = ended
+        self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
+
+    def start(self, transfers: Sequence[int], groups: Iterable[Sequence[CopyRun]], way: Way) -> None:
+        """Queue the copies of some transfers as one batch. Each group is of one registration of host memory, or of two
+        chunks: no run reaches over the border of one, whose neighbour may be another."""
+        stream = self._streams[way]
+        runs = Runs.joined([Runs.of(group).merged() for group in groups])
+
+        def settled(failure: DriverError | None) -> None:
+            for transfer in transfers:
+                self._ended(transfer, failure)
+
+        self._events.queue(stream, lambda: self._driver.copy(runs, way, stream), settled)
+
+
+THREADS = 128  # of a thread block
+MOST_BLOCKS = 64  # that run at once: each has one range, and few leave the device to an engine
+MOST_RANGES = 4096  # of one launch
+LONGEST_COMPILATION_S = 20.0  # the tier waits for its worker meanwhile
+_SHARED_BYTES = THREADS // 4 * 8 * 8  # checksums.cu: [kStretches][kLanes]
+_RANGE = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("sum", "<u8")])
+PROGRAM = Program(Path(__file__).parent / "csrc", "checksums.cu", (("KV_THREADS", str(THREADS)),))
+KERNEL = "kv_checksums"
+Range = tuple[int, int]  # an address of the device, a multiple of 16, and bytes
+Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, its sums, what went wrong
+
+
+class Argument(ctypes.Structure):
+    """`ranges`: the address of `count` records of _RANGE, as the device reaches it."""
+
+    _fields_ = (("ranges", ctypes.c_void_p), ("count", ctypes.c_uint64))
+
+
+class Sheet:
+    """Ranges of one launch in registered host memory, and their sums after it."""
+
+    def __init__(self, driver: CudaDevice) -> None:
+        nbytes = MOST_RANGES * _RANGE.itemsize
+        self.rows = np.frombuffer(mmap.mmap(-1, nbytes), dtype=_RANGE)
+        self.rows.flags.writeable = True
+        driver.register(self.rows.ctypes.data, nbytes, for_kernels=True)
+        try:
+            self.address = driver.device_pointer(self.rows.ctypes.data)
+        except DriverError:
+            driver.unregister(self.rows.ctypes.data)  # before it is unmapped
+            raise
+
+    def sums(self, first: int, count: int) -> list[int]:
+        return [int(each) for each in self.rows["sum"][first : first + count]]
+
+
+class Checksums:
+    """`summed` is called as `Events` says. Raises CompileError where the kernel cannot be compiled, DriverError."""
+
+    def __init__(self, driver: CudaDevice, events: Events, summed: Summed) -> None:
+        self._driver = driver
+        self._events = events
+        self._summed = summed
+        self._kernel = driver.function(driver.load(PROGRAM, LONGEST_COMPILATION_S), KERNEL)
+        self._stream = events.stream()
+        self._spare: SimpleQueue[Sheet] = SimpleQueue()
+
+    def start(self, batch: Sequence[tuple[int, Sequence[Range]]]) -> None:
+        """Queue the checksums of some transfers' ranges, MOST_RANGES at most, as one launch."""
+        try:
+            sheet = Sheet(self._driver) if self._spare.empty() else self._spare.get()
+        except DriverError as error:
+            for transfer, _ in batch:
+                self._summed(transfer, (), error)
+            return
+
+        def settled(failure: DriverError | None) -> None:
+            at = 0
+            for transfer, ranges in batch:
+                self._summed(transfer, sheet.sums(at, len(ranges)), failure)
+                at += len(ranges)
+            self._spare.put(sheet)
+
+        flat = [each for _, ranges in batch for each in ranges]
+        self._events.queue(self._stream, lambda: self._launch(sheet, flat), settled)
+
+    def _launch(self, sheet: Sheet, ranges: Sequence[Range]) -> None:
+        sheet.rows[: len(ranges)] = [(address, nbytes, 0) for address, nbytes in ranges]
+        argument = Argument(sheet.address, len(ranges))
+        blocks = min(len(ranges), MOST_BLOCKS)
+        grid, stream = (blocks, 1, 1), self._stream
+        self._driver.start(self._kernel, grid, THREADS, argument, shared_bytes=_SHARED_BYTES, stream=stream)
