@@ -25,7 +25,7 @@ from support.timing import median, percentile, time_each
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.store.operations.get import Wanted
-from kvstored.store.remote.value import DEADLINE_MS
+from kvstored.store.remote import DEADLINE_MS
 
 SETTINGS = ("host.capacity=64MiB", "host.staging=8MiB", "nvme.capacity=128MiB", "nvme.slab=16MiB")
 BLOCKS = 64

@@ -25,7 +25,7 @@ from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.policy_names import REUSED
 from kvstored.store.operations.get import Wanted
-from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.admission import RemoteWrites
 
 BLOCKS, BLOCK_BYTES = 8, 256 << 10
 SETTINGS = ("host.capacity=64MiB", "host.staging=8MiB", "nvme.capacity=128MiB", "nvme.slab=16MiB")

@@ -15,10 +15,10 @@ from kvstore_tiers.failures import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone, hung
 from kvstored.health.scrub.verification import Verification
 from kvstored.lifecycle import Cause
-from kvstored.store.degraded import Mode
 from kvstored.store.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
+from kvstored.store.degraded.modes import Mode
+from kvstored.store.transfer.gate import Refusal
 from kvstored.store.transfer.promote import LEAST_PATIENCE_MS, PATIENCE
-from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.small_store import FAR_S, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 

@@ -19,8 +19,8 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.config import Config
 from kvstored.health.integrity import IntegrityReport
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import DegradedModes, Mode
-from kvstored.store.endurance import EnduranceAccount
+from kvstored.store.degraded.modes import DegradedModes, Mode
+from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, ResidencyClass
 from kvstored.store.transfer.link import Mover

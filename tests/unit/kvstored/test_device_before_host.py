@@ -18,8 +18,8 @@ from kvstored.config.tiers.gpu import LINK_SHARE
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.offer import DurabilityMode
 from kvstored.store.residency import make_residency
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.lane_plan import make_lanes
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.link import make_lanes
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, small_store
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore_tiers.base import OutcomeKind
 from kvstored.config.schema import ScrubSection
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.device_check import DeviceCheck
+from kvstored.store.transfer.verification import DeviceCheck
 from kvstored.telemetry import Counters
 
 SLICE_ROWS = 4096  # looked through in one piece

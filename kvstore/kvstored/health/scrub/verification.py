@@ -12,8 +12,8 @@ from collections.abc import Callable
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import Mover, Transfer, lane_name
 
 

@@ -14,7 +14,7 @@ from kvstored.store.operations.hints import Hints
 from kvstored.store.operations.loader import Loader
 from kvstored.store.operations.lookup import LookUp
 from kvstored.store.operations.put import Put
-from kvstored.store.remote.value import RemoteValue
+from kvstored.store.remote import RemoteValue
 from kvstored.telemetry import DeletionLog
 
 __all__ = ["Client", "Operations"]

@@ -24,8 +24,7 @@ from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.client import Client
-from kvstored.store.remote.absences import Absences
-from kvstored.store.remote.value import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
+from kvstored.store.remote import DEADLINE_MS, Absences, AnswerTimes, RemoteValue, Verdict
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters

@@ -23,7 +23,7 @@ from kvstored.store.operations.discovery import Question
 from kvstored.store.operations.loader import Loader, Loading
 from kvstored.store.policies import RequestContext
 from kvstored.store.prefetch.feed import MISSING_MAX, Feed
-from kvstored.store.remote.value import DEADLINE_MS
+from kvstored.store.remote import DEADLINE_MS
 from kvstored.telemetry import Counters, Flows
 
 

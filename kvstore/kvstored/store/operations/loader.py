@@ -14,10 +14,10 @@ from functools import partial
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.operations.discovery import Discovery
-from kvstored.store.transfer.dram_check import DramCheck
-from kvstored.store.transfer.items import Priority
+from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.straight import StraightPromotion
+from kvstored.store.transfer.verification import DramCheck
 
 
 class Loader:

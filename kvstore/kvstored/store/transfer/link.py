@@ -1,9 +1,9 @@
-"""Links and the mover: the ways of blocks from one tier to another, and what drives them.
+"""Links, lanes and the mover: the ways of blocks from one tier to another, and what drives them.
 
-A link owns what every movement has in common: the copy is attached as FILLING, its transfer waits in the link's lane,
-the breaker of a durable tier judges how it ends, and the copy is published or its slot freed. Which block moves, when,
-and what follows is for the caller: promotion, demotion and write-back are links with other arguments. The mover starts
-what a lane says may start, and reports its end; it owns the timers that wake a lane.
+A link owns the bytes' way: the copy is attached as FILLING, its transfer waits in the link's lane, the breaker of a
+durable tier judges how it ends, and the copy is published or its slot freed. `move.py` has the block's way around it.
+There is a lane for each direction between the mapped tier and another one. The mover starts what a lane says may
+start, and reports its end; it owns the timers that wake a lane.
 Invariants: the caller of a link pins the row from `begin` until `ended`; a slot is readable only after its bytes were
 verified; each accepted transfer ends in `done` exactly once; nothing here blocks.
 """
@@ -11,23 +11,28 @@ verified; each accepted transfer ends in `done` exactly once; nothing here block
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
-from kvstored.store.blocks import Residency
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.transfer.items import Dispatch, Priority, Refused
-from kvstored.store.transfer.lane import Lane
+from kvstored.config import Config
+from kvstored.config.tiers.gpu import LINK_SHARE, GpuSection
+from kvstored.store.blocks import Residency, ResidencyView
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.transfer.lane import Item, Lane, LaneSettings, Limits, Priority, Refused
+
+KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
+# Before the first read no engine should wait for a hope; after it, what was seen says more.
+KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One block's way over a lane."""
+    """Work of a lane: the start and the end of one block's way over it."""
 
     start: Callable[[Completion], None]
     done: Callable[[Outcome], None]
@@ -46,7 +51,8 @@ class Mover:
     def submit(
         self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
     ) -> int | Refused:
-        """A ticket, or why not. The transfer starts on the next turn of the loop, so that a batch is seen whole."""
+        """Queue a transfer: its ticket, or the reason why not. It starts on the next turn of the loop, so that a batch
+        is seen whole."""
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
@@ -83,13 +89,13 @@ class Mover:
     def _pump(self, lane: Lane[Transfer]) -> None:
         self._pump_scheduled.discard(lane.name)
         now_ns = self._clock.monotonic_ns()
-        for dispatch in lane.next(now_ns):
-            dispatch.work.start(self._completions.to_loop(partial(self._ended, lane, dispatch)))
+        for item in lane.next(now_ns):
+            item.work.start(self._completions.to_loop(partial(self._ended, lane, item)))
         self._set_timer(lane, now_ns)
 
-    def _ended(self, lane: Lane[Transfer], dispatch: Dispatch[Transfer], outcome: Outcome) -> None:
-        lane.completed(dispatch.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
-        dispatch.work.done(outcome)
+    def _ended(self, lane: Lane[Transfer], item: Item[Transfer], outcome: Outcome) -> None:
+        lane.completed(item.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
+        item.work.done(outcome)
         self._look_again(lane)
 
     def _look_again(self, lane: Lane[Transfer]) -> None:
@@ -111,13 +117,73 @@ class Mover:
 
 
 def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
-    """What the lane between two tiers, by position, is called."""
+    """Return the name of the lane between two tiers, by position."""
     return f"{tiers[source]}→{tiers[destination]}"
 
 
+def make_lanes(
+    config: Config, residency: ResidencyView, keyed: Container[int], straight: Sequence[int] = ()
+) -> list[Lane[Transfer]]:
+    """Make the lanes of a store: one a direction, between the mapped tier and each other one. The lanes of one tier
+    share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of tiers that are
+    addressed by key, `straight` of those to which the durable tier has a lane of its own."""
+    movement, limits = config.movement, config.limits
+    settings = LaneSettings(
+        max_in_flight=movement.in_flight,
+        limits={
+            Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
+            Priority.PREFETCH: Limits(movement.queue_blocks, 1),
+            Priority.DEMOTION: Limits(
+                movement.queue_blocks,
+                max(1, movement.in_flight // 2),
+                movement.demotion_rate_bytes or None,
+            ),
+            Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
+        },
+        quiet_s=movement.prefetch_quiet_ms / 1000,
+        prefetch_item_bytes=limits.max_block_bytes + 8192,
+    )
+    of_keyed = replace(
+        settings, max_in_flight=max(KEYED_IN_FLIGHT, movement.in_flight),
+        limits=settings.limits | {
+            Priority.DEMAND: Limits(movement.queue_blocks, max(KEYED_IN_FLIGHT, movement.in_flight))
+        },
+        prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
+        prior_bytes=KEYED_PRIOR_BYTES,
+    )  # fmt: skip
+    lanes: list[Lane[Transfer]] = []
+    mapped = residency.mapped
+    for other in range(len(residency.tiers)):
+        if other == mapped:
+            continue
+        source = mapped if other < mapped or other == residency.durable else other - 1
+        of_other = of_keyed if other in keyed else settings
+        section = config.tier(residency.tiers[other])
+        if isinstance(section, GpuSection):
+            of_other = _beside_engines(settings, section)
+        names = [lane_name(residency.tiers, other, mapped), lane_name(residency.tiers, source, other)]
+        if other in keyed and source != mapped:
+            names.append(lane_name(residency.tiers, mapped, other))
+        if other == residency.durable:
+            names += [lane_name(residency.tiers, other, to) for to in straight]
+        pair: list[Lane[Transfer]] = [Lane(name, of_other) for name in names]
+        for lane in pair:
+            lane.share_medium(pair)
+        lanes += pair
+    return lanes
+
+
+def _beside_engines(settings: LaneSettings, section: GpuSection) -> LaneSettings:
+    """Return `settings` for a link over which engines copy as well, which no lane sees."""
+    if section.rate_bytes is None:
+        return replace(settings, spare_share=LINK_SHARE)
+    burst_bytes = min(settings.spare_burst_bytes, section.rate_bytes)  # of a second at most
+    return replace(settings, spare_bytes_per_s=float(section.rate_bytes), spare_burst_bytes=burst_bytes)
+
+
 class Link:
-    """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the slower of
-    the two; None where that is memory.
+    """The way from the tier at `source` to the one at `destination`, by the lane `lane`. `breaker` belongs to the
+    slower of the two; None where that is memory.
 
     The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
     destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does. A source
@@ -152,14 +218,14 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether blocks may be moved now."""
+        """Say whether blocks may be moved now."""
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
     @property
     def spare_in_s(self) -> float:
-        """How long until a copy that no request waits for may start, as far as the lane's budget goes."""
+        """Seconds until a copy that no request waits for may start, as far as the lane's budget goes."""
         now_ns = self._clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
@@ -172,9 +238,9 @@ class Link:
         begun: Callable[[], None] | None = None,
         due_ns: int | None = None,
     ) -> int | None:
-        """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
-        full. `begun` is called when the destination has the transfer, `ended` after the copy was published or given
-        up. `due_ns`: when the caller stops waiting."""
+        """Queue the copy of `row` into `slot`, which the link frees if that fails. Return a ticket, or None when the
+        lane is full. `begun` is called when the destination has the transfer, `ended` after the copy was published or
+        given up. The caller stops waiting at `due_ns`."""
         residency = self._residency
         source, key = residency.slot(row, self.source), residency.key(row)
         residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
@@ -215,7 +281,8 @@ class Link:
         return ticket
 
     def _judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
-        """Say to the breaker how its transfer `number` ended. `is_of_another`: the tier that it is not of failed."""
+        """Report to the breaker how its transfer `number` ended. A fault of the other tier (`is_of_another`) says
+        nothing of the breaker's own."""
         if self.breaker is None:
             return
         if self._is_by_file:

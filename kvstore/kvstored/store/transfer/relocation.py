@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstored.completions import CompletionQueue
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.endurance import EnduranceAccount
-from kvstored.store.endurance.cost import medium_bytes
-from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.endurance.account import EnduranceAccount
+from kvstored.store.endurance.budget import medium_bytes
+from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import Mover, Transfer
 
 AT_ONCE = 32  # copies in flight
