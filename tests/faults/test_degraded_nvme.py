@@ -447,8 +447,9 @@ async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(sm
         return slot
 
     room.allocate_now = lambda *wanted, **how: None  # type: ignore[method-assign]
-    room.allocate = allocate_late  # type: ignore[method-assign]
+    moves = small.store.promoter._moves
+    moves._allocate = allocate_late
     assert not await small.fetch(1)
-    room.allocate = allocate  # type: ignore[method-assign]
+    moves._allocate = allocate
     put_is_taken_back()
     assert await small.fetch(1) and not residency.pins

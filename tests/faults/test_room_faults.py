@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -556,7 +557,7 @@ def test_a_copy_that_is_given_up_leaves_the_index_at_the_block(tmp_path: Path, s
             return outcomes
 
         if second_sync_fails:
-            sync, syncs = relocation._sync, []
+            sync, syncs = relocation._commit.sync, []
 
             async def failing_sync():
                 syncs.append(1)
@@ -566,7 +567,7 @@ def test_a_copy_that_is_given_up_leaves_the_index_at_the_block(tmp_path: Path, s
                     return Outcome(OutcomeKind.FAILED, message="Input/output error", errno=5)
                 return ended
 
-            relocation._sync = failing_sync
+            relocation._commit = SimpleNamespace(sync=failing_sync)
         else:
             relocation.copy = copy
         for number in range(5001, 5004):

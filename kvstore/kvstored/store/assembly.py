@@ -36,10 +36,9 @@ from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import UnmappedExit
-from kvstored.store.transfer.link import Mover, make_lanes
+from kvstored.store.transfer.link import Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.store.transfer.verification import DeviceCheck, DramCheck
 from kvstored.store.transfer.victims import OrphanQueue
 from kvstored.telemetry import Counters, Flows
@@ -53,12 +52,13 @@ from kvstored.store.movement import (
     Links,
     RoomParts,
     make_breakers,
-    make_device_intakes,
-    make_durable,
+    make_commit,
     make_durable_admission,
+    make_early,
     make_gates,
+    make_lanes,
     make_rooms,
-    make_sharing,
+    straight_tiers,
 )
 
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
@@ -129,45 +129,35 @@ class Store:
         self.modes = DegradedModes(clock, self.counters)
         self._breakers = make_breakers(ground, self.modes)
         self.breaker = self._breakers.get(residency.durable)
-        straight_to: list[int] = []  # the tiers before the mapped one that read from the durable one's files
-        if self.nvme is not None and self.nvme.info.lends_files:
-            straight_to = [at for at in range(residency.mapped) if tiers[at].info.loads_files]
-        self.mover = Mover(make_lanes(config, residency, self.keyed, straight_to), completions, clock)
+        self.mover = Mover(
+            make_lanes(config, residency, self.keyed, straight_tiers(tiers, residency)), completions, clock
+        )
         links = Links(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
-        gates, durable = make_gates(ground, self.policies, remote_writes), None
+        gates, commit = make_gates(ground, self.policies, remote_writes), None
         if self.breaker is not None:
-            durable = make_durable(ground, links, self.mover, self.breaker, self.endurance, self.policies)
+            commit = make_commit(ground, links, self.breaker, self.endurance, self.policies)
         read = TierSet.of(residency.mapped, *self.exporters)
         exits = [self.leases if at in read else UnmappedExit(tier) for at, tier in enumerate(tiers)]
         self.discard: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in exits]  # of removals by order
         for at, tier in self.keyed.items():
             self.discard[at] = partial(_discard, tier)
-        commit = durable.commit if durable is not None else None
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, commit)
-        parts = RoomParts(self.policies, exits, self.orphans, self.damage)
-        self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, durable, gates)
+        parts = RoomParts(self.policies, exits, self.orphans, self.damage, self.modes)
+        self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, commit, gates)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
             residency, [links.between(at, residency.mapped) for at in range(len(tiers)) if at != residency.mapped],
-            self.room, self.counters, self.flows, self.damage,
+            self.room, self.counters, self.flows, self.damage, self.modes,
             prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
         )  # fmt: skip
-        intakes = make_device_intakes(ground, links, self.rooms, self.policies)
-        self.sharing = make_sharing(ground, links, self.rooms, gates, intakes, self.absences, self.damage)
-        self.straight = [
-            StraightPromotion(
-                residency, intakes[at](residency.durable), self.promoter, self.damage, self.counters, self.flows
-            )
-            for at in straight_to
-        ]
+        self.sharing, self.straight = make_early(ground, links, parts, self.rooms, gates, self.promoter, self.absences)
         self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
             ground, self.promoter, self.policies, self.compute, predictor
         )
         residency.forget_with(self._forget)
-        self.modes.on_change.append(self._follow_mode)
 
     @property
     def room(self) -> Room:
@@ -227,15 +217,6 @@ class Store:
     def _forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self.feed.forgotten(tenant, keys)
         self.absences.forget(tenant, keys)
-
-    def _follow_mode(self, _part: str) -> None:
-        """End now what waits for a tier that is shed."""
-        if self.writeback is not None and not self.writeback.gate.breaker.serves_reads:
-            self.writeback.cancel_queued()
-        if not self.promoter.reaches_all:
-            self.promoter.fail_waiters()
-        for each in self.straight:
-            each.fail_waiters()
 
 
 def _discard(tier: KeyedTier, slot: Slot, _tenant: int) -> None:

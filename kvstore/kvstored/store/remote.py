@@ -167,7 +167,7 @@ class RemoteValue:
         return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
 
     def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> Verdict:
-        """Say whether to ask for `blocks` missing ones; loading those that are expected takes `load_us`."""
+        """Say whether to ask for `blocks` missing ones; loading what is expected of them takes `load_us`."""
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant()

@@ -94,7 +94,7 @@ class Contest:
     often than the one that would leave for it.
 
     Admission by comparison with the victim is TinyLFU's (Einziger, Friedman, Manes, ACM TOS 13(4), 2017). Uses are
-    those that residency has counted, over evictions too, and not a sketch's: nothing is done at a use. What was popular
+    counted by residency, over evictions too, and not by a sketch: nothing is done at a use. What was popular
     once must give way all the same, so a victim loses in any case once the tier has declined `_TURNOVERS` times its own
     blocks since the last use of the victim that was seen here. Without the contest a set of blocks that are used in
     turn, larger than the tier, is copied there over and over, and hardly one is read from it.
@@ -107,7 +107,8 @@ class Contest:
         self._won: dict[int, tuple[int, int]] = {}  # by token: its last use, and `_declined` when that was first seen
 
     def wins(self, row: int, victim: int, blocks: int = 1) -> bool:
-        """Say whether `row` takes the place of `victim`. If not, `blocks` are declined: it and those that need it."""
+        """Say whether `row` takes the place of `victim`. If not, `blocks` are declined: it and the blocks that need
+        it."""
         residency = self._residency
         token, last_use_ns = residency.token(victim), residency.rows.last_access_ns[victim]
         seen_ns, declined = self._won.pop(token, (-1, self._declined))

@@ -18,7 +18,7 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.group_commit import GroupCommit
-from kvstored.store.transfer.move import Move, Unmoved
+from kvstored.store.transfer.link import BlockMove, Unmoved
 from kvstored.telemetry import Counters
 from kvstored.tier_set import TIER_SETS
 
@@ -51,7 +51,7 @@ class Damage:
         self._commit = commit
         self.to_write_again: list[int] = []
 
-    def is_copied(self, move: Move, outcome: Outcome | Unmoved) -> bool:
+    def is_copied(self, move: BlockMove, outcome: Outcome | Unmoved) -> bool:
         """Say whether a move went well, and deal with the copy that it read if that is bad. The block may have been
         removed by force meanwhile, or have lost that copy: then there is nothing to deal with."""
         if isinstance(outcome, Unmoved):

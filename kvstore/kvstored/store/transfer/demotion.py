@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.admission import TierGate
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import Demoter
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.move import Move, Moves
+from kvstored.store.transfer.link import BlockMove, Link, Moves
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
 
@@ -50,7 +50,7 @@ class Demotion:
         self._flow = flows.tiers[link.source]
         self._bounds = bounds or Bounds()
         # A put waits for it, and there is a way beyond: nothing here waits for copies in flight.
-        self._moves: Moves[Move] = Moves(residency, room, is_patient=False)
+        self._moves: Moves[BlockMove] = Moves(residency, partial(room.allocate, is_patient=False))
 
     def wants(self, row: int) -> bool:
         """Say whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the
@@ -73,13 +73,13 @@ class Demotion:
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
             if bounds.gate is not None:
                 bounds.gate.spend(row)
-            move = Move(residency.token(row), nbytes, tenant, link, bounds.priority)
+            move = BlockMove(residency.token(row), nbytes, tenant, link, bounds.priority)
             self._moves.begin(move, self._demote, self._room.allocate_now(nbytes, tenant))
         assert move.task is not None
         ended, _ = await asyncio.wait([move.task], timeout=self._patience_s())
         return bool(ended) and move.task.result()
 
-    async def _demote(self, move: Move) -> bool:
+    async def _demote(self, move: BlockMove) -> bool:
         outcome = await self._moves.copied(move)
         is_copied = self._damage.is_copied(move, outcome)
         self._moves.end(move)

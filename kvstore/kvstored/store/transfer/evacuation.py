@@ -188,7 +188,7 @@ class Evacuation:
         return next((each for each in self._tier.containers() if each.container == container), None)
 
     def _by_cost(self, reports: Sequence[ContainerReport], preferred: int, insists: bool) -> Iterator[int]:
-        """Yield containers that can be emptied: those of the kind of the `preferred` one, which has the block that
+        """Yield containers that can be emptied: the ones of the kind of the `preferred` one, which has the block that
         would go first, then the others; of each kind the one with the fewest bytes to move, of equal ones the
         preferred. With `insists` one or two that cannot be emptied as they are."""
         first = next(((each.owner, each.slot_bytes) for each in reports if each.container == preferred), None)

@@ -2,7 +2,7 @@
 
 The gate joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth
 one; when the endurance budget is scarce, only proven blocks are), the disk's own pace, and the budget itself (may it be
-afforded). A block is charged together with those of its ancestors that have to be written with it: after a restart it
+afforded). A block is charged together with its ancestors that have to be written with it: after a restart it
 can be had only through the blocks before it. The gate remembers refusals for `kvctl explain`, a bounded number; the one
 noted longest ago falls off, and a block that is written after all is forgotten. The gate writes nothing: write-back
 enters writes in the backlog and ends them.
@@ -23,7 +23,7 @@ from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.endurance.account import TOO_MUCH, EnduranceAccount
 from kvstored.store.endurance.budget import COMMIT_BYTES, Verdict, medium_bytes
 from kvstored.store.policies import Admission
-from kvstored.store.transfer.move import Move
+from kvstored.store.transfer.link import BlockMove
 from kvstored.telemetry import Counters
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
@@ -72,7 +72,7 @@ class WriteState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Write(Move):
+class Write(BlockMove):
     """A move to the durable tier. `settled` resolves to whether the copy is durable."""
 
     settled: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -80,7 +80,7 @@ class Write(Move):
 
 
 class Backlog:
-    """Blocks on their way to the durable tier: those that gather for the next batch and those being written, by token.
+    """Blocks on their way to the durable tier: some gather for the next batch, some are being written, by token.
     `bytes_per_s()` is what the disk has shown that it writes."""
 
     def __init__(self, bytes_per_s: Callable[[], float]) -> None:
@@ -100,7 +100,7 @@ class Backlog:
 
     @property
     def has_more(self) -> bool:
-        """Say whether the tier will get more writes: queued ones, or those that gather for the next batch."""
+        """Say whether the tier will get more writes: queued ones, or some that gather for the next batch."""
         return self.queued > 0 or bool(self.gathering)
 
     @property

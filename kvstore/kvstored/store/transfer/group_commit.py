@@ -49,7 +49,7 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """The commits of the writes in the gate's backlog: those that are queued ask for a sync when they begin."""
+    """The commits of the writes in the gate's backlog: queued ones ask for a sync when they begin."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class GroupCommit:
         self._residency = residency
         self._completions = completions
         self._counters = counters
-        self._gate = gate
+        self.gate = gate
         self.backlog = gate.backlog
+        self.batch = batch
         self._delay_s = batch.delay_ms / 1000
-        self._batch_blocks = batch.blocks
         self._unsynced = _Unsynced()
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
@@ -80,7 +80,7 @@ class GroupCommit:
         self.backlog.begun += 1
         self._unsynced.writes.append(write)
         self.pending[write.token] = write.settled
-        if not self.backlog.queued or len(self._unsynced.writes) >= self._batch_blocks:
+        if not self.backlog.queued or len(self._unsynced.writes) >= self.batch.blocks:
             self.begin()
         elif self._timer is None:  # a steady stream of writes must not put the sync off for ever
             self._begin_in(self._delay_s)
@@ -107,27 +107,26 @@ class GroupCommit:
             return
         self._is_running = True
         batch, self._unsynced = self._unsynced, _Unsynced()
-        self._gate.commit_begins()
-        number = self._gate.breaker.began()
+        self.gate.commit_begins()
+        number = self.gate.breaker.began()
         self._nvme.sync(self._completions.to_loop(lambda outcome: self._ended(batch, number, outcome)))
 
-    def sync(self) -> asyncio.Future[bool]:
-        """Make durable what was freed on NVMe before this call, so that no crash brings it back. False if that
-        failed."""
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        number = self._gate.breaker.began()
+    def sync(self) -> asyncio.Future[Outcome]:
+        """Make durable what was written and freed on NVMe before this call, by a sync of its own."""
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = self.gate.breaker.began()
 
         def ended(outcome: Outcome) -> None:
-            self._gate.breaker.ended(number, "sync", outcome)
+            self.gate.breaker.ended(number, "sync", outcome)
             if not done.done():
-                done.set_result(outcome.ok)
+                done.set_result(outcome)
 
         self._nvme.sync(self._completions.to_loop(ended))
         return done
 
     def _ended(self, batch: _Unsynced, number: int, outcome: Outcome) -> None:
         self._is_running = False
-        self._gate.breaker.ended(number, "sync", outcome)
+        self.gate.breaker.ended(number, "sync", outcome)
         writes = [write for write in batch.writes if write.state is not WriteState.FAILED]
         if outcome.ok:  # nothing is known of a copy whose completion is late
             self._unsynced.writes += [write for write in writes if write.state is WriteState.BEGUN]

@@ -1,33 +1,35 @@
-"""Links, lanes and the mover: the ways of blocks from one tier to another, and what drives them.
+"""Links, moves and the mover: the ways of blocks from one tier to another, and what drives them.
 
-A link owns the bytes' way: the copy is attached as FILLING, its transfer waits in the link's lane, the breaker of a
-durable tier judges how it ends, and the copy is published or its slot freed. `move.py` has the block's way around it.
-There is a lane for each direction between the mapped tier and another one. The mover starts what a lane says may
-start, and reports its end; it owns the timers that wake a lane.
-Invariants: the caller of a link pins the row from `begin` until `ended`; a slot is readable only after its bytes were
-verified; each accepted transfer ends in `done` exactly once; nothing here blocks.
+A link is one direction between two tiers: its lane, its breaker, and how the bytes get across. A move is one block's
+way along it, once however many callers ask: it is pinned, a slot is found, its copy is attached as FILLING, the
+transfer waits in the lane, and the copy is published or its slot freed. Which block moves, when, and what follows
+belong to promotion, demotion, write-back, sharing and straight reads: each gives a coroutine that awaits `copied` and
+judges its outcome. The mover starts what a lane says may start, and reports its end; it owns the timers that wake a
+lane. Invariants: a block is pinned from `add` until `end`; a block has one move of a kind at a time; a slot is readable
+only after its bytes were verified, and is given back if it is not used; each accepted transfer ends in `done` exactly
+once; damage removes blocks by force, pinned or not, so the token is looked up again after each wait; nothing here
+blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
-from kvstored.config import Config
-from kvstored.config.tiers.gpu import LINK_SHARE, GpuSection
-from kvstored.store.blocks import Residency, ResidencyView
+from kvstored.store.blocks import Residency
 from kvstored.store.degraded.breaker import TierBreaker
-from kvstored.store.transfer.lane import Item, Lane, LaneSettings, Limits, Priority, Refused
+from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
 
-KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
-# Before the first read no engine should wait for a hope; after it, what was seen says more.
-KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -121,66 +123,6 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
     return f"{tiers[source]}→{tiers[destination]}"
 
 
-def make_lanes(
-    config: Config, residency: ResidencyView, keyed: Container[int], straight: Sequence[int] = ()
-) -> list[Lane[Transfer]]:
-    """Make the lanes of a store: one a direction, between the mapped tier and each other one. The lanes of one tier
-    share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of tiers that are
-    addressed by key, `straight` of those to which the durable tier has a lane of its own."""
-    movement, limits = config.movement, config.limits
-    settings = LaneSettings(
-        max_in_flight=movement.in_flight,
-        limits={
-            Priority.DEMAND: Limits(movement.queue_blocks, movement.in_flight),
-            Priority.PREFETCH: Limits(movement.queue_blocks, 1),
-            Priority.DEMOTION: Limits(
-                movement.queue_blocks,
-                max(1, movement.in_flight // 2),
-                movement.demotion_rate_bytes or None,
-            ),
-            Priority.MAINTENANCE: Limits(movement.queue_blocks, 1),
-        },
-        quiet_s=movement.prefetch_quiet_ms / 1000,
-        prefetch_item_bytes=limits.max_block_bytes + 8192,
-    )
-    of_keyed = replace(
-        settings, max_in_flight=max(KEYED_IN_FLIGHT, movement.in_flight),
-        limits=settings.limits | {
-            Priority.DEMAND: Limits(movement.queue_blocks, max(KEYED_IN_FLIGHT, movement.in_flight))
-        },
-        prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
-        prior_bytes=KEYED_PRIOR_BYTES,
-    )  # fmt: skip
-    lanes: list[Lane[Transfer]] = []
-    mapped = residency.mapped
-    for other in range(len(residency.tiers)):
-        if other == mapped:
-            continue
-        source = mapped if other < mapped or other == residency.durable else other - 1
-        of_other = of_keyed if other in keyed else settings
-        section = config.tier(residency.tiers[other])
-        if isinstance(section, GpuSection):
-            of_other = _beside_engines(settings, section)
-        names = [lane_name(residency.tiers, other, mapped), lane_name(residency.tiers, source, other)]
-        if other in keyed and source != mapped:
-            names.append(lane_name(residency.tiers, mapped, other))
-        if other == residency.durable:
-            names += [lane_name(residency.tiers, other, to) for to in straight]
-        pair: list[Lane[Transfer]] = [Lane(name, of_other) for name in names]
-        for lane in pair:
-            lane.share_medium(pair)
-        lanes += pair
-    return lanes
-
-
-def _beside_engines(settings: LaneSettings, section: GpuSection) -> LaneSettings:
-    """Return `settings` for a link over which engines copy as well, which no lane sees."""
-    if section.rate_bytes is None:
-        return replace(settings, spare_share=LINK_SHARE)
-    burst_bytes = min(settings.spare_burst_bytes, section.rate_bytes)  # of a second at most
-    return replace(settings, spare_bytes_per_s=float(section.rate_bytes), spare_burst_bytes=burst_bytes)
-
-
 class Link:
     """The way from the tier at `source` to the one at `destination`, by the lane `lane`. `breaker` belongs to the
     slower of the two; None where that is memory.
@@ -197,24 +139,17 @@ class Link:
         destination: int,
         tiers: Sequence[Tier],
         lane: str,
-        residency: Residency,
         mover: Mover,
         clock: Clock,
         breaker: TierBreaker | None = None,
     ) -> None:
         self.source, self.destination = source, destination
-        self.lane = mover.lanes[lane]
+        self.destination_tier = tiers[destination]
+        self.lane, self.mover, self.clock = mover.lanes[lane], mover, clock
         self.breaker = breaker
         self._from, self._to = tiers[source], tiers[destination]
-        self._residency = residency
-        self._mover = mover
-        self._clock = clock
         self._is_upwards = destination < source
         self._is_by_file = self._from.info.lends_files and self._to.info.loads_files
-
-    @property
-    def destination_tier(self) -> Tier:
-        return self._to
 
     @property
     def is_open(self) -> bool:
@@ -226,61 +161,30 @@ class Link:
     @property
     def spare_in_s(self) -> float:
         """Seconds until a copy that no request waits for may start, as far as the lane's budget goes."""
-        now_ns = self._clock.monotonic_ns()
+        now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    def begin(
-        self,
-        row: int,
-        slot: Slot,
-        priority: Priority,
-        ended: Callable[[Outcome], None],
-        begun: Callable[[], None] | None = None,
-        due_ns: int | None = None,
-    ) -> int | None:
-        """Queue the copy of `row` into `slot`, which the link frees if that fails. Return a ticket, or None when the
-        lane is full. `begun` is called when the destination has the transfer, `ended` after the copy was published or
-        given up. The caller stops waiting at `due_ns`."""
-        residency = self._residency
-        source, key = residency.slot(row, self.source), residency.key(row)
-        residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
-        number = 0
-        was_unreadable = False  # the source failed, where a buffer is between the two
+    def carry(self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]) -> None:
+        """Copy `source` to `slot`. `unreadable` is called where reading failed and a buffer is between the two."""
+        if self._is_by_file:
+            self._from.lend(source, self._to.loader(slot, key), done)
+        elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
+            self._from.move_out(source, self._to.slot_segment(slot), key, done)
+        elif self._from.info.is_in_memory:
+            self._to.move_in(slot, self._from.slot_segment(source), key, done)
+        else:
+            buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
 
-        def start(done: Completion) -> None:
-            nonlocal number
-            if self.breaker is not None:
-                number = self.breaker.began()
-            if self._is_by_file:
-                self._from.lend(source, self._to.loader(slot, key), done)
-            elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
-                self._from.move_out(source, self._to.slot_segment(slot), key, done)
-            elif self._from.info.is_in_memory:
-                self._to.move_in(slot, self._from.slot_segment(source), key, done)
-            else:
-                self._through_buffer(source, slot, key, done, unreadable)
-            if begun is not None:
-                begun()
+            def store(outcome: Outcome) -> None:
+                if outcome.ok:
+                    self._to.move_in(slot, buffer, key, done)
+                else:
+                    unreadable()
+                    done(outcome)
 
-        def unreadable() -> None:
-            nonlocal was_unreadable
-            was_unreadable = True
+            self._from.move_out(source, buffer, key, store)
 
-        def end(outcome: Outcome) -> None:
-            self._judge(number, outcome, is_of_another=was_unreadable)
-            if outcome.ok:
-                residency.publish(row, self.destination, self._clock.monotonic_ns())
-            else:
-                self._to.free(residency.detach(row, self.destination))
-            ended(outcome)
-
-        ticket = self._mover.submit(self.lane.name, priority, source.nbytes, Transfer(start, end), due_ns)
-        if isinstance(ticket, Refused):
-            self._to.free(residency.detach(row, self.destination))
-            return None
-        return ticket
-
-    def _judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
+    def judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
         """Report to the breaker how its transfer `number` ended. A fault of the other tier (`is_of_another`) says
         nothing of the breaker's own."""
         if self.breaker is None:
@@ -290,28 +194,169 @@ class Link:
         judged = Outcome(OutcomeKind.CANCELLED) if is_of_another else outcome
         self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
 
-    def _through_buffer(
-        self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]
-    ) -> None:
-        """Read `source` into a buffer of its own and store that in `slot`; `unreadable` is called if reading fails."""
-        buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
 
-        def store(outcome: Outcome) -> None:
+class Unmoved(Enum):
+    """Why no transfer of a block began, instead of its outcome."""
+
+    NO_ROOM = "no room"
+    IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
+    LANE_FULL = "the lane is full"
+
+
+@dataclass(slots=True, eq=False)
+class BlockMove:
+    """One block on its way along `link`. `waiters` are the callers who still want it; the last to wait
+    stops waiting at `due_ns`. `ticket` is its place in the lane, 0 while it has none."""
+
+    token: int
+    nbytes: int  # of its slot
+    tenant: int
+    link: Link
+    priority: Priority
+    due_ns: int | None = None
+    waiters: int = 1
+    ticket: int = 0
+    began_s: float = 0.0  # by the loop's clock
+    task: asyncio.Task[bool] | None = None
+    outcome: asyncio.Future[Outcome | Unmoved] | None = None  # once it has a slot
+
+    @property
+    def is_refused(self) -> bool:
+        """Say whether the move came to nothing as soon as it had a slot."""
+        return self.outcome is not None and self.outcome.done() and isinstance(self.outcome.result(), Unmoved)
+
+    def raise_priority(self, priority: Priority, due_ns: int | None = None) -> None:
+        self.priority, self.due_ns = priority, due_ns
+        if self.ticket:
+            self.link.mover.raise_priority(self.link.lane.name, self.ticket, priority, due_ns)
+
+    def cancel(self) -> None:
+        """End the move as cancelled if its transfer waits in the lane; what is in flight ends by itself."""
+        if self.ticket:
+            self.link.mover.cancel(self.link.lane.name, self.ticket)
+
+    def give_up(self) -> None:
+        """One caller waits no longer. Without any the move is cancelled."""
+        self.waiters -= 1
+        if not self.waiters:
+            self.cancel()
+
+
+Kind = TypeVar("Kind", bound=BlockMove)
+
+
+class Moves(Generic[Kind]):
+    """The moves of one kind under way, by token. `allocate(nbytes, tenant)` makes room for a move that found none."""
+
+    def __init__(self, residency: Residency, allocate: Callable[[int, int], Awaitable[Slot | None]]) -> None:
+        self._residency = residency
+        self._allocate = allocate
+        self.under_way: dict[int, Kind] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self.under_way
+
+    def find(self, token: int) -> Kind | None:
+        return self.under_way.get(token)
+
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
+        """Return the tasks of the moves of these blocks that are under way."""
+        return [move.task for token, move in self.under_way.items() if token in tokens and move.task is not None]
+
+    def add(self, move: Kind) -> None:
+        """Pin the block of `move`, which begins later."""
+        self.under_way[move.token] = move
+        self._residency.pin(self._residency.current(move.token))
+
+    def begin(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]], slot: Slot | None) -> Kind:
+        """Queue `move` at once where it has a `slot`, and let `follow` await its end. `follow` returns whether the
+        block has its copy. The move goes on if its caller does not wait for it."""
+        if move.token not in self.under_way:
+            self.add(move)
+        if slot is not None:
+            self.queue(move, slot)
+        loop = asyncio.get_running_loop()
+        move.began_s = loop.time()
+        move.task = loop.create_task(self._run(move, follow))
+        return move
+
+    async def _run(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]]) -> bool:
+        try:
+            return await follow(move)
+        except Exception:  # a mistake of ours must not leave its block pinned and its waiters waiting for ever
+            log.exception("moving a block failed")
+            return False
+        finally:
+            self.end(move)
+
+    async def copied(self, move: Kind) -> Outcome | Unmoved:
+        """Make room for `move` where it has none yet, queue it, and wait for the end of its transfer."""
+        if move.outcome is None:
+            if not self._is_wanted(move, self._residency.current(move.token)):
+                return Unmoved.IN_VAIN
+            slot = await self._allocate(move.nbytes, move.tenant)
+            if slot is None:
+                return Unmoved.NO_ROOM
+            self.queue(move, slot)
+        assert move.outcome is not None
+        outcome = await move.outcome
+        move.ticket, move.outcome = 0, None
+        return outcome
+
+    def queue(self, move: Kind, slot: Slot) -> None:
+        """Queue the transfer of `move` into `slot`, unless it is in vain by now."""
+        residency, link, tier = self._residency, move.link, move.link.destination_tier
+        move.outcome = ended = asyncio.get_running_loop().create_future()
+        row = residency.current(move.token)
+        if not self._is_wanted(move, row):
+            tier.free(slot)
+            ended.set_result(Unmoved.IN_VAIN)
+            return
+        source, key = residency.slot(row, link.source), residency.key(row)
+        residency.attach(row, link.destination, slot, link.clock.monotonic_ns(), filling=True)
+        number, bad_sources = 0, list[Slot]()
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            if link.breaker is not None:
+                number = link.breaker.began()
+            link.carry(source, slot, key, done, lambda: bad_sources.append(source))
+            self._begun(move)
+
+        def end(outcome: Outcome) -> None:
+            link.judge(number, outcome, is_of_another=bool(bad_sources))
             if outcome.ok:
-                self._to.move_in(slot, buffer, key, done)
+                residency.publish(row, link.destination, link.clock.monotonic_ns())
             else:
-                unreadable()
-                done(outcome)
+                tier.free(residency.detach(row, link.destination))
+            self._ended(move, outcome)
+            if not ended.done():
+                ended.set_result(outcome)
 
-        self._from.move_out(source, buffer, key, store)
+        transfer = Transfer(start, end)
+        ticket = link.mover.submit(link.lane.name, move.priority, source.nbytes, transfer, move.due_ns)
+        if isinstance(ticket, Refused):
+            tier.free(residency.detach(row, link.destination))
+            ended.set_result(Unmoved.LANE_FULL)
+        else:
+            move.ticket = ticket
 
-    def free(self, slot: Slot) -> None:
-        """Give back a slot of the destination that was not used."""
-        self._to.free(slot)
+    def end(self, move: Kind) -> None:
+        """Forget `move` and unpin its block. Idempotent."""
+        if self.under_way.get(move.token) is move:
+            del self.under_way[move.token]
+            self._residency.unpin_run([move.token])
 
-    def raise_priority(self, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
-        self._mover.raise_priority(self.lane.name, ticket, priority, due_ns)
+    def _is_wanted(self, move: Kind, row: int) -> bool:
+        residency, link = self._residency, move.link
+        is_there = row >= 0 and residency.has(row, link.source)
+        return is_there and move.waiters > 0 and not residency.is_in(row, link.destination)
 
-    def cancel(self, ticket: int) -> None:
-        """End a transfer as cancelled if it is still queued."""
-        self._mover.cancel(self.lane.name, ticket)
+    def _begun(self, move: Kind) -> None:
+        """The destination has the transfer."""
+
+    def _ended(self, move: Kind, outcome: Outcome) -> None:
+        """The transfer has ended, in this turn of the loop; `copied` returns in the next."""

@@ -20,10 +20,10 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.move import Move, Moves, Unmoved
+from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TIER_SETS, TierSet
@@ -36,7 +36,7 @@ MAX_SUSPECTS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class _Promotion(Move):
+class _Promotion(BlockMove):
     """A move to the mapped tier. A hint is one waiter, and never gives up. `answer` resolves to whether the block has a
     mapped copy; `on_end(is_mapped, is_late)` is called at the end."""
 
@@ -55,6 +55,7 @@ class Promoter:
         counters: Counters,
         flows: Flows,
         damage: Damage,
+        modes: DegradedModes,
         *,
         prefetch_room_bytes: int,
     ) -> None:
@@ -62,7 +63,7 @@ class Promoter:
         self._links = {link.source: link for link in links}
         self._gated = [link for link in links if link.breaker is not None]
         self._room = room
-        self._moves: Moves[_Promotion] = Moves(residency, room)
+        self._moves: Moves[_Promotion] = Moves(residency, room.allocate)
         self._counters = counters
         self._flows = flows
         self._prefetch_room_bytes = prefetch_room_bytes
@@ -70,6 +71,7 @@ class Promoter:
         self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
         self._demanded: Counter[int] = Counter()  # by tenant
         self._seeking: set[int] = set()  # tokens of prefetches for which room is being made
+        modes.on_change.append(self._follow_mode)
 
     @property
     def reaches_all(self) -> bool:
@@ -323,7 +325,7 @@ class Promoter:
         log.error("block %s cannot be read (%s): given up, will be recomputed", key, outcome.message)
         self._damage.forget(row, Cause.READ_FAILED, outcome.message)
 
-    def fail_waiters(self) -> None:
+    def _follow_mode(self, _part: str) -> None:
         """Let the callers of a tier that is shed have a shorter prefix now, and queued reads give their slots back.
         Reads in flight still end by themselves."""
         for promotion in list(self._moves.under_way.values()):

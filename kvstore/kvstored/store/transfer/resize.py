@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from kvstore_tiers.base import ContainerReport
 from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
@@ -36,27 +35,7 @@ GROW_SHARE = 4  # one step is at most this part of what is free beyond the margi
 STALLED_PERCENT = 10.0
 
 
-class Resizable(Protocol):
-    """A tier whose capacity can change while it serves. `used_bytes` may be over the ceiling, never over the
-    capacity."""
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-    @property
-    def ceiling_bytes(self) -> int: ...
-
-    def set_ceiling(self, nbytes: int) -> None: ...
-
-    def resize(self, capacity_bytes: int) -> None: ...
-
-    def containers(self) -> Sequence[ContainerReport]: ...
-
-
-async def shrink_to_ceiling(tier: Resizable, room: Room, give_back: Callable[[], Awaitable[bool]]) -> bool:
+async def shrink_to_ceiling(tier: HostTier | NvmeTier, room: Room, give_back: Callable[[], Awaitable[bool]]) -> bool:
     """Give memory or space of a tier back until it is below its ceiling. Return False when what is left is read,
     written or pinned. `give_back` takes one empty container out of the tier, and says False when there is none."""
     tried: set[int] = set()
@@ -76,7 +55,9 @@ async def shrink_to_ceiling(tier: Resizable, room: Room, give_back: Callable[[],
 class TierResize:
     """Changes the capacity of `tier`, called `name` in the log, one at a time: a new one replaces the one under way."""
 
-    def __init__(self, name: str, tier: Resizable, room: Room, give_back: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, name: str, tier: HostTier | NvmeTier, room: Room, give_back: Callable[[], Awaitable[bool]]
+    ) -> None:
         self._name = name
         self._tier = tier
         self._room = room

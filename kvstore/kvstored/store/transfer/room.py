@@ -89,12 +89,9 @@ class Room:
         is_patient: bool = True,
         writable: bool = False,
     ) -> Slot | NoSlot:
-        """Return a slot as `allocate` does, for the block of this key and depth, which the policy may decline, or the
-        reason why there is none.
-
-        Row `parent`, which the block continues, is not given up for it: the block could not be reached without it, and
-        its client has just learned that it is there.
-        """
+        """Return a slot for the block of this key and depth, which the policy may decline, or the reason why there is
+        none. Row `parent`, which the block continues, is not given up for it: the block could not be reached without
+        it, and its client has just learned that it is there."""
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from kvstored.store.blocks import Residency
 from kvstored.store.remote import Absences
 from kvstored.store.transfer.admission import Intake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.move import Move, Moves, Unmoved
+from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
+from kvstored.telemetry import Counters
 
 AT_ONCE = 8
 MOST_CHAINS = 4096  # that wait
@@ -29,18 +29,10 @@ MOST_WALKED = 1024  # blocks of a chain, from its end
 DELAY_S = 0.05  # after a use: puts come in runs
 
 
-class SharingCounts(NamedTuple):
-    """Counters: called for each copy that ended well, each time that the lane's budget was spent, and with the number
-    of blocks that were not worth the place of another one."""
-
-    copied: Callable[[], None]
-    waited: Callable[[], None]
-    declined: Callable[[int], None]
-
-
 class Sharing:
     """Copies blocks from DRAM into the tier of `intake`; `back` leads from it to DRAM. `absences` has what is known of
-    a key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged."""
+    a key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged. The counter `copied` is of copies
+    that ended well."""
 
     def __init__(
         self,
@@ -49,7 +41,8 @@ class Sharing:
         back: Link,
         absences: Absences | None,
         damage: Damage,
-        counts: SharingCounts,
+        counters: Counters,
+        copied: str,
     ) -> None:
         self._residency = residency
         self._intake = intake
@@ -57,11 +50,11 @@ class Sharing:
         self._back = back
         self._absences = absences
         self._damage = damage
-        self._counts = counts
+        self._counters, self._copied = counters, copied
         self._at_once = 1 if self._link.lane.settings.has_budget else AT_ONCE
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
-        self._moves: Moves[Move] = Moves(residency, intake.room, is_patient=False)
+        self._moves: Moves[BlockMove] = Moves(residency, partial(intake.room.allocate, is_patient=False))
         self._timer: asyncio.TimerHandle | None = None
 
     def used(self, rows: Sequence[int]) -> None:
@@ -115,7 +108,7 @@ class Sharing:
         if not self._link.is_open or self._back.lane.demand_here() or not self._gate.has_budget():
             return False
         if self._link.spare_in_s:
-            self._counts.waited()
+            self._counters.add("device_rate_waits")
             return False
         return True
 
@@ -144,18 +137,18 @@ class Sharing:
         if slot is None and self._intake.contest is not None:
             victim, blocks = self._room.next_victim(nbytes, tenant), 1 + len(self._path)
             if victim >= 0 and not self._intake.contest.wins(row, victim, blocks):
-                self._counts.declined(blocks)
+                self._counters.add("device_declined_blocks", blocks)
                 self._path.clear()
                 return
         self._gate.spend(row)
-        self._moves.begin(Move(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
+        self._moves.begin(BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
 
-    async def _share(self, move: Move) -> bool:
+    async def _share(self, move: BlockMove) -> bool:
         outcome = await self._moves.copied(move)
         is_copied = self._damage.is_copied(move, outcome)
         row = self._residency.current(move.token)
         if is_copied:
-            self._counts.copied()
+            self._counters.add(self._copied)
             if self._absences is not None and row >= 0:
                 self._absences.forget(move.tenant, [self._residency.key(row)])
         elif outcome is not Unmoved.IN_VAIN and outcome is not Unmoved.LANE_FULL:

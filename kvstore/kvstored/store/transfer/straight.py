@@ -2,22 +2,23 @@
 request of a client that reads it there. No slot of DRAM is taken, and nothing is evicted from it.
 
 Owns the reads under way. A block goes this way if the gate of the device wants it, the block before it is there or goes
-with it (a tier is left from the end of a chain), and the device has room at once: a free slot, or that of a block that
-DRAM has, too, and that was used less often (`Contest`). Any other block goes to DRAM (`promote.py`), and so does one
-whose read fails, but for damage.
-Invariant: a slot is readable only after its bytes were verified.
+with it (a tier is left from the end of a chain), and the device has room at once: a free slot, or the slot of a block
+that DRAM has, too, and that was used less often (`Contest`). Any other block goes to DRAM (`promote.py`), and so does
+one whose read fails, but for damage. Invariant: a slot is readable only after its bytes were verified.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from kvstored.store.blocks import Residency
+from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.admission import Intake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.move import Move, Moves
+from kvstored.store.transfer.link import BlockMove, Moves
 from kvstored.store.transfer.promote import Promoter
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TierSet
@@ -34,6 +35,7 @@ class StraightPromotion:
         damage: Damage,
         counters: Counters,
         flows: Flows,
+        modes: DegradedModes,
     ) -> None:
         self._residency = residency
         self._intake = intake
@@ -42,8 +44,9 @@ class StraightPromotion:
         self._damage = damage
         self._counters = counters
         self._flow = flows.tiers[intake.link.source]
-        self._moves: Moves[Move] = Moves(residency, intake.room, is_patient=False)
+        self._moves: Moves[BlockMove] = Moves(residency, partial(intake.room.allocate, is_patient=False))
         self._to_dram: set[int] = set()  # tokens of blocks that failed here
+        modes.on_change.append(self._follow_mode)
 
     @property
     def destination(self) -> int:
@@ -51,7 +54,7 @@ class StraightPromotion:
         return self._link.destination
 
     def choose(self, rows: Iterable[int]) -> set[int]:
-        """Return those of `rows`, in the order of their chain, that should go this way."""
+        """Return the `rows`, in the order of their chain, that should go this way."""
         residency, chosen = self._residency, set[int]()
         if not self._link.is_open:
             return chosen
@@ -74,7 +77,7 @@ class StraightPromotion:
             slot = self._room.allocate_now(nbytes, tenant)
             if slot is None and not self._can_evict(row, nbytes, tenant):
                 return None
-            move = Move(token, nbytes, tenant, self._link, Priority.DEMAND, due_ns)
+            move = BlockMove(token, nbytes, tenant, self._link, Priority.DEMAND, due_ns)
             self._moves.begin(move, self._read, slot)
         assert move.task is not None
         return asyncio.shield(move.task)
@@ -88,8 +91,8 @@ class StraightPromotion:
             if not move.waiters and token in self._to_dram:
                 self._promoter.give_up(token)
 
-    def fail_waiters(self) -> None:
-        """End reads that wait in the lane, since NVMe is shed."""
+    def _follow_mode(self, _part: str) -> None:
+        """End reads that wait in the lane when NVMe is shed."""
         if not self._link.is_open:
             for move in list(self._moves.under_way.values()):
                 move.cancel()
@@ -115,7 +118,7 @@ class StraightPromotion:
         self._counters.add("device_declined_blocks")
         return False
 
-    async def _read(self, move: Move) -> bool:
+    async def _read(self, move: BlockMove) -> bool:
         row = self._residency.current(move.token)
         if move.outcome is None and row >= 0:  # asked again: another read may have had that slot
             slot = self._room.allocate_now(move.nbytes, move.tenant)
@@ -132,7 +135,7 @@ class StraightPromotion:
             return True
         return await self._by_dram(move)
 
-    async def _by_dram(self, move: Move) -> bool:
+    async def _by_dram(self, move: BlockMove) -> bool:
         """Promote a block that does not go straight, if it is still wanted."""
         row = self._residency.current(move.token)
         if row < 0 or not move.waiters:

@@ -100,7 +100,7 @@ class DramCheck:
         return self._mode == "off" or self._verified.has(row, self._residency.slot(row, self._residency.mapped))
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
-        """Return the tokens of those of `rows` whose DRAM copy is damaged. Each is dealt with already."""
+        """Return the tokens of the `rows` whose DRAM copy is damaged. Each is dealt with already."""
         residency, bad = self._residency, set[int]()
         verified = [self._verify(row, residency.slot(row, residency.mapped), bad) for row in self.wanted(rows)]
         if verified:

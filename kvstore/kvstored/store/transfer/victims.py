@@ -1,4 +1,4 @@
-"""Victims: the blocks that are evicted from a tier next, orphans first, then those that the policy names.
+"""Victims: the blocks that are evicted from a tier next, orphans first, then what the policy names.
 
 Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 evicts a block.

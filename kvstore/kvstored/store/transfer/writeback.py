@@ -2,7 +2,7 @@
 
 Owns which blocks wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
 together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first, and is written with those of its ancestors that are in memory alone. A block whose write waits
+endurance budget first, and is written with its ancestors that are in memory alone. A block whose write waits
 for the budget does so in a task of its own, and is not pinned meanwhile. Invariants: a block is written once, and waits
 once, however many callers ask; a pinned copy in memory is read from, never copied first; nothing is written that was
 not charged.
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
+from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.budget import Verdict
-from kvstored.store.transfer.gate import Refusal, Write, WriteGate, WriteState
-from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
+from kvstored.store.transfer.gate import Refusal, Write, WriteState
+from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Link
-from kvstored.store.transfer.move import Moves, Unmoved
+from kvstored.store.transfer.link import Link, Moves, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TIER_SETS
@@ -33,10 +33,9 @@ MAX_THROTTLED = 4096  # puts that wait for the budget at once
 class _Writes(Moves[Write]):
     """Moves of the gate's backlog, which the group commit follows."""
 
-    def __init__(self, residency: Residency, room: Room, gate: WriteGate, commit: GroupCommit) -> None:
-        super().__init__(residency, room)
-        self.under_way = gate.backlog.writes
-        self._gate = gate
+    def __init__(self, residency: Residency, room: Room, commit: GroupCommit) -> None:
+        super().__init__(residency, room.allocate)
+        self.under_way = commit.backlog.writes
         self._commit = commit
 
     def hindrance(self, row: int) -> Refusal | None:
@@ -45,7 +44,7 @@ class _Writes(Moves[Write]):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and the second tenant's block stays volatile.
             return Refusal.OTHER_TENANT
-        return None if self._gate.breaker.takes_writes else Refusal.TIER
+        return None if self._commit.gate.breaker.takes_writes else Refusal.TIER
 
     def _is_wanted(self, move: Write, row: int) -> bool:
         return super()._is_wanted(move, row) and self.hindrance(row) is None
@@ -53,10 +52,9 @@ class _Writes(Moves[Write]):
     def _begun(self, move: Write) -> None:
         self._commit.begun(move)
 
-    def _ended(self, move: Write, outcome: asyncio.Future[Outcome | Unmoved], ended: Outcome) -> None:
+    def _ended(self, move: Write, outcome: Outcome) -> None:
         if move.state is WriteState.BEGUN:
-            self._commit.ended(move, went_well=ended.ok)
-        super()._ended(move, outcome, ended)
+            self._commit.ended(move, went_well=outcome.ok)
 
 
 class WriteBack:
@@ -69,10 +67,10 @@ class WriteBack:
         room: Room,
         counters: Counters,
         flows: Flows,
-        gate: WriteGate,
         commit: GroupCommit,
-        batch: BatchLimits,
+        modes: DegradedModes,
     ) -> None:
+        gate = commit.gate
         self._residency = residency
         self._links = {link.source: link for link in links}
         self._position = residency.durable
@@ -80,14 +78,14 @@ class WriteBack:
         self._counters = counters
         self._flows = flows
         self.gate = gate
-        self._batch = batch
         self._backlog = gate.backlog
-        self._writes = _Writes(residency, room, gate, commit)
+        self._writes = _Writes(residency, room, commit)
         self._waiting: dict[int, asyncio.Future[bool]] = {}  # for the budget, by token
         self._tier = links[0].destination_tier
         self._commit = commit
         self._timer: asyncio.TimerHandle | None = None
         self._next_end: asyncio.Future[None] | None = None  # of any write, while a caller waits for it
+        modes.on_change.append(self._follow_mode)
 
     # Questions
 
@@ -161,10 +159,10 @@ class WriteBack:
         else:
             self.gate.refuse(token, self.gate.breaker_or(paid))
             settled = _resolved(False)
-        if at_once or len(self._backlog.gathering) >= self._batch.blocks:
+        if at_once or len(self._backlog.gathering) >= self._commit.batch.blocks:
             self._start_batch()
         elif self._timer is None and self._backlog.gathering:
-            self._timer = loop.call_later(self._batch.delay_ms / 1000 / 2, self._start_batch)
+            self._timer = loop.call_later(self._commit.batch.delay_ms / 1000 / 2, self._start_batch)
         return settled
 
     async def write_back(self, row: int) -> bool:
@@ -187,13 +185,13 @@ class WriteBack:
         return await asyncio.shield(write.task)
 
     def write_again(self, tokens: Iterable[int]) -> None:
-        """Write blocks whose durable copy was damaged, those that are still there."""
+        """Write blocks whose durable copy was damaged and which are still there."""
         for row in map(self._residency.current, tokens):
             if row >= 0:
                 self.write_through(row)
 
     async def progress(self) -> bool:
-        """Wait until a write has ended, starting those that still gather; False when there is nothing to wait for."""
+        """Wait until a write has ended, starting what still gathers; False when there is nothing to wait for."""
         self._start_batch()
         if not self._backlog.writes:
             return False
@@ -213,13 +211,15 @@ class WriteBack:
         late = (self._backlog, self._commit.pending, self._waiting)
         return sum(any(token in pending for pending in late) for token in settling)
 
-    def sync(self) -> asyncio.Future[bool]:
+    async def sync(self) -> bool:
         """Make durable what was freed on NVMe before this call, so that no crash brings it back. False if that
         failed."""
-        return self._commit.sync()
+        return (await self._commit.sync()).ok
 
-    def cancel_queued(self) -> None:
-        """Cancel what has not begun, since NVMe is shed: its copies in memory may be evicted again."""
+    def _follow_mode(self, _part: str) -> None:
+        """Cancel what has not begun when NVMe is shed: its copies in memory may be evicted again."""
+        if self.gate.breaker.serves_reads:
+            return
         for write in list(self._backlog.writes.values()):
             write.cancel()
 
