@@ -115,10 +115,8 @@ class Store:
         self.counters, self.flows = Counters(), Flows(len(tiers))
         ground = Ground(config, clock, completions, residency, tiers, self.keyed, self.counters, self.flows)
         self.absences, self.compute, self.orphans = Absences(), ComputeTimes(), OrphanQueue(residency)
-        self.endurance = EnduranceAccount(
-            config.daemon.state_dir, config.nvme.endurance_bytes_per_day if self.nvme is not None else 0, clock,
-            self.counters,
-        )  # fmt: skip
+        budget_bytes = config.nvme.endurance_bytes_per_day if self.nvme is not None else 0
+        self.endurance = EnduranceAccount(config.daemon.state_dir, budget_bytes, clock, self.counters)
         self.leases = LeaseTable(
             residency.unpin_run,
             lambda slot: self._reader(slot).free(slot),

@@ -24,9 +24,9 @@ from kvstored.telemetry import Flows
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """At most `at_once` blocks are under way, and a caller waits until one of them has been so for `wait_s`: a tier
-    that hangs holds up what fills the one above once, not for each block. `gate` says what is worth it. `direct` is the
-    link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put waits for the room."""
+    """Limits of a demotion: `at_once` blocks under way, and a caller waits until one of them has been so for `wait_s`.
+    So a tier that hangs holds up what fills the one above once, not for each block. `gate` says what is worth it.
+    `direct` is the link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put waits for the room."""
 
     at_once: int = 1 << 30
     wait_s: float | None = None
