@@ -41,7 +41,7 @@ from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.store.residency import make_residency
-from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog
 from kvstored.tier_set import TierSet

@@ -31,7 +31,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
-from kvstored.store.remote.compute import ComputeTimes
+from kvstored.store.remote import ComputeTimes
 from kvstored.tier_set import TierSet
 
 TIER = 0

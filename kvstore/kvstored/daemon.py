@@ -67,8 +67,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.degraded.memory import MemoryWatch
 from kvstored.store.operations import Operations
 from kvstored.store.operations.put import Put
-from kvstored.store.transfer.pressure import HostSizer
-from kvstored.store.transfer.resize import SlabsBack, TierResize
+from kvstored.store.transfer.resize import HostSizer, SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
 
 log = logging.getLogger(__name__)

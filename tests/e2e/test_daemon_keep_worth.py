@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore_client import Session
-from kvstored.store.transfer.write_refusals import Refusal
+from kvstored.store.transfer.gate import Refusal
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.policies import trust_at_once

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.store.endurance.budget import DAY_S
-from kvstored.store.endurance.cost import COMMIT_BYTES, medium_bytes
-from kvstored.store.transfer.write_refusals import Refusal
+from kvstored.store.endurance.budget import COMMIT_BYTES, DAY_S, medium_bytes
+from kvstored.store.transfer.gate import Refusal
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import NVME
 

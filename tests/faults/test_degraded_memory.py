@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.base import TierState
-from kvstored.store.degraded import Mode
 from kvstored.store.degraded.memory import MemoryReading, MemoryWatch
-from kvstored.store.transfer.pressure import CALM_S, HostSizer
+from kvstored.store.degraded.modes import Mode
+from kvstored.store.transfer.resize import CALM_S, HostSizer
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 

@@ -13,10 +13,10 @@ from kvstore_tiers.base import ERRORS_IN_A_ROW, TierState
 from kvstore_tiers.testing.faulty import Fault, gone, hung
 from kvstored.health.scrub.scrubber import Verification
 from kvstored.lifecycle import Cause
-from kvstored.store.degraded import Mode
 from kvstored.store.degraded.breaker import LAST_PROBE_S, STALL_S, SYNC_ERRORS_IN_A_ROW
+from kvstored.store.degraded.modes import Mode
+from kvstored.store.transfer.gate import Refusal
 from kvstored.store.transfer.promote import LEAST_PATIENCE_MS, PATIENCE
-from kvstored.store.transfer.write_refusals import Refusal
 from tests.reference.small_store import FAR_S, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -442,8 +442,9 @@ async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(sm
         return slot
 
     room.allocate_now = lambda *wanted, **how: None  # type: ignore[method-assign]
-    room.allocate = allocate_late  # type: ignore[method-assign]
+    moves = small.store.promoter._moves
+    moves._allocate = allocate_late
     assert not await small.fetch(1)
-    room.allocate = allocate  # type: ignore[method-assign]
+    moves._allocate = allocate
     put_is_taken_back()
     assert await small.fetch(1) and not residency.pins

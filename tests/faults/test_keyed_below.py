@@ -13,11 +13,11 @@ from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
-from kvstored.store.degraded import Mode
+from kvstored.store.degraded.modes import Mode
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
-from kvstored.store.remote.value import RemoteValue
+from kvstored.store.remote import RemoteValue
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.examples import each_nth
 from tests.reference.small_store import FAR_S, small_store
@@ -172,7 +172,7 @@ def test_a_deletion_that_the_store_refuses_is_not_answered_as_done(tmp_path: Pat
 
 
 def test_a_store_that_hangs_holds_up_no_put_and_is_shed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.assembly.KEYED_WAIT_S", 0.02)
+    monkeypatch.setattr("kvstored.store.movement.KEYED_WAIT_S", 0.02)
     store = LossyStore()
 
     async def scenario(driven: DrivenStore) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
-from kvstored.store.degraded import Mode
+from kvstored.store.degraded.modes import Mode
 from kvstored.store.operations.discovery import MOST_OWED
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
-from kvstored.store.remote.value import RemoteValue
+from kvstored.store.remote import RemoteValue
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import NVME

@@ -16,7 +16,7 @@ from kvstored.store.blocks.check import check
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
-from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import AT_ONCE
 from tests.reference.driven_store import DrivenStore, keys_of
@@ -129,7 +129,11 @@ def test_a_deletion_waits_for_our_own_copies(tmp_path: Path) -> None:
 
 def test_a_block_that_waits_for_room_is_shared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, has_room, asked, broken = LossyStore(), asyncio.Event(), [0], list[str]()
-    allocate = Room.allocate
+    allocate, allocate_now = Room.allocate, Room.allocate_now
+
+    def none_yet(room: Room, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
+        is_open = has_room.is_set() or room._position != REMOTE
+        return allocate_now(room, nbytes, tenant, writable=writable) if is_open else None
 
     async def late(room: Room, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
         asked[0] += not is_patient
@@ -151,6 +155,7 @@ def test_a_block_that_waits_for_room_is_shared_once(tmp_path: Path, monkeypatch:
         assert (asked[0], broken) == (BLOCKS, [])
 
     monkeypatch.setattr(Room, "allocate", late)
+    monkeypatch.setattr(Room, "allocate_now", none_yet)
     run(tmp_path, scenario, store, ALL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -368,7 +369,8 @@ def test_a_slot_freed_while_its_copy_is_queued_does_not_break_the_lane(tmp_path:
         evacuation._relocation._start = start
         row = await asyncio.wait_for(small.store_in(NVME, 5001, payload_bytes=60 * KIB), 10)
         assert taken and row >= 0
-        assert len(small.store.mover.lanes["host→nvme"]) == 0
+        lane = small.store.mover.lanes["host→nvme"]
+        assert not lane.has_queued and not any(lane.statistics(0).in_flight)
         assert not small.residency.pins and check(small.residency) == []
 
     run(tmp_path, scenario, "nvme.quarantine_slots=0")
@@ -555,7 +557,7 @@ def test_a_copy_that_is_given_up_leaves_the_index_at_the_block(tmp_path: Path, s
             return outcomes
 
         if second_sync_fails:
-            sync, syncs = relocation._sync, []
+            sync, syncs = relocation._commit.sync, []
 
             async def failing_sync():
                 syncs.append(1)
@@ -565,7 +567,7 @@ def test_a_copy_that_is_given_up_leaves_the_index_at_the_block(tmp_path: Path, s
                     return Outcome(OutcomeKind.FAILED, message="Input/output error", errno=5)
                 return ended
 
-            relocation._sync = failing_sync
+            relocation._commit = SimpleNamespace(sync=failing_sync)
         else:
             relocation.copy = copy
         for number in range(5001, 5004):

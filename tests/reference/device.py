@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.lane import Lane
+from kvstored.store.transfer.lane import Lane, Priority
 
 NS = 1_000_000_000
 

@@ -28,8 +28,8 @@ from kvstored.config import load_config
 from kvstored.config.tiers import Start
 from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.remote_gate import RemoteWrites
+from kvstored.store.transfer.admission import RemoteWrites
+from kvstored.store.transfer.lane import Priority
 
 PAYLOAD_BYTES = 10_000
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -170,7 +170,7 @@ class SmallStore:
 
     def leave_host(self, row: int) -> None:
         """Take the DRAM copy of a block that another tier has too."""
-        self.store.retire[self.mapped](self.residency.detach(row, self.mapped), self.residency.tenant_of(row))
+        self.store.leases.retire(self.residency.detach(row, self.mapped), self.residency.tenant_of(row))
 
     async def fetch(self, number: int) -> bool:
         """Promote a block, as a get does."""

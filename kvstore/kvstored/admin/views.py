@@ -20,7 +20,7 @@ from kvstored.health.integrity import Integrity, IntegrityReport
 from kvstored.health.maintenance import Maintenance
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import Mode
+from kvstored.store.degraded.modes import Mode
 from kvstored.store.policies import ResidencyClass
 from kvstored.unsaved import Unsaved
 

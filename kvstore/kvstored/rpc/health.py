@@ -15,8 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from kvstored.admin.lifetime import Phase, State
-from kvstored.store.degraded import DegradedModes
-from kvstored.store.degraded.modes import SHEDDING
+from kvstored.store.degraded.modes import SHEDDING, DegradedModes
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 

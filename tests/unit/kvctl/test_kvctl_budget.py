@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvctl.explain import _VOLATILE, render_chain
 from kvctl.show import budget_line
 from kvstore_proto.v1 import admin_pb2 as wire
-from kvstored.store.transfer.write_refusals import Refusal
+from kvstored.store.transfer.gate import Refusal
 
 
 def test_without_nvme_nothing_is_said() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstored.store.transfer import contest
-from kvstored.store.transfer.contest import Contest
+from kvstored.store.transfer import admission
+from kvstored.store.transfer.admission import Contest
 from tests.reference.blocks import Shelf
 
 HELD = 10  # blocks in the tier
@@ -65,6 +65,6 @@ def test_what_the_tier_declined_for_others_counts_from_the_first_contest_on() ->
 def test_notes_are_bounded() -> None:
     ring = Ring()
     row = ring.block(1, 1)
-    for number in range(contest._NOTES_MAX + 50):
+    for number in range(admission._NOTES_MAX + 50):
         assert not ring.contest.wins(row, ring.block(1000 + number, 1, tier=0))
-    assert len(ring.contest._won) == contest._NOTES_MAX
+    assert len(ring.contest._won) == admission._NOTES_MAX

@@ -13,11 +13,11 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone
-from kvstored.store.degraded import Mode
-from kvstored.store.endurance import Verdict
+from kvstored.store.degraded.modes import Mode
+from kvstored.store.endurance.budget import Verdict
 from kvstored.store.operations.durability import settle_present
 from kvstored.store.transfer import group_commit
-from kvstored.store.transfer.write_refusals import Refusal
+from kvstored.store.transfer.gate import Refusal
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import HOST, NVME
 from tests.unit.kvstored.test_daemon_intake import BLOCKS, KEYS, PAYLOAD_BYTES, SLOT, Store

@@ -18,7 +18,7 @@ from kvstored.store.blocks.check import check
 from kvstored.store.blocks.orphans import find, snapshot
 from kvstored.store.policies import Share, create
 from kvstored.store.transfer.damage import QUIET_S, Damage
-from kvstored.store.transfer.orphan_queue import OrphanQueue
+from kvstored.store.transfer.victims import OrphanQueue
 from kvstored.telemetry import Counters
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
@@ -57,19 +57,15 @@ class Scene:
         self.residency = self.shelf.residency
         self.nvme, self.clock, self.counters = Quarantining(), StoppedClock(), Counters()
         self.retired: list[Slot] = []
-        self.rewritten: list[int] = []
-        self.writeback: Any = SimpleNamespace(
-            is_coming=lambda row: False,
-            write_through=self.rewritten.append,
-            sync=lambda: self.nvme.sync(lambda outcome: None),
-        )
+        self.coming: set[int] = set()  # tokens of blocks whose write waits
+        self.commit: Any = SimpleNamespace(backlog=self.coming, sync=lambda: self.nvme.sync(lambda outcome: None))
         self.damage = Damage(
             self.residency,
             [self.nvme, self.nvme],
             [lambda slot, tenant: self.retired.append(slot)] * 2,
             self.clock,
             self.counters,
-            lambda: self.writeback,
+            self.commit,
         )
 
     def in_both(self, number: int, parent: int | None = None) -> int:
@@ -85,7 +81,7 @@ def test_a_bad_nvme_copy_goes_and_is_written_again_from_dram() -> None:
     scene.damage.found(NVME, row, "flipped")
     assert scene.nvme.bad == {slot: "flipped"} and scene.nvme.syncs == 1
     assert scene.residency.has(row, HOST) and not scene.residency.has(row, NVME)
-    assert scene.rewritten == [row] and scene.retired == []
+    assert scene.damage.to_write_again == [scene.residency.token(row)] and scene.retired == []
     assert check(scene.residency) == []
 
 

@@ -16,10 +16,10 @@ from kvstored.clients.codes import codes_by_mask, tier_code
 from kvstored.config import Config, load_config
 from kvstored.config.tiers.gpu import LINK_SHARE
 from kvstored.store.blocks.check import check
+from kvstored.store.movement import make_lanes
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.residency import make_residency
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.lane_plan import make_lanes
+from kvstored.store.transfer.lane import Priority
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, small_store
 

@@ -13,10 +13,11 @@ import pytest
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
+from kvstored.completions import CompletionQueue
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer import device_check
-from kvstored.store.transfer.device_check import AT_ONCE, DeviceCheck
+from kvstored.store.transfer import verification
+from kvstored.store.transfer.verification import AT_ONCE, DeviceCheck
 from kvstored.tier_set import ONLY
 
 VRAM, HOST = 0, 1
@@ -48,7 +49,7 @@ class Books:
         self.residency = Residency(("vram", "host", "nvme"), mapped=HOST, exported=ONLY[VRAM])
         self.device, self.damaged = Device(), list[int]()
         self.in_use = set[int]()  # rows that another copy of the block holds: what is damaged stays
-        completions: Any = SimpleNamespace(to_loop=lambda done: done)
+        completions = CompletionQueue(asyncio.get_running_loop())
         damage: Any = SimpleNamespace(found=self._found)
         device: Any = self.device
         self.check = DeviceCheck(self.residency, {VRAM: device}, completions, damage)
@@ -101,7 +102,7 @@ def test_a_tier_opens_once_all_that_was_taken_over_is_checked() -> None:
 
 
 def test_what_the_device_does_not_say_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "AGAIN_S", 0.0)
+    monkeypatch.setattr(verification, "AGAIN_S", 0.0)
 
     async def run() -> None:
         books = Books()
@@ -118,7 +119,7 @@ def test_what_the_device_does_not_say_is_asked_again(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tier_stays_closed_while_a_copy_that_is_damaged_cannot_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "AGAIN_S", 0.0)
+    monkeypatch.setattr(verification, "AGAIN_S", 0.0)
 
     async def run() -> None:
         books = Books()

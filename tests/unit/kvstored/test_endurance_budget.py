@@ -12,14 +12,19 @@ import pytest
 
 from kvstore_tiers import failpoints
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.store.endurance import BurstBudget, EnduranceAccount, SavedBudget, Verdict
-from kvstored.store.endurance.budget import DAY_S, MIN_CHUNK_BYTES, Moment
-from kvstored.store.endurance.cost import OVERHEAD_BYTES, medium_bytes
-from kvstored.store.endurance.file import FILE_NAME, BudgetFile
-from kvstored.store.endurance.shares import FairShares
-from kvstored.store.transfer.backlog import Backlog
-from kvstored.store.transfer.gate import WriteGate
-from kvstored.store.transfer.write_refusals import Refusal, Refusals
+from kvstored.store.endurance.account import FILE_NAME, BudgetFile, EnduranceAccount
+from kvstored.store.endurance.budget import (
+    DAY_S,
+    MIN_CHUNK_BYTES,
+    OVERHEAD_BYTES,
+    BurstBudget,
+    FairShares,
+    Moment,
+    SavedBudget,
+    Verdict,
+    medium_bytes,
+)
+from kvstored.store.transfer.gate import Backlog, Refusal, WriteGate
 from kvstored.telemetry import Counters
 from tests.reference.blocks import BLOCK_BYTES, Shelf
 from tests.reference.tiers import NVME
@@ -273,7 +278,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
             return False
 
     backlog = Watched(lambda: 1.0)
-    gate = WriteGate(shelf.residency, unused, account, breaker, Refusals(Counters()), backlog, clock, throttle_ms=100)
+    gate = WriteGate(shelf.residency, unused, account, breaker, Counters(), backlog, clock, throttle_ms=100)
 
     async def run() -> None:
         assert gate.pay(rows[-1]) is Verdict.SPENT
@@ -281,7 +286,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
         walked.clear()
         assert await gate.pay_in_time(shelf.residency.token(rows[-1]), insists=True) is None
         assert 0 < len(walked) < 200
-        assert gate.refusals.of(shelf.residency.token(rows[-1])) is Refusal.BUDGET
+        assert gate.why_not(shelf.residency.token(rows[-1])) is Refusal.BUDGET
         shelf.residency.attach(rows[-3], NVME, shelf.slot(), 1)
         paid = await gate.pay_in_time(shelf.residency.token(rows[-2]), insists=False)
         assert paid == rows[-2:-1], "what can be paid for is"

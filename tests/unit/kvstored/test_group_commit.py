@@ -28,7 +28,7 @@ class Scene:
         self.asked = asyncio.Event()
         self.notices: list[str] = []
         self.gone: set[int] = set()
-        self.backlog = SimpleNamespace(queued=0)
+        self.backlog = SimpleNamespace(queued=0, begun=0)
         breaker = SimpleNamespace(began=lambda: 1, ended=lambda number, what, outcome: self.notices.append(what))
         gate: Any = SimpleNamespace(breaker=breaker, backlog=self.backlog, commit_begins=lambda: None)
         residency: Any = SimpleNamespace(is_current=lambda token: token not in self.gone)
@@ -53,8 +53,10 @@ class Scene:
         await asyncio.sleep(0)
 
     def written(self, token: int) -> asyncio.Future[bool]:
-        settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.commit.ended(self.commit.begun(token, settled), went_well=True)
+        write: Any = SimpleNamespace(token=token, settled=asyncio.get_running_loop().create_future(), state=None)
+        self.commit.begun(write)
+        self.commit.ended(write, went_well=True)
+        settled: asyncio.Future[bool] = write.settled
         return settled
 
 

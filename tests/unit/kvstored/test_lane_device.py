@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstored.store.transfer.items import LaneSettings, Limits, Priority
-from kvstored.store.transfer.lane import Lane
+from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
 from tests.reference.device import NS, Device, drive
 from tests.reference.examples import each_nth
 

@@ -19,7 +19,7 @@ from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
 from kvstored.admin.durable_copies import save, tokens_in_tier
 from kvstored.store.blocks import listing
-from kvstored.store.transfer.dram_check import _Verified
+from kvstored.store.transfer.verification import _Verified
 from tests.reference.blocks import Shelf, key
 from tests.reference.tiers import HOST, NVME
 

@@ -7,8 +7,7 @@ import asyncio
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
-from kvstored.store.transfer.items import LaneSettings, Priority
-from kvstored.store.transfer.lane import Lane
+from kvstored.store.transfer.lane import Lane, LaneSettings, Priority
 from kvstored.store.transfer.link import Mover, Transfer
 
 

@@ -4,7 +4,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import Policy, PolicySettings, create, create_admission
 from kvstored.store.policies.base import WARM_WORTH
-from kvstored.store.transfer.prefix import MAX_PATH_BLOCKS, missing_path
+from kvstored.store.transfer.gate import MAX_PATH_BLOCKS, missing_path
 from tests.reference.blocks import Shelf
 from tests.reference.policies import trust_at_once
 

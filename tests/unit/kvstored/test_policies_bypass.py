@@ -32,7 +32,7 @@ from kvstored.store.policies.lru import Lru
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.recent import PUT_AFTER_GET_NS
-from kvstored.store.remote.compute import ComputeTimes
+from kvstored.store.remote import ComputeTimes
 from kvstored.tier_set import NO_TIERS
 from tests.reference.blocks import Shelf, key
 from tests.unit.kvstored.test_policies_chain_hazard import in_force

@@ -23,7 +23,7 @@ from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import ChainHint
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.residency import make_residency
-from kvstored.store.transfer.items import Refused
+from kvstored.store.transfer.lane import Refused
 from kvstored.store.transfer.link import Mover
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SETTINGS, SmallStore

@@ -18,9 +18,9 @@ from kvstore_tiers.testing.memory import MemoryTier
 from kvstore_tiers.testing.transfers import block
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
-from kvstored.store.degraded import Mode
 from kvstored.store.degraded.breaker import STALL_S
-from kvstored.store.transfer.items import Priority
+from kvstored.store.degraded.modes import Mode
+from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.straight import StraightPromotion
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store
 

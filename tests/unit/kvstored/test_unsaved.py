@@ -22,7 +22,7 @@ from kvstored.clients.tenants import Peer, TenantDirectory, keyring, names
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.config import TenantSection
 from kvstored.lifetime.instance import AlreadyRunning, InstanceLock
-from kvstored.store.endurance.file import FILE_NAME, BudgetFile
+from kvstored.store.endurance.account import FILE_NAME, BudgetFile
 from kvstored.unsaved import Unsaved
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_armed")

@@ -8,8 +8,7 @@ from kvstore_tiers.base import Slot
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import create
-from kvstored.store.transfer.orphan_queue import OrphanQueue
-from kvstored.store.transfer.victims import MAX_LOOKS, AllBut, Victims
+from kvstored.store.transfer.victims import MAX_LOOKS, AllBut, OrphanQueue, Victims
 
 ROWS = 4000
 

@@ -21,7 +21,7 @@ from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
-from kvstored.store import assembly
+from kvstored.store import assembly, movement
 from kvstored.store.assembly import Store
 from kvstored.store.policies import POLICIES, resolve
 from kvstored.store.residency import make_residency
@@ -66,7 +66,7 @@ def test_policy_and_residency_are_the_daemons(policy: str, tmp_path: Path) -> No
 
 
 def test_admissions_come_from_where_the_daemon_has_them() -> None:
-    assert replay.create_admission is assembly.create_admission
+    assert replay.create_admission is movement.create_admission
     assert replay.create is assembly.create
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstored.store.remote.compute import LONGEST_US, MOST_MISSES, ComputeTimes
+from kvstored.store.remote import LONGEST_US, MOST_MISSES, ComputeTimes
 
 MS = 1_000_000
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstored.store.remote.value import (
+from kvstored.store.remote import (
     DEADLINE_MS,
     FIRST_EVERY,
     LAST_EVERY,
@@ -11,8 +11,7 @@ from kvstored.store.remote.value import (
     RemoteValue,
     Verdict,
 )
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.lane import Lane
+from kvstored.store.transfer.lane import Lane, Priority
 
 BLOCKS, TOKENS, NBYTES = 64, 64, 1 << 20
 
@@ -103,10 +102,10 @@ def test_the_deadline_follows_the_slower_answers_within_bounds() -> None:
 def test_a_slow_store_is_expected_to_be_slow_before_the_first_read() -> None:
     lane: Lane[None] = Lane("remote→host")
     before_us = lane.estimate_us(NBYTES)
-    lane.answered(0.05)
+    lane.service.answered(0.05)
     assert lane.estimate_us(NBYTES) >= 50_000 > before_us
     ticket = lane.submit(Priority.DEMAND, NBYTES, None, 0)
     assert isinstance(ticket, int) and len(lane.next(0)) == 1
     lane.completed(ticket, 1_000_000)
-    lane.answered(10.0)
+    lane.service.answered(10.0)
     assert lane.estimate_us(NBYTES) < 1_000_000, "what was read says more than a question"

@@ -23,7 +23,7 @@ from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S
 from kvstored.health.scrub.worker import ScrubSettings, load
 from kvstored.store.assembly import Store
-from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import Transfer, lane_name
 from kvstored.unsaved import Unsaved
 

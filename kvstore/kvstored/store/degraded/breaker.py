@@ -14,7 +14,6 @@ Invariants: one probe at a time; while it is open for reads nothing is read; a m
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 
 from kvstore_tiers.base import ERRORS_IN_A_ROW, NO_ROOM, Outcome, OutcomeKind, Tier, TierState
 from kvstored.clock import NS_PER_S, Clock
@@ -35,8 +34,8 @@ _IN_DOUBT = {  # by mode, what has yet to go well when a probe has; a full mediu
 
 
 class TierBreaker:
-    """Of `tier`, called `part` in what it says. `on_open` is called whenever reads are shed. `last_probe_s`: the
-    longest pause between two probes; short where the medium is another machine, which may be back at any moment."""
+    """The breaker of `tier`, called `part` in what it says. `last_probe_s` is the longest pause between two probes;
+    short where the medium is another machine, which may be back at any moment."""
 
     def __init__(
         self,
@@ -46,7 +45,6 @@ class TierBreaker:
         completions: CompletionQueue,
         clock: Clock,
         counters: Counters,
-        on_open: Callable[[], None],
         last_probe_s: float = LAST_PROBE_S,
     ) -> None:
         self._last_probe_s = last_probe_s
@@ -65,7 +63,6 @@ class TierBreaker:
         self._probe_at_ns = 0
         self._ticked_ns = clock.monotonic_ns()
         self._probe_pause_s = FIRST_PROBE_S
-        self._on_open = on_open
 
     @property
     def mode(self) -> Mode:
@@ -81,19 +78,19 @@ class TierBreaker:
         return self.mode in (Mode.OK, Mode.FULL, Mode.READ_ONLY)
 
     def stalled_us(self) -> int:
-        """How long the oldest transfer in flight has been under way."""
+        """Return how long the oldest transfer in flight has been under way."""
         return (self._clock.monotonic_ns() - self._oldest_ns()) // 1000
 
     # How transfers end
 
     def began(self) -> int:
-        """A transfer is handed to the tier; call `ended` with this number."""
+        """Note that a transfer is handed to the tier. Call `ended` with the number that this returns."""
         self._started += 1
         self._in_flight[self._started] = self._clock.monotonic_ns()
         return self._started
 
     def ended(self, number: int, what: str, outcome: Outcome) -> None:
-        """`what`: read, write or sync."""
+        """Note how a transfer ended; `what` it was: read, write or sync."""
         self._in_flight.pop(number, None)
         if outcome.ok:
             self._failed_in_a_row[what] = 0
@@ -105,7 +102,7 @@ class TierBreaker:
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
     def forgo(self, number: int) -> None:
-        """Something that began has ended, and says nothing of the medium but that it does not hang."""
+        """Note that something has ended which says nothing of the medium but that it does not hang."""
         self._in_flight.pop(number, None)
 
     def _failed(self, what: str, outcome: Outcome) -> None:
@@ -120,7 +117,7 @@ class TierBreaker:
             self._worsen(Mode.READ_ONLY, f"{what}s fail ({outcome.message})")
 
     def _follow_tier(self) -> None:
-        """What the tier itself says counts too: it sees failures that are no transfer of ours."""
+        """Count what the tier itself says: it sees failures that are no transfer of ours."""
         state = self._tier.statistics().state
         if state is not TierState.OK and not self._probing:
             mode_of = {TierState.FULL: Mode.FULL, TierState.READ_ONLY: Mode.READ_ONLY, TierState.FAILED: Mode.FAILED}
@@ -132,20 +129,18 @@ class TierBreaker:
         order = (Mode.OK, Mode.FULL, Mode.READ_ONLY, Mode.SLOW, Mode.FAILED)
         if order.index(mode) <= order.index(self.mode):
             return
-        served, now_ns = self.serves_reads, self._clock.monotonic_ns()
+        now_ns = self._clock.monotonic_ns()
         if self.mode is Mode.OK:
             was_sound = self._ok_since_ns is None or now_ns - self._ok_since_ns > self._last_probe_s * NS_PER_S
             self._probe_pause_s = FIRST_PROBE_S if was_sound else min(self._last_probe_s, 2 * self._probe_pause_s)
-        self._modes.enter(self._part, mode, reason)
         self._trial.clear()
         self._probe_at_ns = now_ns + round(self._probe_pause_s * NS_PER_S)
-        if served and not self.serves_reads:
-            self._on_open()
+        self._modes.enter(self._part, mode, reason)  # what waits for the tier ends now
 
     # Time
 
     def tick(self) -> None:
-        """A few times a second: notice what hangs, and probe when it is time."""
+        """Notice what hangs, and probe when it is time; called a few times a second."""
         now_ns = self._clock.monotonic_ns()
         late_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if late_ns > LATE_TICK_S * NS_PER_S:
@@ -157,7 +152,7 @@ class TierBreaker:
             self._probe()
 
     def _probe(self) -> None:
-        """While it is open: the whole probe. Else only whether the tier's place is still there."""
+        """Probe the tier: wholly while the breaker is open, else only whether the tier's place is still there."""
         mode = self.mode
         self._probing = True
         thorough = mode is not Mode.OK

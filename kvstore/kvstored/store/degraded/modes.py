@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(Enum):
-    """Of one tier. The values are what `kvctl tiers` shows as its state."""
+    """How far a part works. The values are what `kvctl tiers` shows as its state."""
 
     OK = "ok"
     FULL = "full"  # the medium has no room: what is there is read and overwritten, nothing grows
@@ -43,7 +43,7 @@ class Degradation:
 
 
 class DegradedModes:
-    """`on_change` is called with the name of a part whose mode has changed, at once."""
+    """The modes of all parts. Each of `on_change` is called with the name of a part whose mode has changed, at once."""
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._clock = clock
@@ -59,7 +59,7 @@ class DegradedModes:
         return list(self._now.values())
 
     def sentences(self) -> list[str]:
-        """For `kvctl status`: one line for each part that is not OK."""
+        """Return a line for each part that is not OK, for `kvctl status`."""
         now_ns = self._clock.monotonic_ns()
         return [
             f"{item.part} is {item.mode.value} for {(now_ns - item.since_ns) / NS_PER_S:.0f} s: {item.reason}"
@@ -67,7 +67,7 @@ class DegradedModes:
         ]
 
     def enter(self, part: str, mode: Mode, reason: str) -> None:
-        """Say that a part is in a mode; the same mode again says nothing."""
+        """Let a part be in a mode; the same mode again says nothing."""
         before = self.mode(part)
         if before is mode:
             return

@@ -1,4 +1,5 @@
-"""The account that write-back spends from: the budget, its file, the fair portions, and the writes that wait for more.
+"""The endurance account that write-back spends from, so that one-time blocks do not wear the NVMe drive out: the
+budget, its file, the fair portions, and the writes that wait for more.
 
 Saves allotments in a thread, since the time of a sync is not bounded. Nothing is spent before it is saved: while an
 allotment is being saved, the answer is to ask again. With a budget of 0 everything is granted and only counted.
@@ -8,15 +9,19 @@ Invariant: what was granted since the first start is at most one day's worth and
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.replaced_file import replace_file
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.store.endurance.budget import BurstBudget, Moment, SavedBudget, Verdict
-from kvstored.store.endurance.file import BudgetFile, boot_id
-from kvstored.store.endurance.shares import FairShares
+from kvstored.store.endurance.budget import BurstBudget, FairShares, Moment, SavedBudget, Verdict
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -24,11 +29,74 @@ SCARCE_SHARE = 0.5  # of one day's worth: below it tenants get fair portions, an
 RETRY_SAVE_S = 30.0
 TOO_MUCH = -1  # a cost that was not counted to its end: it is more than there is
 _POLL_S = 0.05  # between two looks of a write that waits
+FILE_NAME = "endurance.json"
+_VERSION = 2
+failpoints.declare("endurance.after-rename", "an allotment of the endurance budget is in place, nothing of it is spent")
+
+
+class BudgetFile:
+    """The budget's file: one small JSON object, replaced as a whole and synced, so that a crash leaves the old or the
+    new.
+
+    A file that cannot be read, or whose checksum is not its own, counts as an empty bucket: damage must not give budget
+    away. `load` and `save` may wait for a device: they are not for the control thread, but at start and stop.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE_NAME
+
+    def load(self) -> SavedBudget | None:
+        """Return what was saved; None on a first start."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.error("%s cannot be read (%s): the endurance budget starts empty", self.path, error.strerror)
+            return SavedBudget(0, 0, 2**62, "")
+        try:
+            raw = json.loads(text)
+            if raw["version"] != _VERSION:
+                raise ValueError(f"version {raw['version']!r}")
+            if raw.pop("xxh3") != _checksum(raw):
+                raise ValueError("its checksum is wrong")
+            return SavedBudget(
+                max(0, int(raw["level_bytes"])), int(raw["monotonic_ns"]), int(raw["wall_ns"]), str(raw["boot_id"]),
+                max(0, int(raw["spent_bytes"])),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            log.error("%s is damaged (%s): the endurance budget starts empty", self.path, error)
+            return SavedBudget(0, 0, 2**62, "")
+
+    def save(self, state: SavedBudget) -> None:
+        """Replace the file. Raise OSError where that fails; the file is then the old or the new one, whole."""
+        raw: dict[str, int | str] = {
+            "version": _VERSION,
+            "level_bytes": state.level_bytes,
+            "monotonic_ns": state.monotonic_ns,
+            "wall_ns": state.wall_ns,
+            "boot_id": state.boot_id,
+            "spent_bytes": state.spent_bytes,
+        }
+        raw["xxh3"] = _checksum(raw)
+        replace_file(self.path, json.dumps(raw).encode() + b"\n")
+        failpoints.hit("endurance.after-rename")
+
+
+def _checksum(raw: dict[str, int | str]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(raw, sort_keys=True).encode())
+
+
+def _boot_id() -> str:
+    """Return the name of this boot of the machine; empty where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class EnduranceReport:
-    """For an operator. All 0 but `spent_bytes` where there is no budget."""
+    """The account as an operator sees it. All 0 but `spent_bytes` where there is no budget."""
 
     bytes_per_day: int
     left_bytes: int
@@ -38,12 +106,12 @@ class EnduranceReport:
 
 
 class EnduranceAccount:
-    """`directory` None or `bytes_per_day` 0: no limit, nothing is saved."""
+    """The account of one drive. With `directory` None or `bytes_per_day` 0 there is no limit, and nothing is saved."""
 
     def __init__(self, directory: Path | None, bytes_per_day: int, clock: Clock, counters: Counters) -> None:
         self._clock = clock
         self._counters = counters
-        self._boot_id = boot_id()
+        self._boot_id = _boot_id()
         self._file = BudgetFile(directory) if directory is not None and bytes_per_day else None
         self._budget: BurstBudget | None = None
         self._unlimited_spent_bytes = 0
@@ -73,11 +141,11 @@ class EnduranceAccount:
 
     @property
     def left_bytes(self) -> int | None:
-        """What could be granted now; None: no limit."""
+        """The bytes that could be granted now; None where there is no limit."""
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
     def reject(self, tenant: int) -> Verdict:
-        """As `charge` of more than is left, which need not be counted then."""
+        """Answer as `charge` does for more than is left, which need not be counted then."""
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
@@ -96,7 +164,7 @@ class EnduranceAccount:
         return True
 
     def refund_unasked(self, nbytes: int) -> None:
-        """Nothing of what `charge_unasked` took was written."""
+        """Take back what `charge_unasked` took: nothing of it was written."""
         self._counters.add("endurance_bytes", -nbytes)
         if self._budget is None:
             self._unlimited_spent_bytes -= nbytes
@@ -106,10 +174,9 @@ class EnduranceAccount:
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> Verdict:
-        """As `charge`, but wait up to `timeout_s` for the budget to earn it, in the order of requests; GRANTED, or the
-        last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`); None ends the wait. `allotment_only`:
-        wait for no more than an allotment.
-        """
+        """Take what `charge` does, but wait up to `timeout_s` for the budget to earn it, in the order of requests.
+        Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`); None ends the
+        wait. With `allotment_only` wait for no more than an allotment."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         verdict = Verdict.SPENT
@@ -134,13 +201,10 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Nothing of it was written."""
-        self._counters.add("endurance_bytes", -nbytes)
-        if self._budget is None:
-            self._unlimited_spent_bytes -= nbytes
-            return
-        self._budget.give_back(nbytes)
-        self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
+        """Take back what a tenant was charged: nothing of it was written."""
+        self.refund_unasked(nbytes)
+        if self._budget is not None:
+            self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
 
     def tick(self) -> None:
         """Take an allotment ahead of need; a few times a second is enough."""

@@ -22,7 +22,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.keyed import UNKNOWN
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.remote.value import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
+from kvstored.store.remote import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
 
 MOST_OWED = 16  # answers of one tier; their questions wait in its queue
 MOST_ASKED = 4096  # blocks of one question

@@ -23,8 +23,8 @@ from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
 from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.prefetch.feed import MISSING_MAX
-from kvstored.store.remote.value import DEADLINE_MS
-from kvstored.store.transfer.items import Priority
+from kvstored.store.remote import DEADLINE_MS
+from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.tier_set import MEMBERS, TierSet
 

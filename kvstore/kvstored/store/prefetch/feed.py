@@ -16,7 +16,7 @@ from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_h
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.remote.compute import ComputeTimes
+from kvstored.store.remote import ComputeTimes
 
 _STEPS = frozenset(step.value for step in NextStep)
 _NOT_KNOWN = RequestContext(-1)

@@ -13,12 +13,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvstore_tiers.base import Slot, Tier
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot, Tier
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.writeback import WriteBack
+from kvstored.store.transfer.group_commit import GroupCommit
+from kvstored.store.transfer.link import BlockMove, Unmoved
 from kvstored.telemetry import Counters
+from kvstored.tier_set import TIER_SETS
 
 log = logging.getLogger(__name__)
 QUIET_S = 3600
@@ -27,8 +29,9 @@ Retire = Callable[[Slot, int], None]
 
 
 class Damage:
-    """`tiers` and `retire` are in the order of the residency's; `retire[position](slot, tenant)` takes slots of a tier
-    in memory, a slot of the durable one is quarantined. `writeback()` is None without a durable tier."""
+    """The judge of bad copies. `tiers` and `retire` are in the order of the residency's: `retire[position](slot,
+    tenant)` takes slots of a tier in memory; a slot of the durable one is quarantined. `commit` is None without a
+    durable tier. `to_write_again` has the tokens of blocks whose durable copy was bad, until write-back takes them."""
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Damage:
         retire: Sequence[Retire],
         clock: Clock,
         counters: Counters,
-        writeback: Callable[[], WriteBack | None],
+        commit: GroupCommit | None,
     ) -> None:
         self._residency = residency
         self._tiers = tiers
@@ -45,54 +48,61 @@ class Damage:
         self._clock = clock
         self._counters = counters
         self._logged: OrderedDict[tuple[int, int, int], int] = OrderedDict()
-        self._writeback = writeback
+        self._commit = commit
+        self.to_write_again: list[int] = []
 
-    def found_of(self, position: int, token: int, reason: str) -> None:
-        """`found`, of a block that may have been removed by force meanwhile, or have lost that copy: then nothing."""
-        row = self._residency.current(token)
-        if row >= 0 and self._residency.has(row, position):
-            self.found(position, row, reason)
+    def is_copied(self, move: BlockMove, outcome: Outcome | Unmoved) -> bool:
+        """Say whether a move went well, and deal with the copy that it read if that is bad. The block may have been
+        removed by force meanwhile, or have lost that copy: then there is nothing to deal with."""
+        if isinstance(outcome, Unmoved):
+            return False
+        if outcome.kind is OutcomeKind.CORRUPT:
+            row, source = self._residency.current(move.token), move.link.source
+            if row >= 0 and self._residency.has(row, source):
+                self.found(source, row, outcome.message)
+        return outcome.ok
 
     def found(self, position: int, row: int, reason: str) -> None:
-        """The copy of a block in the tier at `position` is bad. While another read or copy of the block is under way it
-        stays where it is, and is found again: what is written fails its checksum."""
-        residency, writeback = self._residency, self._writeback()
+        """Take the bad copy of a block in the tier at `position` out of service. While another read or copy of the
+        block is under way it stays where it is, and is found again: what is written fails its checksum."""
+        residency = self._residency
         is_durable = position == residency.durable
-        is_coming = writeback is not None and writeback.is_coming(row)  # it is about to read this copy
+        # A write that is coming is about to read this copy.
+        is_coming = self._commit is not None and residency.token(row) in self._commit.backlog
         if residency.being_filled(row) or (is_coming and not is_durable):
             return
         key, slot, tenant = residency.key(row).hex(), residency.slot(row, position), residency.tenant_of(row)
         self._counters.add("corrupt_blocks")
         what = f"block {key} is damaged in tier {residency.tiers[position]} ({reason}): "
-        others = residency.tier_mask(row) & ~(1 << position)
+        others = TIER_SETS[residency.tier_mask(row)].without(position)
         if not others:
             self.forget(row, Cause.CORRUPT, reason)
             kept = "quarantined" if is_durable else "dropped"
             self._log(position, slot, f"{what}{kept}, will be recomputed")
             return
-        other = residency.tiers[(others & -others).bit_length() - 1]
+        other = residency.tiers[others.first]
         residency.detach(row, position)
         self._quarantine_or_retire(position, slot, tenant, reason)
         if is_durable:
             self._log(position, slot, f"{what}{other} has it, it is written again")
-            if writeback is not None:
-                writeback.write_through(row)
+            self.to_write_again.append(residency.token(row))
         else:
             self._log(position, slot, f"{what}{other} has it, it is read again")
 
     def lost(self, position: int, row: int, reason: str) -> None:
-        """The tier at `position`, which may forget, has no copy any more. Where no other has one, the block is gone."""
+        """Note that the tier at `position`, which may forget, has no copy any more. Where no other has one, the block
+        is gone."""
         residency = self._residency
         self._counters.add("forgotten_blocks")
-        if residency.tier_mask(row) & ~(1 << position):
+        if TIER_SETS[residency.tier_mask(row)].without(position):
             tenant = residency.tenant_of(row)
             self._retire[position](residency.detach(row, position), tenant)
         else:
             self.forget(row, Cause.FORGOTTEN, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
-        """Out of the index with its cause; its durable bytes kept aside, its place in memory free once it has no
-        reader."""
+        """Remove a block from the index with its cause. Its durable bytes are kept aside, its place in memory is free
+        once it has no reader."""
         residency = self._residency
         orphans, tenant = residency.children(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
@@ -101,15 +111,14 @@ class Damage:
             self._counters.add("orphaned_blocks", orphans)
 
     def _quarantine_or_retire(self, position: int, slot: Slot, tenant: int, reason: str) -> None:
-        """A slot in memory is retired, an object of a key-addressed tier removed. A durable slot is quarantined, which
-        is made durable soon: a crash must not bring the block back."""
+        """Retire a slot in memory, remove an object of a key-addressed tier, and quarantine a durable slot, which is
+        made durable soon: a crash must not bring the block back."""
         if position != self._residency.durable:
             self._retire[position](slot, tenant)
             return
         self._tiers[position].quarantine(slot, reason)
-        writeback = self._writeback()
-        if writeback is not None:
-            writeback.sync()
+        if self._commit is not None:
+            self._commit.sync()
 
     def _log(self, tier: int, slot: Slot, what: str) -> None:
         place = (tier, slot.container, slot.offset)

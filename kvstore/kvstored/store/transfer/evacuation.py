@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from itertools import count
 from typing import Any, Final, TypeVar
@@ -26,15 +26,12 @@ from typing import Any, Final, TypeVar
 from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.coldest import Coldest
-from kvstored.store.transfer.eviction import Eviction
+from kvstored.store.transfer.eviction import SLICE_EVICTIONS, Allowance, Eviction, SlotExit
 from kvstored.store.transfer.relocation import Copy, Relocation
-from kvstored.store.transfer.slot_exit import SlotExit
-from kvstored.store.transfer.victims import Victims
+from kvstored.store.transfer.victims import Coldest, Victims
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
-SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 MAX_SUSPECTS = 4096
 ROUNDS, ROUND_S = 10, 0.005  # of moving what was read or written in the round before
 STUCK_S = 0.1  # after a caller insisted without success
@@ -47,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class Again(Enum):
-    """Instead of a slot. AGAIN: another evacuation has ended, ask the tier again. BUSY: it takes too long."""
+    """Why there is no slot yet. AGAIN: another evacuation has ended, ask the tier again. BUSY: it takes too long."""
 
     AGAIN = "again"
     BUSY = "busy"
@@ -57,20 +54,9 @@ AGAIN: Final = Again.AGAIN
 BUSY: Final = Again.BUSY
 
 
-@dataclass(slots=True)
-class Allowance:
-    """How much may be evicted for one block: a container's worth and its own size."""
-
-    block_bytes: int
-    container_bytes: int
-    spent_bytes: int = 0
-
-    def covers(self, nbytes: int) -> bool:
-        return self.spent_bytes + nbytes <= self.container_bytes + self.block_bytes
-
-
 class Evacuation:
-    """Of `tier`. `on_damage(row, reason)`: a copy was found damaged on its way."""
+    """Empties containers of `tier`. `on_damage(row, reason)` is called for copies that are found damaged on their
+    way."""
 
     def __init__(
         self,
@@ -108,9 +94,9 @@ class Evacuation:
         *,
         insists: bool = False,
     ) -> Slot | Again | None:
-        """A slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of `container`,
-        without evicting rows that are `spared`. None: no container can be emptied now. `insists`: there is nothing else
-        to evict, so wait a little for blocks that are being read or written."""
+        """Return a slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of
+        `container`, without evicting rows that are `spared`; None when no container can be emptied now. A caller
+        `insists` where there is nothing else to evict: then wait a little for blocks that are being read or written."""
         if insists and (pause_s := self._pause_s(nbytes, owner)) > 0:
             await asyncio.sleep(pause_s)
             return None
@@ -124,11 +110,11 @@ class Evacuation:
             raise
 
     async def vacate(self, container: int) -> bool:
-        """Empty this container, regardless of what that evicts of its kind; whether it is empty."""
+        """Empty this container, regardless of what that evicts of its kind. Return whether it is empty."""
         return await asyncio.shield(self._start(self._vacate(container)))
 
     async def wait(self) -> bool:
-        """Until an evacuation that is under way has ended; False when that takes too long."""
+        """Wait until an evacuation that is under way has ended; False when that takes too long."""
         ended, _ = await asyncio.wait(self._running, timeout=TURN_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         return bool(ended)
 
@@ -138,7 +124,7 @@ class Evacuation:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     def kind_of(self, container: int) -> set[int]:
-        """All containers of the same size and owner."""
+        """Return all containers of the same size and owner."""
         reports = self._tier.containers()
         kind = next(((each.owner, each.slot_bytes) for each in reports if each.container == container), None)
         return {each.container for each in reports if (each.owner, each.slot_bytes) == kind}
@@ -148,14 +134,15 @@ class Evacuation:
         return bool(self._running)
 
     def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
-        """A task of its own, so that it goes on if the caller is cancelled: copies in flight hold slots."""
+        """Run `work` in a task of its own, so that it goes on if the caller is cancelled: copies in flight hold
+        slots."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     def _give_up(self, task: asyncio.Task[Slot | None]) -> None:
-        """The put that the slot was for has been cancelled."""
+        """Free the slot: the put that it was for has been cancelled."""
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             self._tier.free(slot)
 
@@ -186,7 +173,7 @@ class Evacuation:
             return None
 
     def _pause_s(self, nbytes: int, owner: str) -> float:
-        """How long to wait because a caller has insisted in vain a moment ago: many wait together, not in turn."""
+        """Return how long to wait because a caller insisted in vain a moment ago: many wait together, not in turn."""
         failed_s = self._failed.get((nbytes, owner))
         return 0.0 if failed_s is None else failed_s + STUCK_S - asyncio.get_running_loop().time()
 
@@ -201,9 +188,9 @@ class Evacuation:
         return next((each for each in self._tier.containers() if each.container == container), None)
 
     def _by_cost(self, reports: Sequence[ContainerReport], preferred: int, insists: bool) -> Iterator[int]:
-        """Containers that can be emptied: those of the kind of the `preferred` one, which has the block that would go
-        first, then the others; of each kind the one with the fewest bytes to move, of equal ones the preferred. With
-        `insists` one or two that cannot be emptied as they are."""
+        """Yield containers that can be emptied: the ones of the kind of the `preferred` one, which has the block that
+        would go first, then the others; of each kind the one with the fewest bytes to move, of equal ones the
+        preferred. With `insists` one or two that cannot be emptied as they are."""
         first = next(((each.owner, each.slot_bytes) for each in reports if each.container == preferred), None)
 
         def cost(each: ContainerReport) -> tuple[bool, int, bool]:
@@ -219,8 +206,8 @@ class Evacuation:
             yield from (report.container for report in sorted(reports, key=cost)[:MAX_INSISTED])
 
     def _rows_to_move(self, report: ContainerReport) -> list[int] | None:
-        """The blocks of a container; None when it cannot be emptied now: a block is pinned, read or being written, or
-        a slot is held by no block (limbo, quarantine)."""
+        """Return the blocks of a container; None when it cannot be emptied now: a block is pinned, read or being
+        written, or a slot is held by no block (limbo, quarantine)."""
         rows = self._residency.rows_in(self._position, report.container)
         if len(rows) != report.used_slots or not all(map(self._may_move, rows)):
             return None
@@ -236,7 +223,7 @@ class Evacuation:
         )
 
     async def _empty(self, report: ContainerReport, allowance: Allowance, spared: AbstractSet[int]) -> bool:
-        """One container: set aside, make places, copy what is left, put back."""
+        """Empty one container: set it aside, make places, copy what is left, put it back."""
         targets: list[Slot] = []
         self._tier.set_aside(report.container)
         self.aside.add(report.container)
@@ -259,7 +246,7 @@ class Evacuation:
         return self._tier.put_back(report.container)
 
     async def _soon(self, report: ContainerReport) -> list[int] | None:
-        """The blocks to move, once nothing is written to the container any more; it hands out no slot by now."""
+        """Return the blocks to move, once nothing is written to the container any more; it hands out no slot by now."""
         for _ in range(ROUNDS):
             rows = self._rows_to_move(report)
             if rows is not None:
@@ -305,8 +292,8 @@ class Evacuation:
         return False
 
     async def _evict(self, row: int) -> bool | None:
-        """Whether the block has left. None on timeout: the block then keeps its place, even if its copy further down
-        completes, because a late eviction would not be counted in the allowance."""
+        """Evict a block. Return whether it has left; None on timeout: the block then keeps its place, even if its copy
+        further down completes, because a late eviction would not be counted in the allowance."""
         try:
             async with asyncio.timeout(EVICTION_WAIT_S):
                 return await self._eviction.evict(row, Cause.EVICTED)

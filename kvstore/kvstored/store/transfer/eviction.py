@@ -10,20 +10,57 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvstore_tiers.base import Slot, Tier
 from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.slot_exit import SlotExit
 from kvstored.telemetry import Counters, Flows
+from kvstored.tier_set import TIER_SETS
+
+SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
+
+
+class SlotExit(Protocol):
+    """The way of a slot whose block is removed from its tier: free at once, or once its last reader is done.
+    `LeaseTable` is the one of a tier that clients map."""
+
+    def has_readers(self, slot: Slot) -> bool:
+        """Say whether a client may still read the slot, under a lease or after one."""
+        ...
+
+    def may_retire(self, slot: Slot, tenant: int) -> bool:
+        """Say whether a block of `tenant` may be evicted from this slot."""
+        ...
+
+    def retire(self, slot: Slot, tenant: int) -> None:
+        """Take the slot, from which a block of `tenant` was removed."""
+        ...
+
+
+class UnmappedExit:
+    """The exit of a tier that no client maps: a slot has no readers, and is free at once."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def has_readers(self, slot: Slot) -> bool:
+        return False
+
+    def may_retire(self, slot: Slot, tenant: int) -> bool:
+        return True
+
+    def retire(self, slot: Slot, tenant: int) -> None:
+        self._tier.free(slot)
 
 
 class Demoter(Protocol):
     """Gives a block a copy in the tier below: `WriteBack` where that is NVMe, else `Demotion`."""
 
     def wants(self, row: int) -> bool:
-        """Whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
+        """Say whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
         ...
 
     def write_back(self, row: int) -> Awaitable[bool]: ...
@@ -37,12 +74,12 @@ class Copier(Protocol):
     """Copies blocks to another tier, for no request; they are pinned meanwhile."""
 
     def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Task[Any]]:
-        """The copies of these blocks that are under way."""
+        """Return the copies of these blocks that are under way."""
         ...
 
 
 class NoDemotion:
-    """Below the slowest tier there is nothing."""
+    """The demoter below the slowest tier, where there is nothing."""
 
     def wants(self, row: int) -> bool:
         return False
@@ -54,8 +91,20 @@ class NoDemotion:
         return False
 
 
+@dataclass(slots=True)
+class Allowance:
+    """The most that may be evicted for one block: a container's worth and its own size."""
+
+    block_bytes: int
+    container_bytes: int
+    spent_bytes: int = 0
+
+    def covers(self, nbytes: int) -> bool:
+        return self.spent_bytes + nbytes <= self.container_bytes + self.block_bytes
+
+
 class Eviction:
-    """Of the tier at `position` in residency."""
+    """Evicts from the tier at `position`."""
 
     def __init__(
         self,
@@ -76,7 +125,7 @@ class Eviction:
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
-        """Whether the copy may be evicted from this tier now."""
+        """Say whether the copy may be evicted from this tier now."""
         residency, position = self._residency, self.position
         return residency.is_evictable(row, position) and self._exits.may_retire(
             residency.slot(row, position), residency.tenant_of(row)
@@ -95,7 +144,7 @@ class Eviction:
                 return True
             if not self.may_go(row):
                 return False
-            is_last = residency.tier_mask(row) == 1 << position
+            is_last = not TIER_SETS[residency.tier_mask(row)].without(position)
             if not written and is_last and not residency.may_forget(row):
                 return False  # below is no room for it; a leaf is given up then, so that new blocks find room
         self.take(row, cause)
@@ -110,7 +159,7 @@ class Eviction:
         """Take a copy that may be evicted: by itself where another tier has one, else the block goes with it."""
         residency, position, retire = self._residency, self.position, self._exits.retire
         tenant = residency.tenant_of(row)
-        if residency.tier_mask(row) & ~(1 << position):
+        if TIER_SETS[residency.tier_mask(row)].without(position):
             retire(residency.detach(row, position), tenant)
         elif residency.may_forget(row):
             for taken in residency.remove(row, cause, self._clock.monotonic_ns()):

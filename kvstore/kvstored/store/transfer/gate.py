@@ -1,31 +1,137 @@
-"""The gate before NVMe: what may be written, what it costs, and why not.
+"""The gate before NVMe: what may be written, what it costs, and why not; and the backlog of what is being written.
 
-Joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth one; when
-the endurance budget is scarce, only proven blocks are), the disk's own pace, and the budget itself (may it be
-afforded). A block is charged together with those of its ancestors that have to be written with it. Owns no block and no
-queue; remembers refusals for `kvctl explain`.
+The gate joins four judges, in this order: the breaker (does the tier take writes), the admission (is the block worth
+one; when the endurance budget is scarce, only proven blocks are), the disk's own pace, and the budget itself (may it be
+afforded). A block is charged together with its ancestors that have to be written with it: after a restart it
+can be had only through the blocks before it. The gate remembers refusals for `kvctl explain`, a bounded number; the one
+noted longest ago falls off, and a block that is written after all is forgotten. The gate writes nothing: write-back
+enters writes in the backlog and ends them.
+Invariant: a block has one write at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
 from kvstored.clock import Clock
-from kvstored.store.blocks import Residency
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.endurance import TOO_MUCH, EnduranceAccount, Verdict
-from kvstored.store.endurance.cost import COMMIT_BYTES, medium_bytes
+from kvstored.store.blocks import Residency, ResidencyView
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.endurance.account import TOO_MUCH, EnduranceAccount
+from kvstored.store.endurance.budget import COMMIT_BYTES, Verdict, medium_bytes
 from kvstored.store.policies import Admission
-from kvstored.store.transfer.backlog import Backlog
-from kvstored.store.transfer.prefix import MAX_CHAIN_BLOCKS, MAX_PATH_BLOCKS, missing_path
-from kvstored.store.transfer.write_refusals import Refusal, Refusals
+from kvstored.store.transfer.link import BlockMove
+from kvstored.telemetry import Counters
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
 # An allotment of the budget is a small write and a sync; a medium that takes longer takes no blocks.
 ALLOTMENT_WAIT_S = 2.0
+MAX_PATH_BLOCKS = 1024
+MAX_CHAIN_BLOCKS = 1 << 32
+REMEMBERED = 16_384  # refusals
 _USES_WHEN_SCARCE = 2
+_QUEUE_FROM_BYTES = 8 << 20  # less is no queue
+
+
+class Refusal(Enum):
+    """Why a block was not written. The values go over the admin socket; kvctl has a sentence for each."""
+
+    ADMISSION = "admission"  # not worth a write yet
+    WORTH = "worth"  # nor is its chain, by what is known of such chains
+    SCARCE = "scarce"  # the budget runs low, and the block was used once
+    BUDGET = "budget"  # the budget is spent
+    SHARE = "share"  # the budget is scarce, and the tenant has had its portion
+    TIER = "tier"  # the tier is degraded and takes no writes
+    BEHIND = "behind"  # the disk is too far behind with what it was given
+    ROOM = "room"  # no room on NVMe, and nothing there may be evicted
+    WRITE_FAILED = "write-failed"
+    OTHER_TENANT = "other-tenant"  # NVMe has a block of this key of another tenant
+
+
+_COUNTERS = {
+    Refusal.ADMISSION: "admission_refused_blocks",
+    Refusal.WORTH: "admission_refused_blocks",
+    Refusal.SCARCE: "budget_refused_blocks",
+    Refusal.BUDGET: "budget_refused_blocks",
+    Refusal.SHARE: "budget_refused_blocks",
+    Refusal.TIER: "shed_blocks",
+    Refusal.BEHIND: "shed_blocks",
+}
+
+
+class WriteState(Enum):
+    """How far a write is. One that has BEGUN is the tier's; what was WRITTEN is durable after the next sync."""
+
+    QUEUED = "queued"
+    BEGUN = "begun"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class Write(BlockMove):
+    """A move to the durable tier. `settled` resolves to whether the copy is durable."""
+
+    settled: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    state: WriteState = WriteState.QUEUED
+
+
+class Backlog:
+    """Blocks on their way to the durable tier: some gather for the next batch, some are being written, by token.
+    `bytes_per_s()` is what the disk has shown that it writes."""
+
+    def __init__(self, bytes_per_s: Callable[[], float]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.writes: dict[int, Write] = {}
+        self.gathering: list[Write] = []  # of those
+        self.begun = 0  # of those: the tier has them
+        self.nbytes = 0
+
+    def __contains__(self, token: int) -> bool:
+        return token in self.writes
+
+    @property
+    def queued(self) -> int:
+        """Writes that are started and that the tier does not have yet."""
+        return len(self.writes) - len(self.gathering) - self.begun
+
+    @property
+    def has_more(self) -> bool:
+        """Say whether the tier will get more writes: queued ones, or some that gather for the next batch."""
+        return self.queued > 0 or bool(self.gathering)
+
+    @property
+    def seconds(self) -> float:
+        """The time that the disk needs for it."""
+        return self.nbytes / self._bytes_per_s() if self.nbytes > _QUEUE_FROM_BYTES else 0.0
+
+
+def missing_path(
+    residency: ResidencyView, row: int, is_coming: Callable[[int], bool], most: int = MAX_CHAIN_BLOCKS
+) -> list[int] | None:
+    """Return `row` and its ancestors that NVMe does not have and that are not on their way there, head first.
+
+    The path ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of
+    windowed layer groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head is
+    written first, and `row` has to be asked for again. Return None when more than `most` blocks are missing: a caller
+    that cannot pay for them need not walk to the end of a long chain.
+    """
+    path: list[int] = []
+    durable = residency.durable
+    while row >= 0 and residency.fastest_in_memory(row) >= 0 and not residency.has(row, durable) and not is_coming(row):
+        if len(path) >= most:
+            return None
+        path.append(row)
+        row = residency.parent(row)
+    path.reverse()
+    return path[:MAX_PATH_BLOCKS]
 
 
 class WriteGate:
-    """`throttle_ms`: how long `always` waits for budget."""
+    """The judge of writes to the durable tier. Mode `always` waits `throttle_ms` for budget."""
 
     def __init__(
         self,
@@ -33,7 +139,7 @@ class WriteGate:
         admission: Admission,
         endurance: EnduranceAccount,
         breaker: TierBreaker,
-        refusals: Refusals,
+        counters: Counters,
         backlog: Backlog,
         clock: Clock,
         *,
@@ -46,18 +152,19 @@ class WriteGate:
         self._throttle_s = throttle_ms / 1000
         self.endurance = endurance
         self.breaker = breaker
-        self.refusals = refusals
+        self._counters = counters
+        self._refusals: OrderedDict[int, Refusal] = OrderedDict()  # by token
         self._is_commit_paid = False
 
     def admits(self, row: int) -> bool:
-        """Whether a block is worth a write that no client insists on; remembers why not."""
+        """Say whether a block is worth a write that no client insists on, and remember why not."""
         refusal = self._why_not(row)
         if refusal is not None:
-            self.refuse(row, refusal)
+            self.refuse(self._residency.token(row), refusal)
         return refusal is None
 
     def is_coming(self, row: int) -> bool:
-        """Whether a write of the block waits or is under way."""
+        """Say whether a write of the block waits or is under way."""
         return self._residency.token(row) in self.backlog
 
     def _why_not(self, row: int) -> Refusal | None:
@@ -73,7 +180,8 @@ class WriteGate:
         return None
 
     def _is_proven(self, row: int) -> bool:
-        """While the budget is scarce a block has to have been used again, or be what a chain on NVMe hangs on."""
+        """Say whether a block may be written while the budget is scarce: it was used again, or a chain on NVMe hangs on
+        it."""
         return (
             self._residency.accesses(row) >= _USES_WHEN_SCARCE
             or self._residency.children(row, self._residency.durable) > 0
@@ -82,8 +190,8 @@ class WriteGate:
     # Paying
 
     def path(self, row: int) -> list[int] | None:
-        """What has to be written for `row` to be of use after a restart, head first; empty when it is there. None when
-        it is more blocks of this size than the budget has left, however far the chain goes on."""
+        """Return what has to be written for `row` to be of use after a restart, head first; nothing when it is there.
+        None when it is more blocks of this size than the budget has left, however far the chain goes on."""
         return missing_path(self._residency, row, self.is_coming, self._affordable_blocks(row))
 
     def _affordable_blocks(self, row: int) -> int:
@@ -94,7 +202,7 @@ class WriteGate:
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
-        """The path of a block, paid for; or why it cannot be."""
+        """Pay for the path of a block: the path, or why it cannot be paid for."""
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
             return self.endurance.reject(tenant)
@@ -105,8 +213,8 @@ class WriteGate:
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
-        """As `pay`, waiting for the budget if a client insists, else only for an allotment of it. None: not in time, or
-        the block has gone meanwhile."""
+        """Pay as `pay` does, waiting for the budget if a client insists, else only for an allotment of it. Return None
+        when it was not in time, or the block has gone meanwhile."""
         residency = self._residency
         row = residency.current(token)
         if row < 0:
@@ -128,21 +236,20 @@ class WriteGate:
         if verdict is Verdict.GRANTED:
             self._is_commit_paid |= bool(path)
             return path
-        row = residency.current(token)
-        if row >= 0:
-            self.refuse(row, self.breaker_or(verdict))
+        if residency.is_current(token):
+            self.refuse(token, self.breaker_or(verdict))
         return None
 
     def refund(self, tenant: int, slot_bytes: int) -> None:
-        """Nothing of a block that was paid for was written."""
+        """Take back what was paid for a block of which nothing was written."""
         self.endurance.refund(tenant, medium_bytes(slot_bytes))
 
     def commit_begins(self) -> None:
-        """A group commit starts. Blocks that come too late for it need another one, which is paid for now."""
+        """Note that a group commit starts. Blocks that come too late for it need another one, which is paid for now."""
         self._is_commit_paid = self.backlog.has_more and self.endurance.charge_unasked(COMMIT_BYTES)
 
     def _cost_of(self, path: list[int]) -> int:
-        """With the commit that they will need, where it is not paid for yet."""
+        """Return the cost of a path, with the commit that it will need where that is not paid for yet."""
         if not path:
             return 0
         blocks = sum(medium_bytes(self._residency.slot_bytes(row)) for row in path)
@@ -150,11 +257,26 @@ class WriteGate:
 
     # Saying no
 
-    def refuse(self, row: int, refusal: Refusal) -> None:
-        self.refusals.note(self._residency.token(row), refusal)
+    def refuse(self, token: int, refusal: Refusal) -> None:
+        """Remember why a block is not written."""
+        counter = _COUNTERS.get(refusal)
+        if counter is not None and self._refusals.get(token) is not refusal:  # once, however often it is asked
+            self._counters.add(counter)
+        self._refusals[token] = refusal
+        self._refusals.move_to_end(token)
+        if len(self._refusals) > REMEMBERED:
+            self._refusals.popitem(last=False)
+
+    def why_not(self, token: int) -> Refusal | None:
+        """Return why a block was not written; None when it was not asked for, or is on its way."""
+        return self._refusals.get(token)
+
+    def begins(self, token: int) -> None:
+        """Forget a refusal of a block that is written after all."""
+        self._refusals.pop(token, None)
 
     def breaker_or(self, verdict: Verdict) -> Refusal:
-        """What a verdict of the budget means for a block."""
+        """Return what a verdict of the budget means for a block."""
         if not self.breaker.takes_writes:
             return Refusal.TIER
         return Refusal.SHARE if verdict is Verdict.OVER_SHARE else Refusal.BUDGET

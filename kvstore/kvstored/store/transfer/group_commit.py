@@ -17,8 +17,7 @@ from typing import NamedTuple
 from kvstore_tiers.base import Outcome, Tier
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
-from kvstored.store.transfer.backlog import UnsyncedCopy, WriteState
-from kvstored.store.transfer.gate import WriteGate
+from kvstored.store.transfer.gate import Write, WriteGate, WriteState
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time,
 
 
 class BatchLimits(NamedTuple):
-    """How long a write waits for company, and how much of it."""
+    """Bounds of a batch: a write waits `delay_ms` for company, and for `blocks` of it."""
 
     delay_ms: int
     blocks: int
@@ -34,23 +33,23 @@ class BatchLimits(NamedTuple):
 
 @dataclass(slots=True)
 class _Unsynced:
-    """Copies whose write has begun, and others who wait for a sync."""
+    """Writes that have begun, and others who wait for a sync."""
 
-    copies: list[UnsyncedCopy] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.copies or self.waiting)
+        return bool(self.writes or self.waiting)
 
     def is_awaited(self) -> bool:
-        return bool(self.waiting) or any(not copy.settled.done() for copy in self.copies)
+        return bool(self.waiting) or any(not write.settled.done() for write in self.writes)
 
     def is_worth_a_sync(self) -> bool:
-        return bool(self.waiting) or any(copy.state is WriteState.WRITTEN for copy in self.copies)
+        return bool(self.waiting) or any(write.state is WriteState.WRITTEN for write in self.writes)
 
 
 class GroupCommit:
-    """Over the writes of the gate's backlog: those that are queued ask for a sync when they begin."""
+    """The commits of the writes in the gate's backlog: queued ones ask for a sync when they begin."""
 
     def __init__(
         self,
@@ -65,35 +64,35 @@ class GroupCommit:
         self._residency = residency
         self._completions = completions
         self._counters = counters
-        self._gate = gate
-        self._backlog = gate.backlog
+        self.gate = gate
+        self.backlog = gate.backlog
+        self.batch = batch
         self._delay_s = batch.delay_ms / 1000
-        self._batch_blocks = batch.blocks
         self._unsynced = _Unsynced()
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         self._retry_s = RETRY_S
         self.pending: dict[int, asyncio.Future[bool]] = {}  # by token: what says that its newest copy is durable
 
-    def begun(self, token: int, settled: asyncio.Future[bool]) -> UnsyncedCopy:
-        """A write is the tier's now: sync after it, or when there is more to sync. `ended` follows."""
-        copy = UnsyncedCopy(token, settled)
-        self._unsynced.copies.append(copy)
-        self.pending[token] = settled
-        if not self._backlog.queued or len(self._unsynced.copies) >= self._batch_blocks:
+    def begun(self, write: Write) -> None:
+        """Sync after `write`, which is the tier's now, or when there is more to sync. `ended` follows."""
+        write.state = WriteState.BEGUN
+        self.backlog.begun += 1
+        self._unsynced.writes.append(write)
+        self.pending[write.token] = write.settled
+        if not self.backlog.queued or len(self._unsynced.writes) >= self.batch.blocks:
             self.begin()
         elif self._timer is None:  # a steady stream of writes must not put the sync off for ever
             self._begin_in(self._delay_s)
-        return copy
 
-    def ended(self, copy: UnsyncedCopy, *, went_well: bool) -> None:
-        """How the write of a copy ended: nothing of one that failed can become durable."""
-        copy.state = WriteState.WRITTEN if went_well else WriteState.FAILED
+    def ended(self, write: Write, *, went_well: bool) -> None:
+        """Note how a write that had begun ended: nothing of one that failed can become durable."""
+        write.state = WriteState.WRITTEN if went_well else WriteState.FAILED
         if not went_well:
-            self._forget(copy)
+            self._forget(write)
 
     def when_synced(self) -> asyncio.Future[bool]:
-        """What says that the copies whose write has begun by now are durable."""
+        """Return what says that the copies whose write has begun by now are durable."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._unsynced.waiting.append(settled)
         self.begin()
@@ -108,49 +107,49 @@ class GroupCommit:
             return
         self._is_running = True
         batch, self._unsynced = self._unsynced, _Unsynced()
-        self._gate.commit_begins()
-        number = self._gate.breaker.began()
+        self.gate.commit_begins()
+        number = self.gate.breaker.began()
         self._nvme.sync(self._completions.to_loop(lambda outcome: self._ended(batch, number, outcome)))
 
-    def sync(self) -> asyncio.Future[bool]:
-        """Make durable what was freed on NVMe before this call: no crash brings it back. False if that failed."""
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        number = self._gate.breaker.began()
+    def sync(self) -> asyncio.Future[Outcome]:
+        """Make durable what was written and freed on NVMe before this call, by a sync of its own."""
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        number = self.gate.breaker.began()
 
         def ended(outcome: Outcome) -> None:
-            self._gate.breaker.ended(number, "sync", outcome)
+            self.gate.breaker.ended(number, "sync", outcome)
             if not done.done():
-                done.set_result(outcome.ok)
+                done.set_result(outcome)
 
         self._nvme.sync(self._completions.to_loop(ended))
         return done
 
     def _ended(self, batch: _Unsynced, number: int, outcome: Outcome) -> None:
         self._is_running = False
-        self._gate.breaker.ended(number, "sync", outcome)
-        copies = [copy for copy in batch.copies if copy.state is not WriteState.FAILED]
+        self.gate.breaker.ended(number, "sync", outcome)
+        writes = [write for write in batch.writes if write.state is not WriteState.FAILED]
         if outcome.ok:  # nothing is known of a copy whose completion is late
-            self._unsynced.copies += [copy for copy in copies if copy.state is WriteState.BEGUN]
-            copies = [copy for copy in copies if copy.state is WriteState.WRITTEN]
-            self._counters.add("durable_blocks", len(copies))
+            self._unsynced.writes += [write for write in writes if write.state is WriteState.BEGUN]
+            writes = [write for write in writes if write.state is WriteState.WRITTEN]
+            self._counters.add("durable_blocks", len(writes))
         else:
-            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(copies), outcome.message)
-        for copy in copies:
-            if not outcome.ok and self._residency.is_current(copy.token):
-                self._unsynced.copies.append(copy)  # it is not durable until a sync succeeds
+            log.error("NVMe sync failed, %d blocks stay volatile: %s", len(writes), outcome.message)
+        for write in writes:
+            if not outcome.ok and self._residency.is_current(write.token):
+                self._unsynced.writes.append(write)  # it is not durable until a sync succeeds
             else:
-                self._forget(copy)
-        for settled in (*(copy.settled for copy in copies), *batch.waiting):
+                self._forget(write)
+        for settled in (*(write.settled for write in writes), *batch.waiting):
             if not settled.done():
                 settled.set_result(outcome.ok)
         self._go_on(outcome.ok)
 
-    def _forget(self, copy: UnsyncedCopy) -> None:
-        if self.pending.get(copy.token) is copy.settled:  # else a later copy is pending, which this says nothing of
-            del self.pending[copy.token]
+    def _forget(self, write: Write) -> None:
+        if self.pending.get(write.token) is write.settled:  # else a later copy is pending, which this says nothing of
+            del self.pending[write.token]
 
     def _go_on(self, went_well: bool) -> None:
-        """After a sync: see to it that what is not durable yet is synced, though no write begins any more."""
+        """See to it after a sync that what is not durable yet is synced, though no write begins any more."""
         if went_well or self._unsynced.is_awaited():
             self._retry_s = RETRY_S
         if not self._unsynced:
@@ -158,7 +157,7 @@ class GroupCommit:
         if not went_well:
             self._begin_in(self._retry_s)
             self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s)
-        elif self._backlog.queued or not self._unsynced.is_worth_a_sync():
+        elif self.backlog.queued or not self._unsynced.is_worth_a_sync():
             self._begin_in(self._delay_s)
         else:
             self.begin()

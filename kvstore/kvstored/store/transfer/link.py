@@ -1,33 +1,40 @@
-"""Links and the mover: the ways of blocks from one tier to another, and what drives them.
+"""Links, moves and the mover: the ways of blocks from one tier to another, and what drives them.
 
-A link owns what every movement has in common: the copy is attached as FILLING, its transfer waits in the link's lane,
-the breaker of a durable tier judges how it ends, and the copy is published or its slot freed. Which block moves, when,
-and what follows is for the caller: promotion, demotion and write-back are links with other arguments. The mover starts
-what a lane says may start, and reports its end; it owns the timers that wake a lane.
-Invariants: the caller of a link pins the row from `begin` until `ended`; a slot is readable only after its bytes were
-verified; each accepted transfer ends in `done` exactly once; nothing here blocks.
+A link is one direction between two tiers: its lane, its breaker, and how the bytes get across. A move is one block's
+way along it, once however many callers ask: it is pinned, a slot is found, its copy is attached as FILLING, the
+transfer waits in the lane, and the copy is published or its slot freed. Which block moves, when, and what follows
+belong to promotion, demotion, write-back, sharing and straight reads: each gives a coroutine that awaits `copied` and
+judges its outcome. The mover starts what a lane says may start, and reports its end; it owns the timers that wake a
+lane. Invariants: a block is pinned from `add` until `end`; a block has one move of a kind at a time; a slot is readable
+only after its bytes were verified, and is given back if it is not used; each accepted transfer ends in `done` exactly
+once; damage removes blocks by force, pinned or not, so the token is looked up again after each wait; nothing here
+blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.transfer.items import Dispatch, Priority, Refused
-from kvstored.store.transfer.lane import Lane
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One block's way over a lane."""
+    """Work of a lane: the start and the end of one block's way over it."""
 
     start: Callable[[Completion], None]
     done: Callable[[Outcome], None]
@@ -46,7 +53,8 @@ class Mover:
     def submit(
         self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
     ) -> int | Refused:
-        """A ticket, or why not. The transfer starts on the next turn of the loop, so that a batch is seen whole."""
+        """Queue a transfer: its ticket, or the reason why not. It starts on the next turn of the loop, so that a batch
+        is seen whole."""
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
@@ -83,13 +91,13 @@ class Mover:
     def _pump(self, lane: Lane[Transfer]) -> None:
         self._pump_scheduled.discard(lane.name)
         now_ns = self._clock.monotonic_ns()
-        for dispatch in lane.next(now_ns):
-            dispatch.work.start(self._completions.to_loop(partial(self._ended, lane, dispatch)))
+        for item in lane.next(now_ns):
+            item.work.start(self._completions.to_loop(partial(self._ended, lane, item)))
         self._set_timer(lane, now_ns)
 
-    def _ended(self, lane: Lane[Transfer], dispatch: Dispatch[Transfer], outcome: Outcome) -> None:
-        lane.completed(dispatch.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
-        dispatch.work.done(outcome)
+    def _ended(self, lane: Lane[Transfer], item: Item[Transfer], outcome: Outcome) -> None:
+        lane.completed(item.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
+        item.work.done(outcome)
         self._look_again(lane)
 
     def _look_again(self, lane: Lane[Transfer]) -> None:
@@ -111,13 +119,13 @@ class Mover:
 
 
 def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
-    """What the lane between two tiers, by position, is called."""
+    """Return the name of the lane between two tiers, by position."""
     return f"{tiers[source]}→{tiers[destination]}"
 
 
 class Link:
-    """From the tier at `source` to that at `destination`, by the lane `lane`. `breaker` is of the slower of
-    the two; None where that is memory.
+    """The way from the tier at `source` to the one at `destination`, by the lane `lane`. `breaker` belongs to the
+    slower of the two; None where that is memory.
 
     The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
     destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does. A source
@@ -131,91 +139,54 @@ class Link:
         destination: int,
         tiers: Sequence[Tier],
         lane: str,
-        residency: Residency,
         mover: Mover,
         clock: Clock,
         breaker: TierBreaker | None = None,
     ) -> None:
         self.source, self.destination = source, destination
-        self.lane = mover.lanes[lane]
+        self.destination_tier = tiers[destination]
+        self.lane, self.mover, self.clock = mover.lanes[lane], mover, clock
         self.breaker = breaker
         self._from, self._to = tiers[source], tiers[destination]
-        self._residency = residency
-        self._mover = mover
-        self._clock = clock
         self._is_upwards = destination < source
         self._is_by_file = self._from.info.lends_files and self._to.info.loads_files
 
     @property
-    def destination_tier(self) -> Tier:
-        return self._to
-
-    @property
     def is_open(self) -> bool:
-        """Whether blocks may be moved now."""
+        """Say whether blocks may be moved now."""
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
     @property
     def spare_in_s(self) -> float:
-        """How long until a copy that no request waits for may start, as far as the lane's budget goes."""
-        now_ns = self._clock.monotonic_ns()
+        """Seconds until a copy that no request waits for may start, as far as the lane's budget goes."""
+        now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    def begin(
-        self,
-        row: int,
-        slot: Slot,
-        priority: Priority,
-        ended: Callable[[Outcome], None],
-        begun: Callable[[], None] | None = None,
-        due_ns: int | None = None,
-    ) -> int | None:
-        """Queue the copy of `row` into `slot`, which the link frees if that fails. A ticket; None when the lane is
-        full. `begun` is called when the destination has the transfer, `ended` after the copy was published or given
-        up. `due_ns`: when the caller stops waiting."""
-        residency = self._residency
-        source, key = residency.slot(row, self.source), residency.key(row)
-        residency.attach(row, self.destination, slot, self._clock.monotonic_ns(), filling=True)
-        number = 0
-        was_unreadable = False  # the source failed, where a buffer is between the two
+    def carry(self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]) -> None:
+        """Copy `source` to `slot`. `unreadable` is called where reading failed and a buffer is between the two."""
+        if self._is_by_file:
+            self._from.lend(source, self._to.loader(slot, key), done)
+        elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
+            self._from.move_out(source, self._to.slot_segment(slot), key, done)
+        elif self._from.info.is_in_memory:
+            self._to.move_in(slot, self._from.slot_segment(source), key, done)
+        else:
+            buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
 
-        def start(done: Completion) -> None:
-            nonlocal number
-            if self.breaker is not None:
-                number = self.breaker.began()
-            if self._is_by_file:
-                self._from.lend(source, self._to.loader(slot, key), done)
-            elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
-                self._from.move_out(source, self._to.slot_segment(slot), key, done)
-            elif self._from.info.is_in_memory:
-                self._to.move_in(slot, self._from.slot_segment(source), key, done)
-            else:
-                self._through_buffer(source, slot, key, done, unreadable)
-            if begun is not None:
-                begun()
+            def store(outcome: Outcome) -> None:
+                if outcome.ok:
+                    self._to.move_in(slot, buffer, key, done)
+                else:
+                    unreadable()
+                    done(outcome)
 
-        def unreadable() -> None:
-            nonlocal was_unreadable
-            was_unreadable = True
+            self._from.move_out(source, buffer, key, store)
 
-        def end(outcome: Outcome) -> None:
-            self._judge(number, outcome, is_of_another=was_unreadable)
-            if outcome.ok:
-                residency.publish(row, self.destination, self._clock.monotonic_ns())
-            else:
-                self._to.free(residency.detach(row, self.destination))
-            ended(outcome)
-
-        ticket = self._mover.submit(self.lane.name, priority, source.nbytes, Transfer(start, end), due_ns)
-        if isinstance(ticket, Refused):
-            self._to.free(residency.detach(row, self.destination))
-            return None
-        return ticket
-
-    def _judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
-        """Say to the breaker how its transfer `number` ended. `is_of_another`: the tier that it is not of failed."""
+    def judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
+        """Report to the breaker how its transfer `number` ended. A fault of the other tier (`is_of_another`) says
+        nothing of the breaker's own."""
         if self.breaker is None:
             return
         if self._is_by_file:
@@ -223,28 +194,169 @@ class Link:
         judged = Outcome(OutcomeKind.CANCELLED) if is_of_another else outcome
         self.breaker.ended(number, "read" if self._is_upwards else "write", judged)
 
-    def _through_buffer(
-        self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]
-    ) -> None:
-        """Read `source` into a buffer of its own and store that in `slot`; `unreadable` is called if reading fails."""
-        buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
 
-        def store(outcome: Outcome) -> None:
+class Unmoved(Enum):
+    """Why no transfer of a block began, instead of its outcome."""
+
+    NO_ROOM = "no room"
+    IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
+    LANE_FULL = "the lane is full"
+
+
+@dataclass(slots=True, eq=False)
+class BlockMove:
+    """One block on its way along `link`. `waiters` are the callers who still want it; the last to wait
+    stops waiting at `due_ns`. `ticket` is its place in the lane, 0 while it has none."""
+
+    token: int
+    nbytes: int  # of its slot
+    tenant: int
+    link: Link
+    priority: Priority
+    due_ns: int | None = None
+    waiters: int = 1
+    ticket: int = 0
+    began_s: float = 0.0  # by the loop's clock
+    task: asyncio.Task[bool] | None = None
+    outcome: asyncio.Future[Outcome | Unmoved] | None = None  # once it has a slot
+
+    @property
+    def is_refused(self) -> bool:
+        """Say whether the move came to nothing as soon as it had a slot."""
+        return self.outcome is not None and self.outcome.done() and isinstance(self.outcome.result(), Unmoved)
+
+    def raise_priority(self, priority: Priority, due_ns: int | None = None) -> None:
+        self.priority, self.due_ns = priority, due_ns
+        if self.ticket:
+            self.link.mover.raise_priority(self.link.lane.name, self.ticket, priority, due_ns)
+
+    def cancel(self) -> None:
+        """End the move as cancelled if its transfer waits in the lane; what is in flight ends by itself."""
+        if self.ticket:
+            self.link.mover.cancel(self.link.lane.name, self.ticket)
+
+    def give_up(self) -> None:
+        """One caller waits no longer. Without any the move is cancelled."""
+        self.waiters -= 1
+        if not self.waiters:
+            self.cancel()
+
+
+Kind = TypeVar("Kind", bound=BlockMove)
+
+
+class Moves(Generic[Kind]):
+    """The moves of one kind under way, by token. `allocate(nbytes, tenant)` makes room for a move that found none."""
+
+    def __init__(self, residency: Residency, allocate: Callable[[int, int], Awaitable[Slot | None]]) -> None:
+        self._residency = residency
+        self._allocate = allocate
+        self.under_way: dict[int, Kind] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self.under_way
+
+    def find(self, token: int) -> Kind | None:
+        return self.under_way.get(token)
+
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
+        """Return the tasks of the moves of these blocks that are under way."""
+        return [move.task for token, move in self.under_way.items() if token in tokens and move.task is not None]
+
+    def add(self, move: Kind) -> None:
+        """Pin the block of `move`, which begins later."""
+        self.under_way[move.token] = move
+        self._residency.pin(self._residency.current(move.token))
+
+    def begin(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]], slot: Slot | None) -> Kind:
+        """Queue `move` at once where it has a `slot`, and let `follow` await its end. `follow` returns whether the
+        block has its copy. The move goes on if its caller does not wait for it."""
+        if move.token not in self.under_way:
+            self.add(move)
+        if slot is not None:
+            self.queue(move, slot)
+        loop = asyncio.get_running_loop()
+        move.began_s = loop.time()
+        move.task = loop.create_task(self._run(move, follow))
+        return move
+
+    async def _run(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]]) -> bool:
+        try:
+            return await follow(move)
+        except Exception:  # a mistake of ours must not leave its block pinned and its waiters waiting for ever
+            log.exception("moving a block failed")
+            return False
+        finally:
+            self.end(move)
+
+    async def copied(self, move: Kind) -> Outcome | Unmoved:
+        """Make room for `move` where it has none yet, queue it, and wait for the end of its transfer."""
+        if move.outcome is None:
+            if not self._is_wanted(move, self._residency.current(move.token)):
+                return Unmoved.IN_VAIN
+            slot = await self._allocate(move.nbytes, move.tenant)
+            if slot is None:
+                return Unmoved.NO_ROOM
+            self.queue(move, slot)
+        assert move.outcome is not None
+        outcome = await move.outcome
+        move.ticket, move.outcome = 0, None
+        return outcome
+
+    def queue(self, move: Kind, slot: Slot) -> None:
+        """Queue the transfer of `move` into `slot`, unless it is in vain by now."""
+        residency, link, tier = self._residency, move.link, move.link.destination_tier
+        move.outcome = ended = asyncio.get_running_loop().create_future()
+        row = residency.current(move.token)
+        if not self._is_wanted(move, row):
+            tier.free(slot)
+            ended.set_result(Unmoved.IN_VAIN)
+            return
+        source, key = residency.slot(row, link.source), residency.key(row)
+        residency.attach(row, link.destination, slot, link.clock.monotonic_ns(), filling=True)
+        number, bad_sources = 0, list[Slot]()
+
+        def start(done: Completion) -> None:
+            nonlocal number
+            if link.breaker is not None:
+                number = link.breaker.began()
+            link.carry(source, slot, key, done, lambda: bad_sources.append(source))
+            self._begun(move)
+
+        def end(outcome: Outcome) -> None:
+            link.judge(number, outcome, is_of_another=bool(bad_sources))
             if outcome.ok:
-                self._to.move_in(slot, buffer, key, done)
+                residency.publish(row, link.destination, link.clock.monotonic_ns())
             else:
-                unreadable()
-                done(outcome)
+                tier.free(residency.detach(row, link.destination))
+            self._ended(move, outcome)
+            if not ended.done():
+                ended.set_result(outcome)
 
-        self._from.move_out(source, buffer, key, store)
+        transfer = Transfer(start, end)
+        ticket = link.mover.submit(link.lane.name, move.priority, source.nbytes, transfer, move.due_ns)
+        if isinstance(ticket, Refused):
+            tier.free(residency.detach(row, link.destination))
+            ended.set_result(Unmoved.LANE_FULL)
+        else:
+            move.ticket = ticket
 
-    def free(self, slot: Slot) -> None:
-        """Give back a slot of the destination that was not used."""
-        self._to.free(slot)
+    def end(self, move: Kind) -> None:
+        """Forget `move` and unpin its block. Idempotent."""
+        if self.under_way.get(move.token) is move:
+            del self.under_way[move.token]
+            self._residency.unpin_run([move.token])
 
-    def raise_priority(self, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
-        self._mover.raise_priority(self.lane.name, ticket, priority, due_ns)
+    def _is_wanted(self, move: Kind, row: int) -> bool:
+        residency, link = self._residency, move.link
+        is_there = row >= 0 and residency.has(row, link.source)
+        return is_there and move.waiters > 0 and not residency.is_in(row, link.destination)
 
-    def cancel(self, ticket: int) -> None:
-        """End a transfer as cancelled if it is still queued."""
-        self._mover.cancel(self.lane.name, ticket)
+    def _begun(self, move: Kind) -> None:
+        """The destination has the transfer."""
+
+    def _ended(self, move: Kind, outcome: Outcome) -> None:
+        """The transfer has ended, in this turn of the loop; `copied` returns in the next."""

@@ -2,9 +2,9 @@
 
 Owns promotions under way. The block is read by the link of the fastest tier that has it and can be read, verified on
 the way; one that turns out damaged there is forgotten, its descendants become unreachable (placeholder), and the miss
-says why. Invariants: the copy is pinned while it is read; a slot is readable only after its bytes were verified;
-prefetches that wait hold at most `prefetch_room_bytes` of the mapped tier, since a queued promotion has its slot and
-demand must find room beside any number of hints.
+says why. Invariants: a slot is readable only after its bytes were verified; prefetches that wait hold at most
+`prefetch_room_bytes` of the mapped tier, since a queued promotion has its slot and demand must find room beside any
+number of hints.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
-from kvstored.store.degraded import TierBreaker
+from kvstored.store.degraded.breaker import TierBreaker
+from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.damage import Damage
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
+from kvstored.tier_set import TIER_SETS, TierSet
 
 log = logging.getLogger(__name__)
 MAPPED_US = 1  # what a block that is mapped already costs to have
@@ -33,21 +35,17 @@ OVERDUE_US = 250_000
 MAX_SUSPECTS = 4096
 
 
-@dataclass(slots=True)
-class _Promotion:
-    token: int
-    priority: Priority
-    nbytes: int
-    future: asyncio.Future[bool]
-    link: Link
-    due_ns: int | None = None  # when the last of those that wait first stops waiting
-    ticket: int = 0
-    waiters: int = 1  # a hint is one, and never gives up
-    ended: Callable[[bool, bool], None] | None = None
+@dataclass(slots=True, eq=False)
+class _Promotion(BlockMove):
+    """A move to the mapped tier. A hint is one waiter, and never gives up. `answer` resolves to whether the block has a
+    mapped copy; `on_end(is_mapped, is_late)` is called at the end."""
+
+    answer: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    on_end: Callable[[bool, bool], None] | None = None
 
 
 class Promoter:
-    """`links` lead to the mapped tier from every other one, fastest first."""
+    """Promotes blocks by `links`, which lead to the mapped tier from every other one, fastest first."""
 
     def __init__(
         self,
@@ -57,6 +55,7 @@ class Promoter:
         counters: Counters,
         flows: Flows,
         damage: Damage,
+        modes: DegradedModes,
         *,
         prefetch_room_bytes: int,
     ) -> None:
@@ -64,112 +63,98 @@ class Promoter:
         self._links = {link.source: link for link in links}
         self._gated = [link for link in links if link.breaker is not None]
         self._room = room
+        self._moves: Moves[_Promotion] = Moves(residency, room.allocate)
         self._counters = counters
         self._flows = flows
         self._prefetch_room_bytes = prefetch_room_bytes
         self._damage = damage
         self._suspects: OrderedDict[int, None] = OrderedDict()  # tokens whose last read failed
-        self._under_way: dict[int, _Promotion] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._demanded: Counter[int] = Counter()  # by tenant
         self._seeking: set[int] = set()  # tokens of prefetches for which room is being made
+        modes.on_change.append(self._follow_mode)
 
     @property
     def reaches_all(self) -> bool:
-        """Whether every tier below can be read now. If not, lookups and gets leave out what only the others have."""
+        """Say whether every tier below can be read now. If not, lookups and gets leave out what only the others
+        have."""
         return all(link.is_open for link in self._gated)
 
     @property
-    def _reach(self) -> int:
-        """The tiers that can be read now, as a mask."""
-        return 1 << self._residency.mapped | sum(1 << link.source for link in self._links.values() if link.is_open)
+    def _reach(self) -> TierSet:
+        """The tiers that can be read now."""
+        return TierSet.of(self._residency.mapped, *(link.source for link in self._links.values() if link.is_open))
 
     def is_out_of_reach(self, row: int) -> bool:
-        """Whether the block is stored, but cannot be read now."""
+        """Say whether the block is stored, but cannot be read now."""
         return not self.reaches_all and not self._residency.tier_mask(row) & self._reach
 
     def needs_new_copy(self, row: int) -> bool:
-        """Whether a put of a block that is stored should give it a new copy: the tier that has it is shed."""
+        """Say whether a put of a block that is stored should give it a new copy: the tier that has it is shed."""
         return self.is_out_of_reach(row) and not self._residency.being_filled(row)
 
     def reachable(self, rows: list[int]) -> list[int]:
-        """-1 in the place of every row that is out of reach."""
+        """Return `rows` with -1 in the place of each that is out of reach."""
         if self.reaches_all:
             return rows
         mask, reach = self._residency.rows.mask, self._reach
         return [row if row >= 0 and mask[row] & reach else -1 for row in rows]
 
     def reachable_run(self, rows: list[int]) -> list[int]:
-        """The leading rows that are not out of reach."""
+        """Return the leading rows that are not out of reach."""
         if self.reaches_all:
             return rows
         mask, reach = self._residency.rows.mask, self._reach
         return rows[: next((at for at, row in enumerate(rows) if not mask[row] & reach), len(rows))]
 
     def patience_ms(self, rows: Sequence[int]) -> int:
-        """How long to wait for `rows` at most: a read that takes many times the estimate is not worth waiting for."""
+        """Return how long to wait for `rows` at most: a read that takes many times the estimate is not worth it."""
         return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
     def promote(self, row: int, priority: Priority, due_ns: int | None = None) -> asyncio.Future[bool]:
-        """Resolves to whether the block has a mapped copy. Joins a promotion under way, raising its priority. `due_ns`:
-        when the caller stops waiting."""
-        token = self._residency.token(row)
-        known = self._under_way.get(token)
+        """Give a block a mapped copy: the future resolves to whether it has one. Joins a promotion under way, raising
+        its priority. The caller stops waiting at `due_ns`."""
+        residency = self._residency
+        known = self._moves.find(residency.token(row))
         if known is not None:
             known.waiters += 1
             if priority < known.priority:
                 self._hold_room(known, -1)
-                known.priority, known.due_ns = priority, due_ns
+                known.raise_priority(priority, due_ns)
                 self._hold_room(known, +1)
-            elif due_ns is not None:
-                known.due_ns = due_ns if known.due_ns is None else min(known.due_ns, due_ns)
-            if known.ticket and priority == known.priority:
-                known.link.raise_priority(known.ticket, priority, known.due_ns)
-            return known.future
+            elif due_ns is not None and priority == known.priority:
+                known.raise_priority(priority, due_ns if known.due_ns is None else min(known.due_ns, due_ns))
+            return known.answer
         link = self._link_of(row)
-        residency = self._residency
         if link is None or residency.state(row, residency.mapped):  # a put is filling it: its tier was out of reach
-            future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            future.set_result(self._residency.has(row, self._residency.mapped))
-            return future
-        slot = self._room.allocate_now(self._residency.slot_bytes(row), self._residency.tenant_of(row))
-        return self._new(row, priority, link, slot, due_ns).future
+            answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            answer.set_result(residency.has(row, residency.mapped))
+            return answer
+        slot = self._room.allocate_now(residency.slot_bytes(row), residency.tenant_of(row))
+        return self._begin(row, priority, link, slot, due_ns).answer
 
-    def _new(
+    def _begin(
         self, row: int, priority: Priority, link: Link, slot: Slot | None, due_ns: int | None = None
     ) -> _Promotion:
         """Begin to read into `slot`, or into one for which room is made first."""
-        nbytes, future = self._residency.slot_bytes(row), asyncio.get_running_loop().create_future()
-        promotion = _Promotion(self._residency.token(row), priority, nbytes, future, link, due_ns)
-        self._under_way[promotion.token] = promotion
+        residency = self._residency
+        promotion = _Promotion(
+            residency.token(row), residency.slot_bytes(row), residency.tenant_of(row), link, priority, due_ns
+        )
         self._hold_room(promotion, +1)
-        self._residency.pin(row)
-        if slot is not None:
-            self._begin(promotion, slot)
-        else:
-            self._seek_room(promotion, row)
-        return promotion
-
-    def _seek_room(self, promotion: _Promotion, row: int) -> None:
-        if promotion.priority is Priority.PREFETCH:
+        if slot is None and priority is Priority.PREFETCH:
             self._seeking.add(promotion.token)
-        task = asyncio.create_task(self._find_room(promotion, row))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return self._moves.begin(promotion, self._promote, slot)
 
     def give_up(self, token: int) -> None:
-        """A caller no longer waits for a promotion that has not ended. When no caller is left and the read has not
-        begun, the promotion is cancelled."""
-        promotion = self._under_way.get(token)
-        if promotion is None:
-            return
-        promotion.waiters -= 1
-        if not promotion.waiters and promotion.ticket:
-            promotion.link.cancel(promotion.ticket)
+        """Note that a caller no longer waits for a promotion that has not ended. When no caller is left and the read
+        has not begun, the promotion is cancelled."""
+        promotion = self._moves.find(token)
+        if promotion is not None:
+            promotion.give_up()
 
     def prefetch(self, row: int) -> bool:
-        """Queue a promotion that no client waits for; False when waiting promotions hold all the room they may, or
-        fill the lane's queue."""
+        """Queue a promotion that no client waits for. Return False when waiting promotions hold all the room they may,
+        or fill the lane's queue."""
         link = self._link_of(row)
         if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
@@ -177,9 +162,9 @@ class Promoter:
         return self.is_coming(row)
 
     def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
-        """As `prefetch`, of a block that is not coming yet: into a free slot, or one that the policy's next victim
-        leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a request has come for
-        it meanwhile. False, and no call of `ended`, where it did not begin."""
+        """Queue a promotion as `prefetch` does, of a block that is not coming yet: into a free slot, or one that the
+        policy's next victim leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a
+        request has come for it meanwhile. Return False, and never call `ended`, where it did not begin."""
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
         if link is None or self.is_coming(row) or self._prefetch_room_bytes < nbytes:
             return False
@@ -188,49 +173,54 @@ class Promoter:
             victim = self._room.next_victim(nbytes, residency.tenant_of(row))
             if victim < 0 or not pays(victim):
                 return False
-        promotion = self._new(row, Priority.PREFETCH, link, slot)
-        promotion.ended = ended
-        return not promotion.future.done()  # the lane may have refused it
+        promotion = self._begin(row, Priority.PREFETCH, link, slot)
+        if promotion.is_refused:
+            return False
+        promotion.on_end = ended
+        return True
 
     @property
     def prefetch_seeks_room(self) -> bool:
-        """Whether a block is being evicted for one that no request waits for."""
+        """Say whether a block is being evicted for one that no request waits for."""
         return bool(self._seeking)
 
     def is_coming(self, row: int) -> bool:
-        """Whether the block is mapped, or is being promoted or put."""
-        return bool(self._residency.state(row, self._residency.mapped)) or self._residency.token(row) in self._under_way
+        """Say whether the block is mapped, or is being promoted or put."""
+        known = self._moves.find(self._residency.token(row))
+        is_promoted = known is not None and not known.is_refused
+        return is_promoted or bool(self._residency.state(row, self._residency.mapped))
 
     def seconds_of(self, row: int) -> tuple[int, float]:
-        """The tier that the block would be read from, and how long its bytes take on the way; -1: from none."""
+        """Return the tier that the block would be read from, and how long its bytes take on the way; -1 for none."""
         link = self._link_of(row)
         if link is None:
             return -1, 0.0
         return link.source, link.lane.estimate_us(self._residency.slot_bytes(row), queued=False) / 1e6
 
     def reads_from(self, position: int) -> bool:
-        """Whether blocks may be read from the tier at `position` now."""
+        """Say whether blocks may be read from the tier at `position` now."""
         return self._links[position].is_open
 
     def breaker_of(self, position: int) -> TierBreaker | None:
         return self._links[position].breaker
 
     def answered(self, position: int, seconds: float) -> None:
-        """The tier at `position` answered a question after so long: no read there can be expected to be faster."""
-        self._links[position].lane.answered(seconds)
+        """Note that the tier at `position` answered a question after `seconds`: no read there is faster."""
+        self._links[position].lane.service.answered(seconds)
 
     def load_us(self, position: int, payload_bytes: int) -> float:
-        """What loading a block of that size from there takes, once those before it are loaded."""
+        """Return how long loading a block of that size from there takes, once those before it are loaded."""
         return self._links[position].lane.estimate_us(slot_bytes(payload_bytes), queued=False)
 
     def demanded_blocks(self, tenant: int | None) -> int:
-        """Blocks of the tenant (None: of all) that were promoted because a request waited for them."""
+        """Count the blocks of the tenant (None: of all) that were promoted because a request waited for them."""
         return self._demanded.total() if tenant is None else self._demanded[tenant]
 
     def estimate_us(self, rows: Sequence[int], readable: int = 0) -> list[int]:
-        """Microseconds that each row adds until all are mapped, were they asked for now in this order: the sum over a
-        run is its load time. 0 for what is absent (-1). `readable`: tiers that the caller reads in place, as a mask."""
-        mask, readable = self._residency.rows.mask, readable | 1 << self._residency.mapped
+        """Return the microseconds that each row adds until all are mapped, were they asked for now in this order: the
+        sum over a run is its load time. 0 for what is absent (-1). The caller reads the tiers of the set `readable` in
+        place."""
+        mask, readable = self._residency.rows.mask, TIER_SETS[readable].with_tier(self._residency.mapped)
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}
         load_us = 0  # of the rows so far
@@ -257,43 +247,36 @@ class Promoter:
         return estimates
 
     def _link_of(self, row: int) -> Link | None:
-        """The link of the fastest tier that has the block and can be read."""
-        mask = self._residency.tier_mask(row)
-        return next((link for source, link in self._links.items() if mask >> source & 1 and link.is_open), None)
+        """Return the link of the fastest tier that has the block and can be read."""
+        has = self._residency.has
+        return next((link for source, link in self._links.items() if has(row, source) and link.is_open), None)
 
-    async def _find_room(self, promotion: _Promotion, row: int) -> None:
-        residency, link = self._residency, promotion.link
+    async def _promote(self, promotion: _Promotion) -> bool:
+        is_mapped = False
         try:
-            slot = await self._room.allocate(promotion.nbytes, residency.tenant_of(row))
-        except Exception:  # as in write-back: log it, and answer the callers
-            log.exception("making room in the mapped tier failed")
-            slot = None
-        self._seeking.discard(promotion.token)
-        current = residency.current(promotion.token)
-        is_there = current >= 0 and residency.has(current, link.source)
-        if slot is None or not promotion.waiters or not is_there or residency.state(current, residency.mapped):
-            if slot is not None:
-                link.free(slot)
-            # While room was made its tier was shed, perhaps, and a put brought the block again.
-            self._finish(promotion, current >= 0 and residency.has(current, residency.mapped))
-            return
-        self._begin(promotion, slot)
+            while True:
+                outcome = await self._moves.copied(promotion)
+                self._seeking.discard(promotion.token)
+                row = self._residency.current(promotion.token)
+                if isinstance(outcome, Unmoved):  # its tier was shed, perhaps, and a put brought the block again
+                    is_mapped = row >= 0 and self._residency.has(row, self._residency.mapped)
+                    break
+                self._judge(promotion, row, outcome)
+                is_mapped = outcome.ok
+                if is_mapped or outcome.kind is OutcomeKind.CANCELLED or not self._reads_elsewhere(promotion):
+                    break
+        finally:
+            self._hold_room(promotion, -1)
+            self._moves.end(promotion)
+            if not promotion.answer.done():
+                promotion.answer.set_result(is_mapped)
+            if promotion.on_end is not None:
+                promotion.on_end(is_mapped, promotion.priority is not Priority.PREFETCH)
+        return is_mapped
 
-    def _begin(self, promotion: _Promotion, slot: Slot) -> None:
-        """Queue the read into `slot`. The row is pinned, so its copies stay until the end."""
-        row = self._residency.current(promotion.token)
-        assert row >= 0
-        ticket = promotion.link.begin(
-            row, slot, promotion.priority, lambda outcome: self._read(promotion, outcome), due_ns=promotion.due_ns
-        )
-        if ticket is None:
-            self._finish(promotion, False)
-            return
-        promotion.ticket = ticket
-
-    def _read(self, promotion: _Promotion, outcome: Outcome) -> None:
-        row = self._residency.current(promotion.token)
-        assert row >= 0, "a pinned row went away under its promotion"
+    def _judge(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
+        """Count a read that went well, and deal with the copy of one that did not."""
+        source = promotion.link.source
         if outcome.ok:
             self._suspects.pop(promotion.token, None)
             self._counters.add("promoted_blocks")
@@ -301,36 +284,31 @@ class Promoter:
             if promotion.priority is Priority.PREFETCH:
                 self._counters.add("prefetched_blocks")
             else:
-                self._demanded[self._residency.tenant_of(row)] += 1
-            self._flows.tiers[promotion.link.source].promoted_blocks += 1
+                self._demanded[promotion.tenant] += 1
+            self._flows.tiers[source].promoted_blocks += 1
+        elif row < 0 or not self._residency.has(row, source):
+            return  # removed by force meanwhile
         elif outcome.kind is OutcomeKind.CORRUPT:
-            self._damage.found(promotion.link.source, row, outcome.message)
+            self._damage.found(source, row, outcome.message)
         elif outcome.kind is OutcomeKind.MISSING:
-            self._damage.lost(promotion.link.source, row, outcome.message)
+            self._damage.lost(source, row, outcome.message)
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
-        if outcome.ok or outcome.kind is OutcomeKind.CANCELLED or not self._reads_elsewhere(promotion):
-            self._finish(promotion, outcome.ok)
 
     def _reads_elsewhere(self, promotion: _Promotion) -> bool:
-        """A copy in memory was of no use: begin again with that of another tier, if there is one."""
-        residency, row = self._residency, self._residency.current(promotion.token)
+        """Say whether to begin again with the copy of another tier, where one in memory was of no use."""
+        row = self._residency.current(promotion.token)
         link = self._link_of(row) if row >= 0 else None
         if promotion.link.breaker is not None or link is None or link is promotion.link:
             return False
-        promotion.link, promotion.ticket = link, 0
-        slot = self._room.allocate_now(promotion.nbytes, residency.tenant_of(row))
-        if slot is not None:
-            self._begin(promotion, slot)
-        else:
-            self._seek_room(promotion, row)
+        promotion.link = link
         return True
 
     def _unreadable(self, promotion: _Promotion, row: int, outcome: Outcome) -> None:
-        """The medium refused. Once may be chance; a block that fails twice while others are read is given up. A copy in
-        memory is given up at once where another tier has one."""
+        """Give up a copy that the medium refuses: in memory at once where another tier has one; else once may be
+        chance, and a block that fails twice while others are read is given up."""
         source, key = promotion.link.source, self._residency.key(row).hex()
-        if promotion.link.breaker is None and self._residency.tier_mask(row) & ~(1 << source):
+        if promotion.link.breaker is None and len(TIER_SETS[self._residency.tier_mask(row)]) > 1:
             self._damage.lost(source, row, outcome.message)
             return
         self._counters.add("read_failures")
@@ -347,26 +325,15 @@ class Promoter:
         log.error("block %s cannot be read (%s): given up, will be recomputed", key, outcome.message)
         self._damage.forget(row, Cause.READ_FAILED, outcome.message)
 
-    def fail_waiters(self) -> None:
-        """A tier is shed: its callers get a shorter prefix now, and queued reads give their slots back. Reads in flight
-        still end by themselves."""
-        for promotion in list(self._under_way.values()):
+    def _follow_mode(self, _part: str) -> None:
+        """Let the callers of a tier that is shed have a shorter prefix now, and queued reads give their slots back.
+        Reads in flight still end by themselves."""
+        for promotion in list(self._moves.under_way.values()):
             if promotion.link.is_open:
                 continue
-            if not promotion.future.done():
-                promotion.future.set_result(False)
-            promotion.link.cancel(promotion.ticket)
-
-    def _finish(self, promotion: _Promotion, mapped: bool) -> None:
-        del self._under_way[promotion.token]
-        self._hold_room(promotion, -1)
-        row = self._residency.current(promotion.token)
-        if row >= 0:
-            self._residency.unpin(row)
-        if not promotion.future.done():
-            promotion.future.set_result(mapped)
-        if promotion.ended is not None:
-            promotion.ended(mapped, promotion.priority is not Priority.PREFETCH)
+            if not promotion.answer.done():
+                promotion.answer.set_result(False)
+            promotion.cancel()
 
     def _hold_room(self, promotion: _Promotion, sign: int) -> None:
         if promotion.priority is Priority.PREFETCH:
@@ -374,6 +341,6 @@ class Promoter:
 
 
 def _stall_us(link: Link) -> int:
-    """By how much the oldest transfer is overdue: what a reader has to expect on top."""
+    """Return by how much the oldest transfer is overdue, which a reader has to expect on top."""
     stalled_us = link.breaker.stalled_us() if link.breaker is not None else 0
     return stalled_us if stalled_us > OVERDUE_US else 0

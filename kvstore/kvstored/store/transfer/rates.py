@@ -1,5 +1,6 @@
-"""How fast bytes move: a token bucket (a budget), a decaying meter (what was moved lately), and a model of a
-device's service time fitted from completions. Pure arithmetic over `now_ns`; nothing here reads a clock.
+"""Rates of one medium: a token bucket (a budget), a decaying meter (what was moved lately), a model of a device's
+service time fitted from completions, and the pauses of demand. Pure arithmetic over `now_ns`; nothing here reads a
+clock.
 """
 
 from __future__ import annotations
@@ -7,11 +8,14 @@ from __future__ import annotations
 import math
 
 NS_PER_S = 1_000_000_000
+HARMLESS_SHARE = 0.08
+_LONG_PAUSES = 6.0
+_PAUSE_WEIGHT = 1 / 16
 
 
 class TokenBucket:
-    """A budget in bytes a second with a burst. May run into debt: an item larger than the burst passes when
-    the bucket is not empty, and is paid for afterwards, so that any item size keeps the average.
+    """A budget in bytes a second with a burst. It may run into debt: an item larger than the burst passes when the
+    bucket is not empty, and is paid for afterwards, so that any item size keeps the average.
     """
 
     __slots__ = ("_at_ns", "_burst_bytes", "_bytes_per_s", "_level_bytes")
@@ -33,7 +37,7 @@ class TokenBucket:
         return self._bytes_per_s is None or self._level_bytes > 0
 
     def follow(self, bytes_per_s: float, now_ns: int) -> None:
-        """The budget is so much from now on."""
+        """Let the budget be `bytes_per_s` from now on."""
         self._refill(now_ns)
         self._bytes_per_s = bytes_per_s
 
@@ -42,7 +46,7 @@ class TokenBucket:
             self._level_bytes -= nbytes
 
     def ready_at_ns(self, now_ns: int) -> int:
-        """When the bucket is no longer in debt; `now_ns` if it is not."""
+        """Return when the bucket is no longer in debt; `now_ns` if it is not."""
         if self.ready(now_ns) or self._bytes_per_s is None:
             return now_ns
         return now_ns + math.floor(-self._level_bytes * NS_PER_S / self._bytes_per_s) + 1
@@ -86,7 +90,8 @@ class ServiceModel:
         self._has_moved = False
 
     def answered(self, seconds: float) -> None:
-        """A question without bytes took so long: until something was moved, nothing better is known of the latency."""
+        """Learn that a question without bytes took `seconds`: nothing better is known of the latency until bytes have
+        moved."""
         if not self._has_moved:
             self._latency_ns = max(self._latency_ns, seconds * NS_PER_S)
 
@@ -113,3 +118,48 @@ class ServiceModel:
 
     def estimate_us(self, nbytes: int) -> float:
         return (self._latency_ns + nbytes * NS_PER_S / self.bytes_per_s) / 1000
+
+
+class DemandPauses:
+    """Follow one lane's bursts of demand, and say when prefetch may use the pauses between them.
+
+    A burst lasts while any demand is queued or in flight. A prefetch in flight when demand arrives delays it by up to
+    its own service time. That is little against a get of many blocks (below `HARMLESS_SHARE` of it), and a short quiet
+    time after demand is enough. Against small gets it is a lot; then prefetch waits until the pause has outlasted
+    nearly all recent ones: with random arrivals a pause of six times the mean is seen once in four hundred, so that
+    p99 of demand does not notice.
+    """
+
+    __slots__ = ("_burst_bytes", "_ended_ns", "_long_ns", "_mean_burst_bytes", "_mean_pause_ns", "_short_ns")
+
+    def __init__(self, short_ns: int, long_ns: int) -> None:
+        self._short_ns = short_ns
+        self._long_ns = long_ns
+        self._burst_bytes = 0
+        self._mean_burst_bytes = 0.0
+        self._mean_pause_ns = 0.0
+        self._ended_ns: int | None = None
+
+    def began(self, now_ns: int) -> None:
+        if self._ended_ns is not None:
+            pause_ns = min(now_ns - self._ended_ns, self._long_ns)
+            self._mean_pause_ns += _PAUSE_WEIGHT * (pause_ns - self._mean_pause_ns)
+
+    def added(self, nbytes: int) -> None:
+        self._burst_bytes += nbytes
+
+    def ended(self, now_ns: int) -> None:
+        weight = _PAUSE_WEIGHT if self._ended_ns is not None else 1.0
+        self._mean_burst_bytes += weight * (self._burst_bytes - self._mean_burst_bytes)
+        self._burst_bytes = 0
+        self._ended_ns = now_ns
+
+    def prefetch_from_ns(self, in_flight_bytes: int, now_ns: int) -> int:
+        """Return when `in_flight_bytes` of prefetch may be in flight, if no demand comes before; up to `now_ns`: at
+        once."""
+        if self._ended_ns is None:
+            return now_ns
+        if in_flight_bytes <= HARMLESS_SHARE * self._mean_burst_bytes:
+            return self._ended_ns + self._short_ns
+        quiet_ns = max(self._short_ns, min(self._long_ns, round(_LONG_PAUSES * self._mean_pause_ns)))
+        return self._ended_ns + quiet_ns

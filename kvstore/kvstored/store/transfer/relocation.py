@@ -10,14 +10,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
 from kvstored.completions import CompletionQueue
-from kvstored.store.degraded import TierBreaker
-from kvstored.store.endurance import EnduranceAccount
-from kvstored.store.endurance.cost import medium_bytes
-from kvstored.store.transfer.items import Priority, Refused
+from kvstored.store.endurance.budget import medium_bytes
+from kvstored.store.transfer.group_commit import GroupCommit
+from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import Mover, Transfer
 
 AT_ONCE = 32  # copies in flight
@@ -29,27 +28,19 @@ class Copy(NamedTuple):
     target: Slot
 
 
-class Relocation(Protocol):
-    def affords(self, nbytes: int) -> bool:
-        """Whether so many bytes of slots may be written now."""
-        ...
-
-    async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        """Copy each block, and make the copies durable where the tier is: an outcome for each, in order."""
-        ...
-
-
 class MemoryRelocation:
-    """In a tier of memory."""
+    """Copies in a tier of memory."""
 
     def __init__(self, tier: Tier, completions: CompletionQueue) -> None:
         self._tier = tier
         self._completions = completions
 
     def affords(self, nbytes: int) -> bool:
+        """Say whether `nbytes` of slots may be written now."""
         return True
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
+        """Copy each block. Return an outcome for each, in order."""
         return await _copy_some_at_once(copies, self._start)
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
@@ -57,38 +48,30 @@ class MemoryRelocation:
 
 
 class LaneRelocation:
-    """In a tier behind a lane. `breaker` judges how each copy and the sync end."""
+    """Copies in the durable tier, through a lane of its medium. The breaker of `commit` judges how each copy ends."""
 
-    def __init__(
-        self,
-        tier: Tier,
-        mover: Mover,
-        lane: str,
-        breaker: TierBreaker,
-        endurance: EnduranceAccount,
-        completions: CompletionQueue,
-    ) -> None:
+    def __init__(self, tier: Tier, mover: Mover, lane: str, commit: GroupCommit) -> None:
         self._tier = tier
         self._mover = mover
         self._lane = lane
-        self._breaker = breaker
-        self._endurance = endurance
-        self._completions = completions
+        self._commit = commit
+        self._breaker, self._endurance = commit.gate.breaker, commit.gate.endurance
 
     def affords(self, nbytes: int) -> bool:
         left_bytes = self._endurance.left_bytes
         return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        """An outcome has a header where the copy was stored, also when the sync after it failed."""
+        """Copy each block, and make the copies durable. An outcome has a header where the copy was stored, also when
+        the sync after it failed."""
         # Two records of one block in one commit would leave it open which is newer.
-        synced = await self._sync()
+        synced = await self._commit.sync()
         if not synced.ok:
             return [synced] * len(copies)
         outcomes = await _copy_some_at_once(copies, self._start)
         if not any(outcome.ok for outcome in outcomes):
             return outcomes
-        synced = await self._sync()
+        synced = await self._commit.sync()
         if synced.ok:
             return outcomes
         return [replace(synced, header=outcome.header) if outcome.ok else outcome for outcome in outcomes]
@@ -122,16 +105,8 @@ class LaneRelocation:
             end(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
         return ended
 
-    def _sync(self) -> asyncio.Future[Outcome]:
-        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        number = self._breaker.began()
 
-        def end(outcome: Outcome) -> None:
-            self._breaker.ended(number, "sync", outcome)
-            ended.set_result(outcome)
-
-        self._tier.sync(self._completions.to_loop(end))
-        return ended
+Relocation = MemoryRelocation | LaneRelocation
 
 
 async def _copy_some_at_once(copies: Sequence[Copy], start: Callable[[Copy], asyncio.Future[Outcome]]) -> list[Outcome]:

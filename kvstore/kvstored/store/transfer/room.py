@@ -1,9 +1,9 @@
 """Making room in a tier: allocate, and while that fails, evict what the policy names.
 
-Owns the loop from "there is no slot" to a slot. A victim whose slot can serve is evicted alone; where slots of another
-size or owner are in the way, a container is emptied for it (`evacuation`). Invariants: never evicts a pinned copy,
-never leaves a hole in a chain, never frees a slot that has readers (limbo does); evicts for one block at most a
-container's worth and the block's own size, where a tier has containers.
+Owns the loop from "there is no slot" to a slot, and a tenant's quota. A victim whose slot can serve is evicted alone;
+where slots of another size or owner are in the way, a container is emptied for it (`evacuation`). Invariants: never
+evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo does); evicts for one
+block at most a container's worth and the block's own size, where a tier has containers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy
-from kvstored.store.transfer.evacuation import BUSY, SLICE_EVICTIONS, Allowance, Evacuation
-from kvstored.store.transfer.eviction import Eviction
+from kvstored.store.transfer.evacuation import BUSY, Evacuation
+from kvstored.store.transfer.eviction import SLICE_EVICTIONS, Allowance, Eviction
 from kvstored.store.transfer.victims import SkippedRows, Victims
+from kvstored.tier_set import TierSet
 
 MAX_ATTEMPTS = 4096  # for one allocation
 PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
@@ -27,7 +28,7 @@ UNLIMITED = 1 << 62
 
 
 class NoSlot(Enum):
-    """Why there is none."""
+    """Why there is no slot."""
 
     NO_ROOM = auto()  # nothing (more) may be evicted now, or the tier takes nothing
     OVER_QUOTA = auto()  # the tenant is at its quota, and none of its own blocks may be evicted now
@@ -35,7 +36,7 @@ class NoSlot(Enum):
 
 
 class Room:
-    """Room in `tier`. `eviction` says at which position it is in `residency`."""
+    """Room in `tier`, which is in `residency` where `eviction` says."""
 
     def __init__(
         self, tier: Tier, residency: Residency, victims: Victims, eviction: Eviction, evacuation: Evacuation
@@ -48,19 +49,19 @@ class Room:
         self._position = eviction.position
 
     def follow(self, policy: Policy) -> None:
-        """From now on this policy names victims."""
-        self._victims.follow(policy)
+        """Let this policy name victims from now on."""
+        self._victims.policy = policy
 
     def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
-        """A slot if one is free and the tenant is below its quota; evicts nothing. `writable`: by its clients."""
-        if self._victims.is_over_quota(tenant, nbytes):
+        """Return a slot if one is free and the tenant is below its quota; evict nothing. `writable` by its clients."""
+        if self._is_over_quota(tenant, nbytes):
             return None
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def next_victim(self, nbytes: int, tenant: int) -> int:
-        """The row that alone would be evicted for so many bytes of the tenant, or -1: also where a whole container
+        """Return the row that alone would be evicted for `nbytes` of the tenant, or -1: also where a whole container
         would have to be emptied."""
-        is_confined = self._victims.is_over_quota(tenant, nbytes)
+        is_confined = self._is_over_quota(tenant, nbytes)
         row = self._victims.next((), tenant if is_confined else None)
         if row < 0 or is_confined:
             return row
@@ -68,13 +69,14 @@ class Room:
         return row if self._tier.makes_room(container, nbytes, self._owner(tenant, writable=False)) else -1
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
-        """Blocks `keys`, which continue row `parent`, are about to ask for room."""
+        """Announce that blocks `keys`, which continue row `parent`, are about to ask for room."""
         self._victims.announce(tenant, parent, keys)
 
     async def allocate(self, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
-        """A slot, evicting for it what the policy names; None when nothing (more) may be evicted. `is_patient`: wait a
-        little for copies in flight and for others that make room."""
-        slot = await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
+        """Return a slot, evicting for it what the policy names; None when nothing (more) may be evicted. A patient
+        caller waits a little for copies in flight and for others that make room."""
+        free = self.allocate_now(nbytes, tenant)
+        slot = free if free is not None else await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
         return slot if isinstance(slot, Slot) else None
 
     async def allocate_for(
@@ -87,11 +89,9 @@ class Room:
         is_patient: bool = True,
         writable: bool = False,
     ) -> Slot | NoSlot:
-        """As `allocate`, for the block of this key and depth, which the policy may decline; says why there is no slot.
-
-        Row `parent`, which the block continues, is not given up for it: the block could not be reached without it, and
-        its client has just learned that it is there.
-        """
+        """Return a slot for the block of this key and depth, which the policy may decline, or the reason why there is
+        none. Row `parent`, which the block continues, is not given up for it: the block could not be reached without
+        it, and its client has just learned that it is there."""
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
@@ -102,7 +102,7 @@ class Room:
             slot = self.allocate_now(nbytes, tenant, writable=writable)
             if slot is not None:
                 return slot
-            confined = tenant if self._victims.is_over_quota(tenant, nbytes) else None
+            confined = tenant if self._is_over_quota(tenant, nbytes) else None
             refused = NoSlot.NO_ROOM if confined is None else NoSlot.OVER_QUOTA
             row = self._next(passed, confined)
             if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):
@@ -150,7 +150,7 @@ class Room:
         return True
 
     def _next(self, passed: SkippedRows, confined: int | None) -> int:
-        """The next victim; the blocks of a container that is being emptied are not evicted for others."""
+        """Return the next victim; the blocks of a container that is being emptied are not evicted for others."""
         passed.begin()
         aside = self._evacuation.aside - passed.containers
         passed.containers |= aside
@@ -171,9 +171,19 @@ class Room:
         self._eviction.expire(row)
 
     def _not_for(self, parent: int) -> set[int]:
-        """Rows that must not be evicted for it: `parent`, unless it has a copy further down, or will be given one."""
-        only_here = parent >= 0 and self._residency.tier_mask(parent) == 1 << self._position
+        """Return what must not be evicted: row `parent`, unless it has a copy further down, or will be given one."""
+        only_here = parent >= 0 and self._residency.tier_mask(parent) == TierSet.of(self._position)
         return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
+
+    def _is_over_quota(self, tenant: int, nbytes: int) -> bool:
+        """Say whether `nbytes` more would take the tenant over its quota, the most of the tier that it may take: then
+        it has to make room from its own blocks."""
+        share = self._victims.policy.shares.get(tenant)
+        if share is None or share.max_bytes is None:
+            return False
+        residency, tier = self._residency, self._position
+        held_bytes = residency.tenant_bytes(tenant, tier) + residency.reserved_bytes(tenant, tier)
+        return held_bytes + nbytes > share.max_bytes
 
     def _owner(self, tenant: int, writable: bool) -> str:
         name = self._residency.tenants[tenant].name

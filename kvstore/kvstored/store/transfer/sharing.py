@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
-from kvstored.store.remote.absences import Absences
+from kvstored.store.remote import Absences
+from kvstored.store.transfer.admission import Intake
 from kvstored.store.transfer.damage import Damage
-from kvstored.store.transfer.intake import Intake
-from kvstored.store.transfer.items import Priority
-from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
+from kvstored.telemetry import Counters
 
 AT_ONCE = 8
 MOST_CHAINS = 4096  # that wait
@@ -30,18 +29,10 @@ MOST_WALKED = 1024  # blocks of a chain, from its end
 DELAY_S = 0.05  # after a use: puts come in runs
 
 
-class SharingCounts(NamedTuple):
-    """Called for each copy that ended well, each time that the lane's budget was spent, and with the number of blocks
-    that were not worth the place of another one."""
-
-    copied: Callable[[], None]
-    waited: Callable[[], None]
-    declined: Callable[[int], None]
-
-
 class Sharing:
-    """`intake`: of the tier, from DRAM; `back` leads from it to DRAM. `absences`: what is known of a key-addressed one.
-    `damage` hears of blocks in DRAM that the tier found damaged."""
+    """Copies blocks from DRAM into the tier of `intake`; `back` leads from it to DRAM. `absences` has what is known of
+    a key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged. The counter `copied` is of copies
+    that ended well."""
 
     def __init__(
         self,
@@ -50,7 +41,8 @@ class Sharing:
         back: Link,
         absences: Absences | None,
         damage: Damage,
-        counts: SharingCounts,
+        counters: Counters,
+        copied: str,
     ) -> None:
         self._residency = residency
         self._intake = intake
@@ -58,16 +50,16 @@ class Sharing:
         self._back = back
         self._absences = absences
         self._damage = damage
-        self._counts = counts
+        self._counters, self._copied = counters, copied
         self._at_once = 1 if self._link.lane.settings.has_budget else AT_ONCE
         self._chains: OrderedDict[int, None] = OrderedDict()  # tokens of the last blocks used, oldest first
         self._path: deque[int] = deque()  # tokens of blocks of one chain, head first
-        self._under_way: dict[int, asyncio.Task[None]] = {}  # by token
+        self._moves: Moves[BlockMove] = Moves(residency, partial(intake.room.allocate, is_patient=False))
         self._timer: asyncio.TimerHandle | None = None
 
     def used(self, rows: Sequence[int]) -> None:
-        """`rows`, a piece of a chain, were used or have just been stored."""
-        if not rows or self._residency.rows.mask[rows[-1]] >> self._link.destination & 1:
+        """Note that `rows`, a piece of a chain, were used or have just been stored."""
+        if not rows or self._residency.has(rows[-1], self._link.destination):
             return
         self._chains[self._residency.token(rows[-1])] = None
         if len(self._chains) > MOST_CHAINS:
@@ -82,16 +74,17 @@ class Sharing:
 
     @property
     def waiting(self) -> int:
-        """Chains and blocks that wait, and copies under way."""
-        return len(self._chains) + len(self._path) + len(self._under_way)
+        """The number of chains and blocks that wait, and of copies under way."""
+        return len(self._chains) + len(self._path) + len(self._moves)
 
-    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[None]]:
-        """The copies of these blocks that are under way. None of them is begun by what was used before this call."""
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
+        """Return the copies of these blocks that are under way. None of them is begun by what was used before this
+        call."""
         if any(token in tokens for token in self._path):
             self._path.clear()  # the blocks after it could not be found without it
         for token in tokens:
             self._chains.pop(token, None)
-        return [task for token, task in self._under_way.items() if token in tokens]
+        return self._moves.copies_of(tokens)
 
     def tick(self) -> None:
         """Begin what may begin now. At most one chain is walked; another one a little later."""
@@ -99,7 +92,7 @@ class Sharing:
             self._timer.cancel()
             self._timer = None
         walks = 1
-        while len(self._under_way) < self._at_once and self._may_begin():
+        while len(self._moves) < self._at_once and self._may_begin():
             if self._path:
                 self._begin(self._path.popleft())
             elif self._chains and walks:
@@ -107,7 +100,7 @@ class Sharing:
                 self._walk(self._chains.popitem(last=False)[0])
             else:
                 break
-        if (self._path or self._chains) and len(self._under_way) < self._at_once and self._link.is_open:
+        if (self._path or self._chains) and len(self._moves) < self._at_once and self._link.is_open:
             delay_s = max(DELAY_S if walks and not self._path else 0.001, self._gate.wait_s(), self._link.spare_in_s)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
@@ -115,7 +108,7 @@ class Sharing:
         if not self._link.is_open or self._back.lane.demand_here() or not self._gate.has_budget():
             return False
         if self._link.spare_in_s:
-            self._counts.waited()
+            self._counters.add("device_rate_waits")
             return False
         return True
 
@@ -136,56 +129,31 @@ class Sharing:
         return residency.has(row, residency.mapped) and not residency.is_in(row, self._link.destination)
 
     def _begin(self, token: int) -> None:
-        row = self._residency.current(token)
-        if row < 0 or token in self._under_way or not self._is_lacking(row):
+        residency, row = self._residency, self._residency.current(token)
+        if row < 0 or token in self._moves or not self._is_lacking(row):
             return  # under way too: it may still wait for room
-        self._residency.pin(row)
-        self._gate.spend(row)
-        task = asyncio.get_running_loop().create_task(self._share(token))
-        self._under_way[token] = task
-        task.add_done_callback(partial(self._ended, token))
-
-    async def _share(self, token: int) -> None:
-        residency, link = self._residency, self._link
-        row = residency.current(token)
-        try:
-            slot = await self._allocate(row)
-            if slot is None:
+        nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
+        slot = self._room.allocate_now(nbytes, tenant)
+        if slot is None and self._intake.contest is not None:
+            victim, blocks = self._room.next_victim(nbytes, tenant), 1 + len(self._path)
+            if victim >= 0 and not self._intake.contest.wins(row, victim, blocks):
+                self._counters.add("device_declined_blocks", blocks)
                 self._path.clear()
                 return
-            row = residency.current(token)
-            if row < 0 or not self._is_lacking(row):
-                link.free(slot)
-                return
-            tenant, key = residency.tenant_of(row), residency.key(row)
-            ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-            if link.begin(row, slot, Priority.DEMOTION, ended.set_result) is None:
-                return
-            outcome = await ended
-            if outcome.ok:
-                self._counts.copied()
-                if self._absences is not None:
-                    self._absences.forget(tenant, [key])
-            else:
-                self._path.clear()  # the blocks after it could not be found without it
-                if outcome.kind is OutcomeKind.CORRUPT:
-                    self._damage.found_of(link.source, token, outcome.message)
-        finally:
-            residency.unpin_run([token])
+        self._gate.spend(row)
+        self._moves.begin(BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
 
-    async def _allocate(self, row: int) -> Slot | None:
-        room, nbytes, tenant = self._room, self._residency.slot_bytes(row), self._residency.tenant_of(row)
-        if self._intake.contest is not None:
-            slot = room.allocate_now(nbytes, tenant)
-            if slot is not None:
-                return slot
-            victim, blocks = room.next_victim(nbytes, tenant), 1 + len(self._path)
-            if victim >= 0 and not self._intake.wins(row, victim, blocks):
-                self._counts.declined(blocks)
-                return None
-        return await room.allocate(nbytes, tenant, is_patient=False)
-
-    def _ended(self, token: int, task: asyncio.Task[None]) -> None:
-        del self._under_way[token]
-        if not task.cancelled() and (self._path or self._chains):
+    async def _share(self, move: BlockMove) -> bool:
+        outcome = await self._moves.copied(move)
+        is_copied = self._damage.is_copied(move, outcome)
+        row = self._residency.current(move.token)
+        if is_copied:
+            self._counters.add(self._copied)
+            if self._absences is not None and row >= 0:
+                self._absences.forget(move.tenant, [self._residency.key(row)])
+        elif outcome is not Unmoved.IN_VAIN and outcome is not Unmoved.LANE_FULL:
+            self._path.clear()  # the blocks after it could not be found without it
+        self._moves.end(move)
+        if self._path or self._chains:
             self.tick()
+        return is_copied

@@ -1,5 +1,4 @@
-"""Which block is evicted from a tier next (orphans first, then what the policy names), and whether a tenant has reached
-its quota: the most of the tier that it may take.
+"""Victims: the blocks that are evicted from a tier next, orphans first, then what the policy names.
 
 Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 evicts a block.
@@ -7,65 +6,116 @@ evicts a block.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
+import numpy as np
+
+from kvstore_tiers.base import ContainerReport
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import TierCopies
 from kvstored.store.policies import Policy
-from kvstored.store.transfer.orphan_queue import OrphanQueue
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
+MAX_ORPHANS_SEEN = 64  # that may not be evicted, for one question
+
+
+class _Round:
+    """One tier's list, gone through again and again. Entries that are gone are dropped on the way, the others move up
+    to `_kept`. A list may be as long as the index, so it stays an array: a number is made of an entry when it is looked
+    at."""
+
+    __slots__ = ("_at", "_kept", "_tokens")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._at = self._kept = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens) - self._at + self._kept
+
+    def look(self) -> int:
+        if self._at == len(self._tokens):
+            self._tokens = self._tokens[: self._kept]
+            self._at = self._kept = 0
+        return int(self._tokens[self._at])
+
+    def drop(self) -> None:
+        self._at += 1
+
+    def keep(self) -> None:
+        self._tokens[self._kept] = self._tokens[self._at]
+        self._kept += 1
+        self._at += 1
+
+
+class OrphanQueue:
+    """The orphans of all tiers, which no client can reach as things are: they are evicted before the policy is asked.
+
+    Owns the lists as they were last found (residency/orphans.py), the deepest first, so that a chain is never left with
+    a hole. Blocks are kept as tokens: a row number may be used again. A lease, a child that is kept and a tenant's
+    minimum keep an orphan where it is, as with a policy. An orphan that became reachable since is one no more; until
+    the next finding it may still be named, which costs a cached block.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._rounds = [_Round(np.empty(0, np.uint64)) for _ in residency.tiers]
+
+    def replace(self, by_tier: Sequence[Tokens]) -> None:
+        """Take what was found now, for each tier, by falling depth. The arrays are its own from here on."""
+        self._rounds = [_Round(tokens) for tokens in by_tier]
+
+    def next(self, policy: Policy, exclude: Container[int], tenant: int | None) -> int:
+        """Return an orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, one of its
+        own."""
+        residency, orphans = self._residency, self._rounds[policy.tier]
+        for _ in range(min(len(orphans), MAX_ORPHANS_SEEN)):
+            row = residency.current(orphans.look())
+            if row < 0 or not residency.has(row, policy.tier):
+                orphans.drop()
+            else:
+                # A tenant may be asked for room where it is the one that needs it, or stays above its minimum.
+                fits = residency.tenant_of(row) == tenant if tenant is not None else policy.spares_minimum(row)
+                if fits and row not in exclude and residency.is_evictable(row, policy.tier):
+                    return row
+                orphans.keep()
+        return -1
 
 
 class Victims:
-    """Of the tier of `policy`."""
+    """The victims of one tier, the one of `policy`."""
 
     def __init__(self, policy: Policy, residency: Residency, orphans: OrphanQueue, clock: Clock) -> None:
-        self._policy = policy
+        self.policy = policy
         self._residency = residency
         self._orphans = orphans
         self._clock = clock
         self._named = -1  # by the policy, the last time
 
-    def follow(self, policy: Policy) -> None:
-        """From now on this policy of the same tier decides."""
-        self._policy = policy
-
     def next(self, exclude: Container[int], tenant: int | None = None) -> int:
-        """The row to evict next, or -1. With `tenant`, one of its own."""
+        """Return the row to evict next, or -1. With `tenant`, one of its own."""
         self._named = -1
-        row = self._orphans.next(self._policy, exclude, tenant)
+        row = self._orphans.next(self.policy, exclude, tenant)
         if row < 0:
-            row = self._named = self._policy.next_victim(self._clock.monotonic_ns(), exclude=exclude, tenant=tenant)
+            row = self._named = self.policy.next_victim(self._clock.monotonic_ns(), exclude=exclude, tenant=tenant)
         return row
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
-        """Whether the policy would rather keep `victim`, which `next` has just named, than store the block of this key
-        and depth. An orphan is evicted in any case."""
-        return victim == self._named and self._policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
+        """Say whether the policy would rather keep `victim`, which `next` has just named, than store the block of this
+        key and depth. An orphan is evicted in any case."""
+        return victim == self._named and self.policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
-        """Blocks `keys`, which continue row `parent`, are about to ask for room."""
-        self._policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
-
-    def is_over_quota(self, tenant: int, nbytes: int) -> bool:
-        """Whether `nbytes` more would take the tenant over its quota: it has to make room from its own blocks."""
-        share = self._policy.shares.get(tenant)
-        if share is None or share.max_bytes is None:
-            return False
-        residency, tier = self._residency, self._policy.tier
-        held_bytes = residency.tenant_bytes(tenant, tier) + residency.reserved_bytes(tenant, tier)
-        return held_bytes + nbytes > share.max_bytes
-
-    def spares_minimum(self, row: int) -> bool:
-        """Whether the block's tenant still has its minimum without it."""
-        return self._policy.spares_minimum(row)
+        """Announce that blocks `keys`, which continue row `parent`, are about to ask for room."""
+        self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
     @property
     def tier(self) -> int:
-        return self._policy.tier
+        return self.policy.tier
 
 
 class SkippedRows(Container[int]):
@@ -84,7 +134,7 @@ class SkippedRows(Container[int]):
         self.containers: set[int] = set()
 
     def begin(self) -> None:
-        """Another question begins."""
+        """Begin another question."""
         self._looks_left = MAX_LOOKS
 
     @property
@@ -93,7 +143,7 @@ class SkippedRows(Container[int]):
 
     @property
     def shortest(self) -> Container[int]:
-        """The same in the form that takes the least time to ask."""
+        """The rows in the form that takes the least time to ask."""
         return self if self.containers else self.rows
 
     def __contains__(self, row: object) -> bool:
@@ -109,7 +159,7 @@ class SkippedRows(Container[int]):
 
 
 class AllBut(SkippedRows):
-    """The other way round: all containers but `wanted` are passed over."""
+    """Rows of which all containers but `wanted` are passed over."""
 
     def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
         super().__init__(copies, rows)
@@ -117,3 +167,47 @@ class AllBut(SkippedRows):
 
     def wants(self, container: int) -> bool:
         return container in self._wanted
+
+
+class Coldest:
+    """The blocks of a container's kind in the order of their eviction while the container is emptied: the policy's
+    order over all containers of that kind; where that takes too long to ask for, the container's own blocks, the one
+    that was not used for longest first. Never one of `stuck`, which the caller adds to."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        victims: Victims,
+        kind: AbstractSet[int],
+        report: ContainerReport,
+        stuck: set[int],
+    ) -> None:
+        self._residency = residency
+        self._position = victims.tier
+        self._victims = victims
+        self._container = report.container
+        self._others = AllBut(residency.copies[victims.tier], kind)
+        self._others.rows = stuck
+        self._oldest: Iterator[int] | None = None
+
+    def next(self) -> int:
+        """Return the next row, or -1."""
+        if self._oldest is None:
+            self._others.begin()
+            row = self._victims.next(self._others)
+            if row >= 0 and not self._others.is_exhausted:
+                return row
+            self._oldest = self._by_last_use()
+        rows, may_go = self._others.rows, partial(self._residency.is_evictable, tier=self._position)
+        spares = self._victims.policy.spares_minimum
+        return next((row for row in self._oldest if row not in rows and may_go(row) and spares(row)), -1)
+
+    def _by_last_use(self) -> Iterator[int]:
+        """Yield children before their parents: a run of blocks is used at once, and a parent whenever its child is."""
+        residency, position = self._residency, self._position
+        rows = residency.rows_in(position, self._container)
+        rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
+        for token in [residency.token(row) for row in rows]:
+            row = residency.current(token)
+            if row >= 0 and residency.has(row, position):
+                yield row

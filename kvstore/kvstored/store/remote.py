@@ -1,0 +1,196 @@
+"""Knowledge of key-addressed tiers that other nodes share: whether asking them pays, and what they do not have. Pure:
+times are arguments, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstored.clock import NS_PER_S
+
+DEADLINE_MS = 50  # of a question; a client that computes instead has to know soon
+LEAST_DEADLINE_MS = 10
+SAVED_US_PER_TOKEN = 500.0  # of prefill, until it was seen: engines on CPUs take more, on GPUs less
+FIRST_EVERY, LAST_EVERY = 8, 512
+_DECAY = 0.8  # a question
+_PRIOR_ASKED, _PRIOR_FOUND = 16.0, 8.0  # blocks, before anything is known
+_REMEMBERED, _FEW = 64, 8  # answers
+_QUANTILE, _SLACK = 0.9, 2.0  # the deadline is so many times what so many answers took at most
+_PRIOR_S = 0.001
+FIRST_ABSENT_S, LAST_ABSENT_S = 1.0, 30.0  # how long an absence is believed
+MOST_ABSENT, MOST_MISSES = 16384, 1024
+LONGEST_US = 10_000_000  # a block: what takes longer was not computed at once
+_WEIGHT_UP, _WEIGHT_DOWN = 1 / 8, 1 / 2  # of compute that took longer, or less time, than known
+_WEIGHT, _QUICK_WEIGHT = 1 / 8, 1 / 2  # of an answer that took longer than expected, and of one that did not: a store
+# that was away is as quick as before when it is back
+
+
+class Verdict(Enum):
+    """Whether to ask."""
+
+    WAIT = "wait"  # ask, and wait for the answer within the deadline
+    ASIDE = "aside"  # ask, and let no request wait
+    NO = "no"
+
+
+class ComputeTimes:
+    """What computing a block takes an engine, as the daemon sees it: the time from a get that missed it to its put.
+
+    Owns the misses that were not put yet, a bounded number, and an estimate for each tenant. A put may come later than
+    the computation ended, so the estimate follows shorter times faster than longer ones.
+    """
+
+    def __init__(self) -> None:
+        self._missed: OrderedDict[tuple[int, bytes], int] = OrderedDict()  # since when, oldest first
+        self._block_us: dict[int, float] = {}
+
+    def missed(self, tenant: int, key: bytes, now_ns: int) -> None:
+        """Note that a get found the blocks of a chain up to `key`, and not that one."""
+        self._missed[tenant, key] = now_ns
+        self._missed.move_to_end((tenant, key))
+        if len(self._missed) > MOST_MISSES:
+            self._missed.popitem(last=False)
+
+    def put(self, tenant: int, key: bytes, blocks: int, now_ns: int) -> bool:
+        """Note a put of `blocks` of a chain, the first of them `key`. Return whether a get missed that one before."""
+        since_ns = self._missed.pop((tenant, key), None)
+        if since_ns is None:
+            return False
+        seen_us = (now_ns - since_ns) / 1000 / blocks
+        if seen_us <= LONGEST_US:
+            known_us = self._block_us.setdefault(tenant, seen_us)
+            self._block_us[tenant] += (_WEIGHT_UP if seen_us > known_us else _WEIGHT_DOWN) * (seen_us - known_us)
+        return True
+
+    def block_us(self, tenant: int) -> float | None:
+        """Return the microseconds that computing a block takes; None where nothing was seen yet."""
+        return self._block_us.get(tenant)
+
+
+class Absences:
+    """Blocks that key-addressed tiers said they do not have, for a short time.
+
+    Owns the negative answers, by tenant and key, each with how long it is believed: `FIRST_ABSENT_S` at first, twice as
+    long each time the answer is the same again, up to `LAST_ABSENT_S`. Invariants: an answer is never used for another
+    tenant; one for a block that this node has written there since, or that was deleted by order, is forgotten; at most
+    `most` are kept, the oldest answers are dropped first.
+    """
+
+    def __init__(self, most: int = MOST_ABSENT) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()  # until when, and for how long
+
+    def covers(self, tenant: int, key: bytes, now_ns: int) -> bool:
+        """Say whether the block is known not to be there."""
+        known = self._known.get((tenant, key))
+        return known is not None and now_ns < known[0]
+
+    def note(self, tenant: int, key: bytes, now_ns: int) -> None:
+        """Note that the tiers have just said that they do not have the block."""
+        known = self._known.pop((tenant, key), None)
+        lasts_s = FIRST_ABSENT_S if known is None else min(LAST_ABSENT_S, 2 * known[1])
+        self._known[tenant, key] = (now_ns + round(lasts_s * NS_PER_S), lasts_s)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        """Forget blocks `keys` of the tenant, or all of its blocks (None): they have been written or deleted."""
+        if keys is None:
+            keys = [key for owner, key in self._known if owner == tenant]
+        for key in keys:
+            self._known.pop((tenant, key), None)
+
+
+class AnswerTimes:
+    """The time that a tier takes to answer, late answers included."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self.expected_s = _PRIOR_S
+        self.deadline_s = DEADLINE_MS / 1000
+
+    def add(self, seconds: float) -> None:
+        if not self._recent:
+            self.expected_s = seconds
+        else:
+            self.expected_s += (_WEIGHT if seconds > self.expected_s else _QUICK_WEIGHT) * (seconds - self.expected_s)
+        self._recent.append(seconds)
+        if len(self._recent) >= _FEW:
+            ordered = sorted(self._recent)
+            wanted_s = _SLACK * ordered[int(_QUANTILE * (len(ordered) - 1))]
+            self.deadline_s = min(DEADLINE_MS, max(LEAST_DEADLINE_MS, wanted_s * 1000)) / 1000
+
+
+@dataclass(slots=True)
+class _Tenant:
+    asked: float = _PRIOR_ASKED  # blocks, decayed
+    found: float = _PRIOR_FOUND
+    block_bytes: float = 0.0  # of those found
+    declined: int = 0  # since the last question
+    every: int = FIRST_EVERY
+    hopeless: int = 0  # missing tokens for which asking did not pay by the present estimates; fewer do not either
+
+
+class RemoteValue:
+    """The worth of a question to key-addressed tiers: the compute that it is expected to save, less what it takes.
+
+    Owns what each tenant's questions have found. A question that does not pay is asked all the same now and then, with
+    no request waiting for it, so that a store which begins to pay is noticed: each n-th time, n twice as large after
+    each of these that found nothing. Computing a token takes `saved_us_per_token`, where `compute` has not seen it.
+    """
+
+    def __init__(self, saved_us_per_token: float = SAVED_US_PER_TOKEN, compute: ComputeTimes | None = None) -> None:
+        self._compute = compute or ComputeTimes()
+        self._saved_us_per_token = saved_us_per_token
+        self._tenants: dict[int, _Tenant] = {}
+
+    def block_bytes(self, tenant: int) -> int:
+        """Return the expected size of a block of the tenant; 0 where nothing was found yet."""
+        known = self._tenants.get(tenant)
+        return round(known.block_bytes) if known is not None else 0
+
+    def declines(self, tenant: int, tokens: int) -> bool:
+        """Say whether `judge` would say no for `tokens` missing ones, as it did for as many or more before; this counts
+        as asking it, and takes a tenth of its time."""
+        known = self._tenants.get(tenant)
+        if known is None or tokens > known.hopeless or known.declined + 1 >= known.every:
+            return False
+        known.declined += 1
+        return True
+
+    def expected_blocks(self, tenant: int, blocks: int) -> float:
+        """Return how many of `blocks` missing ones a question is expected to find."""
+        known = self._tenants.get(tenant)
+        return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
+
+    def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> Verdict:
+        """Say whether to ask for `blocks` missing ones; loading what is expected of them takes `load_us`."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant()
+        block_us = self._compute.block_us(tenant) or block_tokens * self._saved_us_per_token
+        computed_us = self.expected_blocks(tenant, blocks) * block_us
+        if computed_us - load_us > times.expected_s * 1e6:
+            return Verdict.WAIT if times.expected_s <= DEADLINE_MS / 1000 else Verdict.ASIDE
+        known.hopeless = blocks * block_tokens
+        known.declined += 1
+        if known.declined < known.every:
+            return Verdict.NO
+        known.declined = 0
+        return Verdict.ASIDE
+
+    def answered(self, tenant: int, asked: int, found: int, nbytes: int) -> None:
+        """Note that a question for `asked` blocks found `found`, of `nbytes` in all."""
+        known = self._tenants.setdefault(tenant, _Tenant())
+        known.hopeless = 0
+        known.asked = known.asked * _DECAY + asked
+        known.found = known.found * _DECAY + found
+        if found:
+            known.every = FIRST_EVERY
+            mean = nbytes / found
+            known.block_bytes += (mean - known.block_bytes) * (_WEIGHT if known.block_bytes else 1.0)
+        else:
+            known.every = min(LAST_EVERY, 2 * known.every)

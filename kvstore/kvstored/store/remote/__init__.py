@@ -1,1 +1,0 @@
-"""What is known of key-addressed tiers that other nodes share: whether asking them pays, and what they do not have."""
