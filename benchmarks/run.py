@@ -92,7 +92,6 @@ SUITE = (
     Benchmark("engine_schedule", _json, _without_engine),
     Benchmark("engine_compaction", _quick, _without_engine),
     Benchmark("sampled_choice", _json, _without_engine),
-    Benchmark("engine_no_compiler", _quick, _without_engine),
 )
 
 
