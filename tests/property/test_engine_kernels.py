@@ -21,6 +21,7 @@ from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, StepMe
 from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import paged_attention
 from kvstore_engine.kernels.work import ROWS_PER_ITEM, SPAN_TOKENS, plan_work
+from tests.reference.compilers import Compiler, native_kernels
 from tests.reference.examples import examples
 
 _OPERATION = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int, ct.c_int, ct.c_void_p)
@@ -171,7 +172,7 @@ _LENGTHS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["cpp", "numba", "reference"])
+@pytest.mark.parametrize("name", ["cpp", "reference"])
 @settings(deadline=None, max_examples=examples(40))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS, threads=st.integers(1, 3), seed=st.integers(0, 9))
 def test_agrees_with_the_definition(
@@ -188,7 +189,6 @@ def test_agrees_with_the_definition(
         np.testing.assert_allclose(result, sequence.expected(shape, kind), atol=5e-5, rtol=5e-5)
 
 
-@pytest.mark.parametrize("name", ["cpp", "numba"])
 @settings(deadline=None, max_examples=examples(25))
 @given(
     shape=_shapes(),
@@ -199,53 +199,46 @@ def test_agrees_with_the_definition(
     threads=st.integers(1, 4),
 )
 def test_a_rows_bits_do_not_depend_on_the_batch(
-    name: str, shape: AttentionShape, kind: LayerAttention, rows: int, before: int, cut: int, threads: int
+    shape: AttentionShape, kind: LayerAttention, rows: int, before: int, cut: int, threads: int
 ) -> None:
     """The whole at once, cut in two steps, the last row alone, contexts cut among threads or not: the same bits."""
     whole = _sequences(shape, [(rows, before)], seed=1)[0]
-    (together,) = _run(select_kernels(name), shape, [whole], 1, kind)
+    kernels = select_kernels("cpp")
+    (together,) = _run(kernels, shape, [whole], 1, kind)
     cut = min(cut, rows - 1)
     for first, last in ((0, cut), (cut, rows), (rows - 1, rows), (0, rows)):
-        (alone,) = _run(select_kernels(name), shape, [whole.part(first, last)], threads, kind)
+        (alone,) = _run(kernels, shape, [whole.part(first, last)], threads, kind)
         np.testing.assert_array_equal(alone, together[first:last])
 
 
-@pytest.mark.parametrize("name", ["cpp", "numba"])
-def test_threads_that_share_a_long_context_give_the_bits_of_one(name: str) -> None:
+def test_threads_that_share_a_long_context_give_the_bits_of_one() -> None:
     shape = AttentionShape(6, 2, 64, 16, KV_TYPES["f16"])
     sequences = _sequences(shape, [(1, 3000), (5, 1100), (40, 700)], seed=3)
-    alone = _run(select_kernels(name), shape, sequences, 1)
+    kernels = select_kernels("cpp")
+    alone = _run(kernels, shape, sequences, 1)
     for _ in range(5):
-        shared = _run(select_kernels(name), shape, sequences, 4, at_once=True)
+        shared = _run(kernels, shape, sequences, 4, at_once=True)
         for one, other in zip(alone, shared, strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-@settings(deadline=None, max_examples=examples(30))
-@given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS)
-def test_numba_gives_the_compilers_bits(
-    shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]
-) -> None:
-    """K/V that one wrote may then be read by the other: a store may hold blocks of both."""
-    if select_kernels("cpp").isa == "baseline":  # type: ignore[attr-defined]
-        pytest.skip("this processor has no fused multiply-add")
-    sequences = _sequences(shape, lengths, seed=7)
-    compiled, numba = (_run(select_kernels(name), shape, sequences, 2, kind) for name in ("cpp", "numba"))
-    for one, other in zip(compiled, numba, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 _ISAS = {"x86_64": ["avx512", "avx2", "baseline"], "aarch64": ["neon"]}.get(platform.machine(), ["baseline"])
 
 
+@pytest.mark.parametrize("compiler", ["system", "zig"])
 @pytest.mark.parametrize("isa", _ISAS)
 @settings(deadline=None, max_examples=examples(20))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS)
 def test_every_instruction_set_agrees(
-    isa: str, shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]
+    compiler: Compiler, isa: str, shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]
 ) -> None:
-    """With the definition to rounding; and those that have fused multiply-add with one another to the bit."""
-    kernels = _kernels_for(isa)
+    """With the definition to rounding; and those that have fused multiply-add with one another to the bit: a store may
+    hold blocks of all.
+    """
+    if isa not in native_kernels(compiler).isas:
+        assert isa not in native_kernels("system").isas
+        pytest.skip(f"this machine has no {isa}")
+    kernels = native_kernels(compiler, isa)
     sequences = _sequences(shape, lengths, seed=5)
     results = _run(kernels, shape, sequences, 2, kind)
     best = _run(select_kernels("cpp"), shape, sequences, 1, kind)
@@ -253,13 +246,6 @@ def test_every_instruction_set_agrees(
         np.testing.assert_allclose(result, sequence.expected(shape, kind), atol=5e-5, rtol=5e-5)
         if isa != "baseline":
             np.testing.assert_array_equal(result, wanted)
-
-
-def _kernels_for(isa: str) -> NativeKernels:
-    library = build_kernels()
-    if isa not in NativeKernels(library).isas:
-        pytest.skip(f"this machine has no {isa}")
-    return NativeKernels(library, isa)
 
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:

@@ -95,7 +95,7 @@ def test_wrong_copies_are_refused_before_memory_is_touched() -> None:
         pool.gather_block([0, 1], right)
 
 
-@pytest.mark.parametrize("kernels", ["cpp", "numba", "reference"])
+@pytest.mark.parametrize("kernels", ["cpp", "reference"])
 @settings(deadline=None, max_examples=examples(40))
 @given(data=st.data())
 def test_moved_blocks_are_where_they_were_sent_and_no_other_changes(kernels: str, data: st.DataObject) -> None:

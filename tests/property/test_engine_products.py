@@ -1,4 +1,4 @@
-"""Products with interleaved q8_0 and q4_0 matrices by numba: the compiler's bits, and the definition."""
+"""Products with interleaved q8_0 and q4_0 matrices: the definition, and the same bits by either compiler."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
-from kvstore_engine.kernels import Kernels, select_kernels
+from kvstore_engine.kernels import Kernels
 from kvstore_engine.kernels.layout import Product
+from tests.reference.compilers import Compiler, native_kernels
 from tests.reference.examples import examples
 from tests.reference.product_graph import ProductGraph, random_matrix
 from tests.reference.quantised_product import quantised_product
@@ -17,6 +18,7 @@ def _address(kernels: Kernels, matrix_type: int) -> int:
     return kernels.q8_product_address if matrix_type == Q8_0 else kernels.q4_product_address
 
 
+@pytest.mark.parametrize("compiler", ["system", "zig"])
 @pytest.mark.parametrize("matrix_type", [Q4_0, Q8_0])
 @settings(max_examples=examples(40))
 @given(
@@ -27,7 +29,8 @@ def _address(kernels: Kernels, matrix_type: int) -> int:
     magnitude=st.sampled_from([1e-3, 1.0, 1e4]),
     seed=st.integers(0, 99),
 )
-def test_numba_gives_the_compilers_bits(
+def test_a_product_is_the_definitions_and_the_system_compilers(
+    compiler: Compiler,
     matrix_type: int,
     groups: int,
     blocks: int,
@@ -36,8 +39,8 @@ def test_numba_gives_the_compilers_bits(
     magnitude: float,
     seed: int,
 ) -> None:
-    compiled, numba = (select_kernels(name) for name in ("cpp", "numba"))
-    if not (_address(compiled, matrix_type) and _address(numba, matrix_type)):
+    system, tried = native_kernels("system"), native_kernels(compiler)
+    if not _address(system, matrix_type):
         pytest.skip("this processor leaves the product to ggml")
     random = np.random.default_rng(seed)
     matrix = random_matrix(random, 8 * groups, 32 * blocks, matrix_type)
@@ -46,7 +49,7 @@ def test_numba_gives_the_compilers_bits(
     graph = ProductGraph(rows, matrix, matrix_type)
     try:
         theirs, ours = (
-            graph.ours(_address(kernels, matrix_type), Product.new(), threads) for kernels in (compiled, numba)
+            graph.ours(_address(kernels, matrix_type), Product.new(), threads) for kernels in (system, tried)
         )
     finally:
         graph.close()

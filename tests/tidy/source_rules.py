@@ -12,9 +12,7 @@ from collections.abc import Iterator
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 FORBIDDEN_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"})
-HEAVY_IMPORTS = frozenset(
-    {"torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "numba", "llvmlite", "xllamacpp", "tokenizers"}
-)
+HEAVY_IMPORTS = frozenset({"torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "xllamacpp", "tokenizers"})
 _LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
 VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
 

@@ -95,7 +95,7 @@ def test_the_rules_of_texts_find_what_they_forbid(rule: Callable[[str], object],
         (rules.long_functions, "def f():\n" + "    x = 1\n" * 70, "def f():\n" + "    x = 1\n" * 69),
         (rules.missing_docstring, "import os\n", '"""What it owns."""\nimport os\n'),
         (rules.relative_imports, "from . import x\n", "from kvstored import x\n"),
-        (rules.heavy_imports, "def f():\n    import numba\n", "if TYPE_CHECKING:\n    import numba\n"),
+        (rules.heavy_imports, "def f():\n    import torch\n", "if TYPE_CHECKING:\n    import torch\n"),
         (rules.memoryview_copies, "v = memoryview(b)\nv[0:4] = data\n", "v = np.zeros(4)\nv[0:4] = data\n"),
         (
             rules.memoryview_copies,

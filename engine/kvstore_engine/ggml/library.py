@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_engine.errors import OperationError
-from kvstore_engine.ggml.prototypes import PROTOTYPES, LogCallback
 from kvstore_engine.ggml.structs import InitParams, Tensor, tensor_at
 
 LIBRARY_VARIABLE = "KVENGINE_GGML"
@@ -32,6 +31,80 @@ _CPU_FEATURES = (
 _F32 = 0
 _WARNING_LEVEL, _ERROR_LEVEL = 3, 4  # GGML_LOG_LEVEL_*; 5 continues the line before
 _log = logging.getLogger("ggml")
+
+_P, _I, _L, _F, _Z, _S, _B = ct.c_void_p, ct.c_int, ct.c_int64, ct.c_float, ct.c_size_t, ct.c_char_p, ct.c_bool
+_LogCallback = ct.CFUNCTYPE(None, ct.c_int, ct.c_char_p, ct.c_void_p)
+# The functions that the engine calls: `Library` binds exactly these, so a library that lacks one is refused at load and
+# not in the middle of a prompt. All belong to ggml's public C API (ggml.h, ggml-alloc.h, ggml-backend.h, ggml-cpu.h),
+# which has been stable across the builds that we support; `llama_*` is not used: its parameter structs drift.
+_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    # contexts and graphs
+    "ggml_init": (_P, (InitParams,)),
+    "ggml_free": (None, (_P,)),
+    "ggml_version": (_S, ()),
+    "ggml_log_set": (None, (_LogCallback, _P)),
+    "ggml_tensor_overhead": (_Z, ()),
+    "ggml_graph_overhead_custom": (_Z, (_Z, _B)),
+    "ggml_new_graph_custom": (_P, (_P, _Z, _B)),
+    "ggml_build_forward_expand": (None, (_P, _P)),
+    # tensors
+    "ggml_new_tensor_1d": (_P, (_P, _I, _L)),
+    "ggml_new_tensor_2d": (_P, (_P, _I, _L, _L)),
+    "ggml_set_name": (_P, (_P, _S)),
+    "ggml_view_2d": (_P, (_P, _P, _L, _L, _Z, _Z)),
+    "ggml_view_3d": (_P, (_P, _P, _L, _L, _L, _Z, _Z, _Z)),
+    "ggml_set_input": (None, (_P,)),
+    "ggml_set_output": (None, (_P,)),
+    "ggml_get_data": (_P, (_P,)),
+    "ggml_nbytes": (_Z, (_P,)),
+    "ggml_row_size": (_Z, (_I, _L)),
+    # types
+    "ggml_type_name": (_S, (_I,)),
+    "ggml_type_size": (_Z, (_I,)),
+    "ggml_blck_size": (_L, (_I,)),
+    "ggml_get_type_traits": (_P, (_I,)),
+    "ggml_get_type_traits_cpu": (_P, (_I,)),
+    # operations
+    "ggml_add": (_P, (_P, _P, _P)),
+    "ggml_mul": (_P, (_P, _P, _P)),
+    "ggml_mul_mat": (_P, (_P, _P, _P)),
+    "ggml_rms_norm": (_P, (_P, _P, _F)),
+    "ggml_get_rows": (_P, (_P, _P, _P)),
+    "ggml_set_rows": (_P, (_P, _P, _P, _P)),
+    "ggml_reshape_2d": (_P, (_P, _P, _L, _L)),
+    "ggml_reshape_3d": (_P, (_P, _P, _L, _L, _L)),
+    "ggml_rope_ext": (_P, (_P, _P, _P, _P, _I, _I, _I, _F, _F, _F, _F, _F, _F)),
+    "ggml_swiglu": (_P, (_P, _P)),
+    "ggml_swiglu_split": (_P, (_P, _P, _P)),
+    "ggml_geglu_split": (_P, (_P, _P, _P)),
+    "ggml_scale": (_P, (_P, _P, _F)),
+    "ggml_tanh": (_P, (_P, _P)),
+    "ggml_custom_4d": (_P, (_P, _I, _L, _L, _L, _L, ct.POINTER(_P), _I, _P, _I, _P)),
+    # the CPU backend, its buffers and its graph allocator
+    "ggml_cpu_init": (None, ()),
+    "ggml_backend_cpu_init": (_P, ()),
+    "ggml_backend_free": (None, (_P,)),
+    "ggml_backend_cpu_set_n_threads": (None, (_P, _I)),
+    "ggml_backend_graph_compute": (_I, (_P, _P)),
+    "ggml_backend_cpu_buffer_type": (_P, ()),
+    "ggml_backend_cpu_buffer_from_ptr": (_P, (_P, _Z)),
+    "ggml_backend_buft_alloc_buffer": (_P, (_P, _Z)),
+    "ggml_backend_buft_get_alloc_size": (_Z, (_P, _P)),
+    "ggml_backend_buft_name": (_S, (_P,)),
+    "ggml_backend_buffer_get_base": (_P, (_P,)),
+    "ggml_backend_buffer_set_usage": (None, (_P, _I)),
+    "ggml_backend_buffer_free": (None, (_P,)),
+    "ggml_backend_tensor_alloc": (_I, (_P, _P, _P)),
+    "ggml_backend_tensor_set": (None, (_P, _P, _Z, _Z)),
+    "ggml_gallocr_new": (_P, (_P,)),
+    "ggml_gallocr_reserve": (_B, (_P, _P)),
+    "ggml_gallocr_alloc_graph": (_B, (_P, _P)),
+    "ggml_gallocr_get_buffer_size": (_Z, (_P, _I)),
+    "ggml_gallocr_free": (None, (_P,)),
+    "ggml_backend_cpu_reg": (_P, ()),
+    "ggml_backend_reg_get_proc_address": (_P, (_P, _S)),
+    "ggml_backend_reg_dev_get": (_P, (_P, _Z)),
+}
 
 # How long libgomp's threads spin at each of ggml's barriers before they sleep. Its default (300,000 loops) is fast
 # alone and ruinous beside others: with two threads on two busy cores, a decode step of a 135M model took 0.2-1.5 s;
@@ -51,7 +124,7 @@ def _forward_log(level: int, text: bytes, _: int | None) -> None:
     _log.log(severity, "%s", text.decode(errors="replace").rstrip())
 
 
-_LOG_CALLBACK = LogCallback(_forward_log)  # ggml keeps the pointer: it must live as long as the process
+_LOG_CALLBACK = _LogCallback(_forward_log)  # ggml keeps the pointer: it must live as long as the process
 
 
 class Library:
@@ -67,7 +140,7 @@ class Library:
             self._libraries = [ct.CDLL(str(file), mode=ct.RTLD_LOCAL) for file in _members(path)]
         except OSError as error:
             raise GGMLError(f"ggml library {path} cannot be loaded: {error}") from None
-        self._functions = {name.removeprefix("ggml_"): self._bind(name) for name in PROTOTYPES}
+        self._functions = {name.removeprefix("ggml_"): self._bind(name) for name in _PROTOTYPES}
         self.log_set(_LOG_CALLBACK, None)
         self.cpu_init()
         self._check_layout()
@@ -76,7 +149,7 @@ class Library:
         try:
             function: Callable[..., Any] = self.__dict__["_functions"][name]
         except KeyError:
-            raise AttributeError(f"ggml_{name} is not bound: add it to PROTOTYPES") from None
+            raise AttributeError(f"ggml_{name} is not bound: add it to _PROTOTYPES") from None
         self.__dict__[name] = function  # later look-ups skip this method
         return function
 
@@ -87,7 +160,7 @@ class Library:
         function = self._symbol(name)
         if function is None:
             raise GGMLError(f"ggml library {self.path} has no {name}: too old, or not a ggml with a CPU backend")
-        function.restype, function.argtypes = PROTOTYPES[name]
+        function.restype, function.argtypes = _PROTOTYPES[name]
         bound: Callable[..., Any] = function
         return bound
 

@@ -13,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +26,18 @@ _SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")
 _HEADERS = ("layout.h", "simd.h", "elements.h", "pass.h", "tile.h", "tile_sums.h", "product.h")
 # -ffp-contract=off and no -ffast-math: the sources say where operations fuse and in which order sums are formed, so
 # that a row's result does not depend on the loop that computes it.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fPIC", "-pthread", "-g0")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _TIMEOUT_S = 600.0  # it takes ten seconds of one core, which may be shared
+
+
+class _Compiler(NamedTuple):
+    """Commands that compile C++, link it, and say which version they are."""
+
+    compile: tuple[str, ...]
+    link: tuple[str, ...]
+    version: tuple[str, ...]
 
 
 class _Unit(NamedTuple):
@@ -69,33 +79,44 @@ def _units(machine: str) -> list[_Unit]:
     return [*attention, *products, dispatch, _Unit("block_copy.cpp", ())]
 
 
-def _compiler() -> str:
+def _compiler() -> _Compiler:
+    """Return the system's compiler, or Zig's of the wheel `ziglang`. Raises BuildError."""
     candidates = [os.environ.get("CXX"), "g++", "c++", "clang++"]
     found = next((path for name in candidates if name and (path := shutil.which(name))), None)
-    if found is None:
-        raise BuildError("no C++ compiler (looked for $CXX, g++, c++, clang++)")
-    return found
+    if found is not None:
+        return _Compiler((found,), (found, "-shared", "-pthread", "-s"), (found, "--version"))
+    wheel = find_spec("ziglang")
+    if wheel is None or wheel.origin is None:
+        raise BuildError(
+            "no C++ compiler (looked for $CXX, g++, c++, clang++): install one, or `pip install 'kvstored[compiler]'`"
+        )
+    zig = str(Path(wheel.origin).with_name("zig"))
+    # Without a target it compiles for this very processor. Its linker alone, as its driver first compiles the libraries
+    # to link with, for up to a minute: the C library is the one that Python has loaded.
+    target = f"{platform.machine()}-linux-gnu.2.17"
+    return _Compiler((zig, "c++", "-target", target), (zig, "ld.lld", "-shared", "-z", "now", "-s"), (zig, "version"))
 
 
-def _digest(compiler: str, units: list[_Unit]) -> str:
+def _digest(compiler: _Compiler, units: list[_Unit]) -> str:
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
     for name in _SOURCES + _HEADERS:
         digest.update((here / name).read_bytes())
-    for text in (compiler, _version(compiler), platform.machine(), *_FLAGS, *(str(unit) for unit in units)):
+    texts = (*compiler.compile, _version(compiler.version), platform.machine(), *_FLAGS, *(str(unit) for unit in units))
+    for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _version(compiler: str) -> str:
+def _version(command: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{compiler} --version failed: {error}") from None
+        raise BuildError(f"{' '.join(command)} failed: {error}") from None
     return done.stdout
 
 
-def _build(compiler: str, units: list[_Unit], target: Path) -> None:
+def _build(compiler: _Compiler, units: list[_Unit], target: Path) -> None:
     """Compile next to the target, then rename: two processes at once both end with a whole file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -106,29 +127,29 @@ def _build(compiler: str, units: list[_Unit], target: Path) -> None:
     try:
         objects = [str(Path(folder) / f"{index}.o") for index in range(len(units))]
         here = Path(__file__).parent
-        _run_all(
-            [
-                [compiler, *_FLAGS, *unit.flags, "-c", str(here / unit.source), "-o", made]
-                for unit, made in zip(units, objects, strict=True)
-            ]
-        )
+        compiling = [
+            [*compiler.compile, *_FLAGS, *unit.flags, "-c", str(here / unit.source), "-o", made]
+            for unit, made in zip(units, objects, strict=True)
+        ]
+        _run_all(compiling, folder)
         linked = Path(folder) / "kernels.so"
-        _run_all([[compiler, "-shared", "-pthread", "-o", str(linked), *objects]])
+        _run_all([[*compiler.link, "-o", str(linked), *objects]], folder)
         linked.replace(target)
     except OSError as error:
-        raise BuildError(f"{compiler} could not be run: {error}") from None
+        raise BuildError(f"{compiler.compile[0]} could not be run: {error}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """Run `commands` side by side. Raises BuildError with the first line of what the first failure says."""
+def _run_all(commands: list[list[str]], folder: str) -> None:
+    """Run `commands` side by side, Zig's caches in `folder`. Raises BuildError with the first line of what the first
+    failure says.
+    """
     compiler = commands[0][0]
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
+    start = partial(subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-            for command in commands
-        ]
+        running = [stack.enter_context(start(command)) for command in commands]
         for process in running:
             try:
                 output, _ = process.communicate(timeout=_TIMEOUT_S)

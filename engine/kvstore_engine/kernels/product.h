@@ -5,7 +5,8 @@
 #include "elements.h"
 #include "layout.h"
 
-#include <vector>
+#include <cstdlib>
+#include <pthread.h>
 
 namespace {
 
@@ -99,6 +100,23 @@ inline int32_t sum_of_bytes(const int8_t* values) {
     return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1);
 }
 
+const pthread_key_t kWorkspace = [] {
+    pthread_key_t key;
+    pthread_key_create(&key, std::free);
+    return key;
+}();
+
+// This thread's `bytes` bytes of memory: kept for its next product, freed when it ends.
+inline void* workspace(size_t bytes) {
+    thread_local size_t held = 0;
+    if (held < bytes) {
+        std::free(pthread_getspecific(kWorkspace));
+        pthread_setspecific(kWorkspace, std::malloc(bytes));
+        held = bytes;
+    }
+    return pthread_getspecific(kWorkspace);
+}
+
 // The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each. Up to
 // `most` rows at a time are multiplied by multiply(tiles, rows, count, blocks, output, stride); of these each block's lie
 // together in `rows`, as Row::take makes them of 32 values.
@@ -107,13 +125,13 @@ void multiply_interleaved(const char* destination, int threads, Product* product
                           const Multiply& multiply) {
     const Operands given(destination, product);
     const int64_t blocks = given.elements / kBlock;
-    thread_local std::vector<Row> rows;  // each thread makes its own: to share them costs a barrier
-    rows.resize(given.count * blocks);
+    // Each thread makes its own: to share them costs a barrier.
+    Row* const rows = (Row*)workspace(given.count * blocks * sizeof(Row));
     lay_together(given, most, [&](const float* values, int64_t place) { rows[place].take(values); });
     share_columns(product, threads, given.columns, 4 * kTogether, [&](int64_t begin, int64_t end) {
         for (int64_t row = 0; row < given.count; row += most)
             for (int64_t column = begin; column < end; column += kTogether)
-                multiply(given.matrix + column / kTogether * blocks * tile_bytes, rows.data() + row * blocks,
+                multiply(given.matrix + column / kTogether * blocks * tile_bytes, rows + row * blocks,
                          std::min(most, given.count - row), blocks, given.output + row * given.columns + column,
                          given.columns);
     });

@@ -1,6 +1,6 @@
-"""Chooses the kernels: compiled C++ if this machine has a compiler, else numba, else numpy.
+"""Chooses the kernels: compiled C++ if this machine has a compiler, else numpy.
 
-Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|numba|reference
+Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|reference
 forces one, and then its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels'
 instruction set: a comparison with a ggml that was built without AVX-512 needs that.
 """
@@ -17,7 +17,7 @@ from kvstore_engine.kernels.reference import ReferenceKernels
 
 KERNEL_VARIABLE = "KVENGINE_KERNEL"
 ISA_VARIABLE = "KVENGINE_KERNEL_ISA"
-_NAMES = ("cpp", "numba", "reference")
+_NAMES = ("cpp", "reference")
 _log = logging.getLogger(__name__)
 
 
@@ -26,7 +26,7 @@ class KernelError(OperationError):
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """The kernels `name`, or those of $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
+    """Return the kernels `name`, or those of $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:
         return _fastest()
@@ -40,22 +40,15 @@ def _load(name: str) -> Kernels:
     if name == "reference":
         return ReferenceKernels()
     try:
-        if name == "cpp":
-            return NativeKernels(build_kernels(), os.environ.get(ISA_VARIABLE))
-        from kvstore_engine.kernels.paged_numba import NumbaKernels
-
-        return NumbaKernels()
+        return NativeKernels(build_kernels(), os.environ.get(ISA_VARIABLE))
     except (BuildError, OSError) as error:
         raise KernelError(f"kernels {name!r}: {error}") from None
-    except ImportError:
-        raise KernelError("kernels 'numba': run `pip install 'kvstored[engine]'`") from None
 
 
 @cache
 def _fastest() -> Kernels:
-    for name in _NAMES[:-1]:
-        try:
-            return _load(name)
-        except KernelError as error:
-            _log.warning("slower attention: %s", error)
-    return _load("reference")
+    try:
+        return _load("cpp")
+    except KernelError as error:
+        _log.warning("attention in numpy, much slower: %s", error)
+        return _load("reference")

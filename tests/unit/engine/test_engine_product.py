@@ -1,10 +1,6 @@
 """Rows times interleaved matrices: q4_0 to the bit as ggml's own products, q8_0 as its own order of sums says."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ import pytest
 from kvstore_engine.ggml import load_library, tensor_at
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.graph.products import ProductOperations
-from kvstore_engine.kernels import Kernels, select_kernels
+from kvstore_engine.kernels import Kernels
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
@@ -28,14 +24,13 @@ from tests.reference.examples import each_nth
 from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
 from tests.reference.quantised_product import quantised_product
 
-_TIMEOUT_S = 900
 _LIBRARY = build_kernels()
-_KERNELS = [*NativeKernels(_LIBRARY).isas, "numba"]
+_KERNELS = NativeKernels(_LIBRARY).isas
 
 
 def _operation(name: str, matrix_type: int) -> tuple[Kernels, int]:
     """The kernels, which own the operation, and its address."""
-    kernels = select_kernels("numba") if name == "numba" else NativeKernels(_LIBRARY, name)
+    kernels = NativeKernels(_LIBRARY, name)
     address = kernels.q8_product_address if matrix_type == Q8_0 else kernels.q4_product_address
     if not address:
         pytest.skip(f"{name} leaves the product to ggml")
@@ -104,29 +99,6 @@ def test_extreme_values_do_not_overflow(name: str, matrix_type: int, graphs: lis
     np.testing.assert_allclose(ours, quantised_product(rows, matrix, matrix_type), rtol=1e-3)
     np.testing.assert_array_equal(ours, _exact(graphs[0], rows, matrix, matrix_type))
     assert kernels.name
-
-
-@pytest.mark.slow
-def test_numba_has_the_same_bits_without_vnni() -> None:
-    """The tests above, for numba as it compiles for a processor that has AVX2 alone."""
-    from numba.core.codegen import get_host_cpu_features
-
-    features = get_host_cpu_features().split(",")
-    if "+avx2" not in features:
-        pytest.skip("this processor has no AVX2")
-    newer = ("avx512", "avxvnni", "avx10")
-    lesser = ["-" + name[1:] if name[1:].startswith(newer) else name for name in features]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "numba and not without", __file__]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"NUMBA_CPU_FEATURES": ",".join(lesser)},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "skipped" not in done.stdout, done.stdout
 
 
 def test_which_products_are_taken(graphs: list[ProductGraph]) -> None:

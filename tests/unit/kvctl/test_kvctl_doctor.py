@@ -390,7 +390,7 @@ def test_packages_that_are_old_or_missing_fail() -> None:
             return versions[name]
         raise machine.PackageNotFoundError(name)
 
-    required = ["grpcio>=1.71.2", "protobuf>=5.29", "xxhash>=3.4", 'numba>=0.60; extra == "engine"']
+    required = ["grpcio>=1.71.2", "protobuf>=5.29", "xxhash>=3.4", 'jinja2>=3.1; extra == "engine"']
     found = {finding.name: finding for finding in machine.python(required, installed)}
     assert set(found) == {"python", "grpcio", "protobuf", "xxhash"}
     assert found["grpcio"].level is Level.FAIL and "pip install 'grpcio>=1.71.2'" in found["grpcio"].advice
