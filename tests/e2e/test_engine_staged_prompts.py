@@ -165,7 +165,7 @@ def test_warm_up_teaches_each_stage_and_leaves_the_pool_free(staged: Staged) -> 
     free = staged.generator.pool.free_blocks
     staged.generator.warm_up()
     assert staged.generator.pool.free_blocks == free
-    assert [each.compute.samples for each in staged.costs] == [1, 1]
+    assert [each.steps.samples for each in staged.costs] == [1, 1]
 
 
 def test_the_timings_add_up(staged: Staged) -> None:

@@ -6,7 +6,7 @@ pool takes longer by a factor: its target is not in a cache, and it must be foun
 
 import math
 
-from kvstore_restore.regression import RecursiveLeastSquares
+from kvstore_restore.fit import Fit
 
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0
@@ -20,7 +20,7 @@ class TransferCosts:
     """Costs of copies between the pool and other memory, or within it. Not safe for use by two threads at once."""
 
     def __init__(self) -> None:
-        self.copy = RecursiveLeastSquares(_PRIOR, uncertainty=1.0)
+        self.copy = Fit(_PRIOR, uncertainty=1.0, memory=0.98)
         self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
