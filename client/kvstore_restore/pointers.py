@@ -12,6 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+_AGEING_CHUNKS_S = 16.0  # chunks of remaining work that a second of waiting counts for
+
+
+def turn(chunks: int, waited_s: float) -> float:
+    """Rank a request among those that share one compute and one link; the lowest is served first.
+
+    It has `chunks` left and has waited for `waited_s`. What is left is known exactly, so serving the shortest first is
+    possible; with ageing a long request is passed over for a bounded time only.
+    """
+    return chunks - _AGEING_CHUNKS_S * waited_s
+
 
 class State(Enum):
     """Of a chunk. LOST: it cannot be loaded."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
-from kvstore_engine.restore.record import RestorationRecord
-from kvstore_engine.restore.report import RestoreReport
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport
 
 _log = logging.getLogger(__name__)
 

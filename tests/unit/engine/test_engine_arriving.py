@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_engine.batching import BatchEngine, EngineSettings
-from kvstore_engine.batching.restoration import MAPPED
-from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.learned import MAPPED, LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks

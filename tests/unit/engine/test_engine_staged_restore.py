@@ -23,8 +23,8 @@ from kvstore_engine.stages import (
     stage_layers,
     store_prefix,
 )
-from kvstore_engine.stages.finding import Found, look_up
 from kvstore_engine.stages.restoration import StageSide
+from kvstore_engine.stages.stores import Found, look_up
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from kvstore_restore.stages import Stages
@@ -190,6 +190,13 @@ def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
     assert (second.plan, second.loaded) == ("load", _CHUNKS)  # computing would want the first stage to compute
 
 
+def _side(found: Found, costs: LearnedCosts, number: int = 0) -> StageSide:
+    return StageSide(
+        chunk_tokens=64, chunk_bytes=1000, learned=costs, number=number, layers=range(number, number + 1), found=found,
+        input_bytes=100,
+    )  # fmt: skip
+
+
 def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before_did_again() -> None:
     costs = LearnedCosts()
     assume(costs, [0.0, 1.0, 0.0])
@@ -197,7 +204,7 @@ def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before
 
     def side(number: int) -> StageSide:
         found = Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS)
-        made = StageSide(number, range(number, number + 1), found, 64, 1000, 100, costs)
+        made = _side(found, costs, number)
         made.make_plan(None if number == 0 else first)
         return made
 
@@ -219,7 +226,7 @@ def test_a_chunk_that_is_being_computed_when_the_loads_end_is_not_lost() -> None
     costs = LearnedCosts()
     assume(costs, [0.0, 1.0, 0.0])
     costs.expect_load("nvme", 1000, 0.125)
-    side = StageSide(0, range(2), Found(("nvme",) * _CHUNKS, ()), 64, 1000, 100, costs)
+    side = _side(Found(("nvme",) * _CHUNKS, ()), costs)
     side.make_plan(None)
     side.stages = Stages([side.pointers], [])
     assert side.stages.next_compute(0) == 0
@@ -413,7 +420,7 @@ def test_before_the_first_load_from_a_tier_the_daemon_is_believed() -> None:
     found = look_up(StageStore(session), prefix)
     assert found == Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS, {"nvme": 5.0})
     believed = replace(found, load_s={**found.load_s, "host": 1e-6})
-    side = StageSide(0, range(2), believed, 64, 1000, 100, costs)
+    side = _side(believed, costs)
     side.make_plan(None)
     assert side.alone == pytest.approx((5.0 * _CHUNKS, _CHUNKS / 8))
     assert side.plan is not None and side.plan.axis == "compute"
@@ -421,6 +428,6 @@ def test_before_the_first_load_from_a_tier_the_daemon_is_believed() -> None:
     known = LearnedCosts()
     assume(known, [0.0, 1.0, 0.0])
     known.observe_load("nvme", 1000, 0.001)
-    side = StageSide(0, range(2), found, 64, 1000, 100, known)
+    side = _side(found, known)
     side.make_plan(None)
     assert side.plan is not None and side.plan.axis == "load"

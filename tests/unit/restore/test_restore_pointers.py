@@ -5,8 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Remaining, Turn, in_turn
-from kvstore_restore.pointers import Pointers, State
+from kvstore_restore.pointers import Pointers, State, turn
 
 
 def test_the_two_meet() -> None:
@@ -112,15 +111,6 @@ def test_every_chunk_is_present_once_whatever_becomes_of_the_loads(tiers: list[s
     assert pointers.computed + pointers.loaded == len(tiers)
 
 
-def test_the_rules_order_requests() -> None:
-    old, short, long = Remaining(0, 0.0, 10), Remaining(1, 1.0, 2), Remaining(2, 1.5, 30)
-    requests = [long, short, old]
-
-    def served(turn: Turn, now_s: float = 2.0) -> list[int]:
-        return [request.number for request in in_turn(requests, turn, now_s)]
-
-    assert served(FCFS.compute) == [0, 1, 2]
-    assert served(LONGEST_LOADS.load) == [2, 0, 1]
-    assert served(LONGEST_LOADS.compute) == [0, 1, 2]
-    assert served(SHORTEST.load) == [1, 0, 2]
-    assert served(DEFAULT.load) == [0, 1, 2]  # two seconds of waiting count for 32 chunks
+def test_the_shortest_is_first_and_waiting_counts() -> None:
+    assert turn(2, 1.0) < turn(10, 1.0) < turn(30, 1.0)
+    assert turn(10, 2.0) < turn(2, 1.0), "a second of waiting counts for 16 chunks"
