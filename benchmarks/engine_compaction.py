@@ -173,7 +173,7 @@ def _swaps(shape: Shape, costs: TransferCosts) -> Turn:
                 if way:
                     compactor.compact(held[way], 1)
                 runs[way] += count_runs(held[way].table)
-                ((held[way], _),) = swap_in(space, host, swap_out(space, host, [(held[way], len(tokens))]), [tokens])
+                held[way], _ = swap_in(space, host, swap_out(space, host, held[way], len(tokens)), tokens)
                 seconds[way] += clock() - begin
             for way, found in enumerate(both):
                 found.append(Spent(seconds[way], runs[way]))

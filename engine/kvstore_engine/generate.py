@@ -134,8 +134,8 @@ class Generator:
         the model computes no answer.
         """
         begin_s = time.perf_counter()
-        if settings.n != 1 or settings.beams is not None:
-            raise UsageError("a prompt has one answer here: ask for n = 1, without a beam search")
+        if settings.n != 1:
+            raise UsageError("a prompt has one answer here: ask for n = 1")
         self._wake()
         ids = self.tokenizer.encode(prompt.text, add_special=not prompt.rendered, parse_special=prompt.rendered)
         tokenize_s = time.perf_counter() - begin_s

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
+from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.blocks import HostPool, swap_in, swap_out
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
@@ -29,7 +29,6 @@ from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
-from tests.reference.plain_beam_search import search
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
 
@@ -203,11 +202,11 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(tried: Loaded) -> None:
         outcome.take(engine.step())
     (sequence,) = engine.scheduler.run_queue.running
     saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
-    swapped = swap_out(space, host, [(sequence.held, sequence.computed)])
+    swapped = swap_out(space, host, sequence.held, sequence.computed)
     other = tried.prompt(8, 64 * 16)
     space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
     pool.planes[:, pool.free_flags] = 0xFF
-    ((sequence.block_table, copied),) = swap_in(space, host, swapped, [sequence.tokens[: sequence.length]])
+    sequence.block_table, copied = swap_in(space, host, swapped, sequence.tokens[: sequence.length])
     assert copied == len(saved)
     for block, bits in zip(sequence.held.blocks, saved, strict=True):
         rows = slice(None)
@@ -238,28 +237,6 @@ def test_alone_a_batch_engine_computes_the_same_bits_however_its_prompt_got_here
     assert shown[0] == shown[1] == shown[2]
     assert second.finished["local", 0].usage.local_tokens >= (count - 1) // 16 * 16
     assert third.finished["daemon", 0].usage.daemon_tokens == (count - 1) // 64 * 64
-
-
-@pytest.mark.parametrize(("width", "length_penalty"), [(2, 1.0), (4, 0.0), (5, 2.0)])
-def test_a_beam_search_finds_what_a_plain_one_finds(loaded: Loaded, width: int, length_penalty: float) -> None:
-    """The plain one computes every beam's whole text anew with the executor, alone, at every step."""
-    prompt, most_tokens = loaded.prompt(width, 37), 10
-    plain = search(
-        loaded.logits_alone,
-        prompt,
-        width=width,
-        most_tokens=most_tokens,
-        end_ids=loaded.tokenizer.end_ids,
-        length_penalty=length_penalty,
-    )
-    engine = loaded.engine(64)
-    beams = BeamSettings(width, length_penalty)
-    engine.add(request("b", prompt, most_tokens, beams=beams, n=width, ignore_end=False))
-    outcome = run(engine)
-    assert [outcome.tokens["b", index] for index in range(width)] == [tokens for tokens, _ in plain]
-    scores = [outcome.finished["b", index].score for index in range(width)]
-    assert scores == pytest.approx([score for _, score in plain], abs=most_tokens * 2 * loaded.noise())
-    assert engine.space.statistics().used == 0
 
 
 @pytest.mark.parametrize("shared", [0.5, 0.9])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BeamSettings, RequestSettings
+from kvstore_engine.batching import RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
 from kvstore_engine.generate import Generator
@@ -130,9 +130,8 @@ def test_a_store_that_cannot_be_reached_is_not_asked(bench: Bench) -> None:
 
 
 def test_an_answer_is_one(bench: Bench) -> None:
-    for settings in (_settings(n=2), _settings(beams=BeamSettings(2))):
-        with pytest.raises(UsageError, match="one answer"):
-            bench.generator().generate(Prompt("x"), settings)
+    with pytest.raises(UsageError, match="one answer"):
+        bench.generator().generate(Prompt("x"), _settings(n=2))
 
 
 def test_an_answer_that_cannot_be_computed_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,30 +126,6 @@ def test_two_answers_to_one_prompt_count_it_once(client: Any) -> None:
     assert two.usage.completion_tokens == 10
 
 
-def test_a_beam_search_finds_the_likeliest_answers(client: Any) -> None:
-    """The best of four beams is no less likely than the greedy answer; the answers differ; nothing is streamed."""
-    search = {"use_beam_search": True, "ignore_eos": True}
-
-    def likelihood(choice: Any) -> float:
-        return sum(entry.logprob for entry in choice.logprobs.content)
-
-    greedy = _chat(client, logprobs=True).choices[0]
-    found = _chat(client, n=3, logprobs=True, extra_body={**search, "best_of": _SEQUENCES}).choices
-    assert [choice.finish_reason for choice in found] == ["length"] * 3
-    totals = [likelihood(choice) for choice in found]
-    assert totals == sorted(totals, reverse=True)
-    assert totals[0] >= likelihood(greedy) - 1e-3
-    assert len({choice.message.content for choice in found}) == 3
-    assert _chat(client, extra_body={**search, "best_of": 1}).choices[0].message.content == greedy.message.content
-    completion = _complete(client, "the cat", n=2, extra_body={**search, "length_penalty": 0.5})
-    assert len({choice.text for choice in completion.choices}) == 2
-    assert completion.usage.completion_tokens == 32
-    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
-        _chat(client, stream=True, extra_body=search)
-    with pytest.raises(openai.BadRequestError, match=f"{_SEQUENCES} sequences"):
-        _chat(client, n=_SEQUENCES + 1, extra_body=search)
-
-
 def test_a_stop_string_ends_an_answer_and_is_not_shown(client: Any) -> None:
     text = _complete(client, "the cat", max_tokens=40).choices[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]

@@ -8,16 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings
-from kvstore_engine.errors import UsageError
+from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples
 from tests.reference.memory_session import MemorySession
-from tests.reference.plain_beam_search import search
-from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, logits_alone, twin_pool
+from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
 # A prompt is a beginning that others share, some whole blocks of it, and an end of its own.
 _PROMPTS = st.builds(
@@ -32,7 +30,6 @@ _REQUESTS = st.fixed_dictionaries(
         "tokens": _PROMPTS,
         "max_tokens": st.integers(1, 70),
         "n": st.sampled_from([1, 1, 1, 2, 3]),
-        "beams": st.sampled_from([None, None, None, 3, 4]),
         "tenant": st.sampled_from(["", "", "other"]),
         "priority": st.integers(0, 2),
         "store": st.booleans(),
@@ -89,15 +86,8 @@ def test_every_answer_is_what_its_request_alone_would_have_got(
     for kind, what in actions:
         if kind == "add":
             name, wanted = str(len(asked)), dict(what)
-            if (width := wanted["beams"]) is not None:
-                wanted["beams"], what["max_tokens"] = BeamSettings(width), min(what["max_tokens"], 24)
-                wanted["max_tokens"] = what["max_tokens"]
             asked.append(what)
-            try:
-                engine.add(request(name, wanted.pop("tokens"), **wanted))
-            except UsageError as error:
-                assert width is not None and "larger pool" in str(error)
-                what["n"] = 0
+            engine.add(request(name, wanted.pop("tokens"), **wanted))
         elif kind == "step":
             for _ in range(what):
                 outcome.take(engine.step())
@@ -110,11 +100,8 @@ def test_every_answer_is_what_its_request_alone_would_have_got(
     run(engine, outcome)
     for number, what in enumerate(asked):
         name, limit = str(number), min(what["max_tokens"], engine.context - len(what["tokens"]) + 1)
-        answers = [answer_alone(what["tokens"], limit)] * what["n"]
-        if what["beams"] is not None and answers:
-            found = search(logits_alone, what["tokens"], width=what["beams"], most_tokens=limit)
-            answers = [tokens for tokens, _ in found][: what["n"]]
-        for index, alone in enumerate(answers):
+        alone = answer_alone(what["tokens"], limit)
+        for index in range(what["n"]):
             finished = outcome.finished.get((name, index))
             if name in cancelled and (finished is None or finished.reason == "cancelled"):
                 assert outcome.tokens[name, index] == alone[: len(outcome.tokens[name, index])]

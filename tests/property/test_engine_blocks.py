@@ -157,49 +157,36 @@ class Blocks(RuleBasedStateMachine):
             self.live.remove(sequence)
             self.space.release(sequence.block_table)
 
-    @rule(target=yielded, sequence=consumes(sequences), most=st.integers(1, 4))
-    def swap_out(self, sequence: _Sequence, most: int) -> object:
-        """Alone, or together with others, whose blocks are copied once."""
+    @rule(target=yielded, sequence=consumes(sequences))
+    def swap_out(self, sequence: _Sequence) -> object:
         if sequence not in self.live:
             return multiple()
-        others = [each for each in self.live if each is not sequence and each.tenant == sequence.tenant]
-        unit = [sequence, *others[: most - 1]]
-        held = [(each.block_table, each.computed) for each in unit]
-        distinct = {block for block_table, computed in held for block in block_table.blocks[: -(-computed // _TOKENS)]}
+        self.live.remove(sequence)
         before = self.host.used_blocks
         try:
-            swapped = swap_out(self.space, self.host, held)
+            sequence.swapped = swap_out(self.space, self.host, sequence.block_table, sequence.computed)
         except HostPoolFull:
             assert self.host.used_blocks == before
             self.space.release(sequence.block_table)
-            self.live.remove(sequence)
             return multiple()
-        assert self.host.used_blocks - before == len(distinct)
-        for each, blocks in zip(unit, swapped, strict=True):
-            self.live.remove(each)
-            each.swapped = blocks
-        return unit
+        assert self.host.used_blocks - before == -(-sequence.computed // _TOKENS)
+        return sequence
 
-    @rule(target=sequences, unit=consumes(yielded))
-    def swap_in(self, unit: list[_Sequence]) -> object:
-        swapped = [each.swapped for each in unit if each.swapped is not None]
-        price = sum(
-            self.space.price_again(len(each.tokens), blocks.path, blocks.shared)
-            for each, blocks in zip(unit, swapped, strict=True)
-        )
+    @rule(target=sequences, sequence=consumes(yielded))
+    def swap_in(self, sequence: _Sequence) -> object:
+        swapped = sequence.swapped
+        assert swapped is not None
+        price = self.space.price_again(len(sequence.tokens), swapped.path)
         before = self.space.available_blocks
         try:
-            back = swap_in(self.space, self.host, swapped, [np.array(each.tokens, np.int32) for each in unit])
+            sequence.block_table, _ = swap_in(self.space, self.host, swapped, np.array(sequence.tokens, np.int32))
         except PoolExhausted:
             assert price > before == self.space.available_blocks
-            for blocks in swapped:
-                self.host.free(blocks.places)
+            self.host.free(swapped.places)
             return multiple()
         assert self.space.available_blocks == before - price
-        for each, (block_table, _) in zip(unit, back, strict=True):
-            each.block_table = block_table
-        self.live += unit
-        return multiple(*unit)
+        self.live.append(sequence)
+        return sequence
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), transfers=st.sampled_from([0.0, 1.0, 1e4]))

@@ -64,14 +64,6 @@ def answer_alone(prompt: Sequence[int], count: int, end_ids: frozenset[int] = fr
     return tokens
 
 
-def logits_alone(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """The row after all of `tokens`, without any pool."""
-    total = 0
-    for position, token in enumerate(tokens):
-        total = _add(total, _row(token, position, total), position)
-    return _logits(total)
-
-
 @dataclass
 class TwinCompute:
     """Computes over `pool`. `on_step(slices)` may raise, count, or move a clock."""

@@ -5,7 +5,7 @@ from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
-from kvstore_engine.batching.request import BeamSettings, Request, RequestSettings
+from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.batching.settings import POLICIES, EngineSettings
 from kvstore_engine.batching.verified_compute import VerifiedCompute
 from kvstore_engine.policies import Overloaded
@@ -13,7 +13,6 @@ from kvstore_engine.policies import Overloaded
 __all__ = [
     "POLICIES",
     "BatchEngine",
-    "BeamSettings",
     "Compute",
     "Constraint",
     "EngineSettings",

@@ -3,7 +3,7 @@
 Owns plain values. `batch_planner` decides what is in a batch.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvstore_engine.batching.observer import SequencePart
 from kvstore_engine.batching.sequence import Sequence
@@ -52,12 +52,14 @@ class Batch:
         return sum(part.end - part.begin for part in self.parts if not part.is_decode)
 
     def record(self) -> tuple[SequencePart, ...]:
-        """For observers: one entry an answer. The beams of a search are one entry, with the rows of all."""
-        found: dict[tuple[str, int], SequencePart] = {}
-        for part in self.parts:
-            key, rows = (part.sequence.request.id, part.sequence.index), part.end - part.begin
-            if (known := found.get(key)) is not None:
-                found[key] = replace(known, tokens=known.tokens + rows)
-            else:
-                found[key] = SequencePart(*key, "decode" if part.is_decode else "prefill", rows, part.begin)
-        return tuple(found.values())
+        """Return one entry for each answer, for observers."""
+        return tuple(
+            SequencePart(
+                part.sequence.request.id,
+                part.sequence.index,
+                "decode" if part.is_decode else "prefill",
+                part.end - part.begin,
+                part.begin,
+            )
+            for part in self.parts
+        )

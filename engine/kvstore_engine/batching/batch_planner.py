@@ -33,7 +33,7 @@ _ROW_GROUP = 4  # see above
 class BatchPlanner:
     """Plans batches over one space.
 
-    `make_room(sequence)` preempts a unit, perhaps that of `sequence`, and returns False if no other unit runs.
+    `make_room(sequence)` preempts a sequence, perhaps `sequence`, and returns False if no other one runs.
     """
 
     def __init__(
@@ -71,9 +71,7 @@ class BatchPlanner:
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
         """The next step. `decoding`: those that yield last first; `prompts`: in the order in which they are served."""
-        planned = {sequence: part for sequence in decoding if (part := self._decode(sequence)) is not None}
-        # Beams step together: if one has no block, all of its unit wait.
-        decodes = [part for sequence, part in planned.items() if all(beam in planned for beam in sequence.unit)]
+        decodes = [part for sequence in decoding if (part := self._decode(sequence)) is not None]
         budget = 0
         if prompts:
             pieces = [(1, part.begin) for part in decodes]
@@ -122,7 +120,7 @@ class BatchPlanner:
         if sequence.block_table is None:
             return None
         self.skip_ready(sequence)
-        limit = sequence.prefill_end
+        limit = sequence.length
         if sequence.is_restoring:
             limit = min(limit, self._restorer.computable(sequence))
             if limit <= sequence.computed:
@@ -134,7 +132,7 @@ class BatchPlanner:
         if node is not None and (node in busy or node.loader not in (None, sequence)):
             return None
         end = min(limit, begin + most)
-        if end < sequence.prefill_end:
+        if end < sequence.length:
             end = end // size * size
         elif is_alone:
             tail = (end - 1) // size * size

@@ -116,13 +116,7 @@ class BatchEngine:
         """Accept `request`. UsageError if it can never be answered, Overloaded if too many wait."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        check_request(
-            request,
-            context=self.context,
-            vocabulary=self.compute.limits.vocabulary,
-            places=self._run_queue.places,
-            space=self.space,
-        )
+        check_request(request, context=self.context, vocabulary=self.compute.limits.vocabulary)
         if self._run_queue.of(request.id) or any(event.request_id == request.id for event in self._pending):
             raise UsageError(f"a request {request.id!r} is under way already")
         self.scheduler.check_load(request.tenant)
@@ -167,7 +161,7 @@ class BatchEngine:
         finally:
             self.scheduler.planner.release_borrowed(batch)
         if failure is not None:
-            blamed = dict.fromkeys(batch.parts[index].sequence.unit[0] for index in failure.slices)
+            blamed = [batch.parts[index].sequence for index in failure.slices]
             return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
         is_sound, ended = self.restorer.settle()
         self._note_restored(ended)
@@ -198,7 +192,7 @@ class BatchEngine:
         if not self._is_closed:
             self._is_closed = True
             self._copies.decoding(False)
-            for sequence in self._run_queue.leaders():
+            for sequence in self._run_queue.sequences:
                 self._outputs.end_request(sequence, "cancelled")
             self.storer.close()
             self.restorer.close()
@@ -261,7 +255,7 @@ class BatchEngine:
         """Offer new blocks from the step after a sequence's first token on: storing must not delay that token."""
         for part in batch.parts:
             sequence = part.sequence
-            if sequence.block_table is not None and sequence.generated > 1 and sequence.leads:
+            if sequence.block_table is not None and sequence.generated > 1:
                 self.storer.offer(sequence)
         if self.has_work:
             self.storer.settle(self._patience_s)

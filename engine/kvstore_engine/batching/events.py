@@ -57,7 +57,6 @@ class Finished:
 
     reason: the model ended it ("end"), `max_tokens` ("length"), the context is full ("context"), a stop string or the
     constraint ended it ("stop"), "cancelled", or "failed", which `message` explains.
-    score: of a beam search: the answer's log probability over length ** length_penalty.
     """
 
     request_id: str
@@ -66,7 +65,6 @@ class Finished:
     usage: Usage
     message: str = ""
     text: str = ""
-    score: float | None = None
 
 
 Event: TypeAlias = Token | Finished

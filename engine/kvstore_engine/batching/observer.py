@@ -34,8 +34,7 @@ class StepRecord:
     used_blocks:   engine blocks that running sequences hold (shared ones once).
     cached_blocks: further blocks that only the prefix trie holds.
     budget_tokens: prompt tokens that the step had room for beside the decodes.
-    parts:         makes one entry an answer; the beams of a search are one entry. To be called while the record is
-                   passed on.
+    parts:         makes one entry for each answer. To be called while the record is passed on.
     """
 
     number: int

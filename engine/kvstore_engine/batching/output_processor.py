@@ -1,7 +1,7 @@
 """Turns the logits of a step into tokens, further answers and ends of answers.
 
-Owns a request from its first token on, and its events; those of beam searches are `beams`'. It never schedules: it
-hands sequences that begin or end to the run queue.
+Owns a request from its first token on, and its events. It never schedules: it hands sequences that begin or end to the
+run queue.
 """
 
 from collections.abc import Callable, Collection
@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer, TextSource
 from kvstore_engine.batching.batch import Batch
-from kvstore_engine.batching.beams import Beams, search_of
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.request import Request
@@ -44,14 +43,12 @@ class OutputProcessor:
         self._context, self._sessions = context, sessions
         self._observer, self._clock = observer, clock
         self._order = 0
-        self._beams = Beams(scheduler, storer, tokenizer, observer=observer, clock=clock)
 
     def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
         """Answer `index` of `request`. UsageError if its constraint cannot be made."""
         count = len(request.tokens)
         tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
         tokens[:count] = request.tokens
-        room = min(request.settings.max_tokens, self._context - count + 1)  # the last token is never computed
         self._order += 1
         return Sequence(
             request=request,
@@ -64,7 +61,6 @@ class OutputProcessor:
             prompt_tokens=count,
             session=self._sessions(request.tenant) if self._sessions is not None else None,
             level=float(request.priority),
-            search=search_of(request, room, self._tokenizer.end_ids),
         )
 
     def rows_needed(self, batch: Batch) -> list[int]:
@@ -83,16 +79,12 @@ class OutputProcessor:
                 tenants.charge(sequence.request.tenant, prompt_tokens=new)
             self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
         outputs = dict(enumerate(part.sequence for part in batch.parts if part.has_output))
-        beams = {sequence: row for row, sequence in outputs.items() if sequence.search is not None}
-        drawn = {row: sequence for row, sequence in outputs.items() if sequence.search is None}
-        needed = [row for row in whole if row in drawn]
+        needed = list(whole)
         rows = dict(zip(needed, logits.rows(needed), strict=True)) if needed else {}
-        choices = choose(logits, {row: sequence.answer for row, sequence in drawn.items()}, rows)
+        choices = choose(logits, {row: sequence.answer for row, sequence in outputs.items()}, rows)
         now = self._clock()
-        for row, sequence in drawn.items():
+        for row, sequence in outputs.items():
             events += self._continue(sequence, choices[row], rows.get(row), now)
-        for unit in [sequence.unit for sequence in beams if sequence.leads]:
-            events += self._beams.advance(unit, logits.rows([beams[beam] for beam in unit]))
         return events
 
     def _continue(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
@@ -166,9 +158,7 @@ class OutputProcessor:
         return events
 
     def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
-        """End `sequence`, with the other beams of its search, or the further answers that have not begun."""
-        if sequence.search is not None:
-            return self._beams.end(sequence.unit, reason, message)
+        """End `sequence`, and the further answers that have not begun."""
         ends: list[Event] = [self.finish(sequence, reason, message)]
         if sequence.index == 0 and not sequence.is_forked:
             further = range(1, sequence.request.settings.n)
@@ -210,6 +200,4 @@ def _forks(sequence: Sequence) -> bool:
 def _needs_row(sequence: Sequence) -> bool:
     """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
     do."""
-    if not sequence.answer.is_plain or sequence.search is not None:
-        return True
-    return sequence.request.settings.logprobs is not None or _forks(sequence)
+    return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)

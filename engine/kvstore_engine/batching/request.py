@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +14,6 @@ from kvstore_engine.sampler import SamplingSettings
 Int32Array = npt.NDArray[np.int32]
 MAX_ANSWERS = 64
 MAX_LOGPROBS = 64
-MAX_LENGTH_PENALTY = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSettings:
-    """Search the likeliest answers with `width` beams (see `beam_search`).
-
-    length_penalty: answers are ranked by log probability / length ** length_penalty; a value over 0 favours long ones.
-    early_stopping: True: stop as soon as `width` answers have ended. False: when no beam, at its present length, could
-                    rank among them. "never": when none could at its greatest length, if long ones are favoured.
-    """
-
-    width: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.width <= MAX_ANSWERS:
-            raise UsageError(f"a beam search has 1 to {MAX_ANSWERS} beams, got {self.width}")
-        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
-            raise UsageError(
-                f"length_penalty must be {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}, got {self.length_penalty}"
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise UsageError(f"early_stopping must be true, false or 'never', got {self.early_stopping!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +28,6 @@ class RequestSettings:
     next_step:  what follows an answer that has ended by itself, by its tokens; None where that is not known. It is a
                 hint for the daemon, and is called in the thread that sends it.
     constraint: makes one constraint for each answer.
-    beams:      None to sample; else the answers are the `n` best of a beam search, the best first, all at its end. Not
-                together with stop strings, a constraint or sampling.
     """
 
     max_tokens: int = 256
@@ -67,7 +39,6 @@ class RequestSettings:
     store: bool = True
     next_step: Callable[[Sequence[int]], NextStep | None] | None = None
     constraint: Callable[[], Constraint] | None = None
-    beams: BeamSettings | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -78,21 +49,6 @@ class RequestSettings:
             raise UsageError("a stop string must not be empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise UsageError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
-        if self.beams is not None:
-            self._check_beams(self.beams)
-
-    def _check_beams(self, beams: BeamSettings) -> None:
-        if self.n > beams.width:
-            raise UsageError(
-                f"a beam search of {beams.width} beams finds no {self.n} answers: ask for fewer, or more beams"
-            )
-        if self.stop:
-            raise UsageError("a beam search cannot be combined with stop strings")
-        if self.constraint is not None:
-            raise UsageError("a beam search cannot be combined with a constraint")
-        sampling = self.sampling
-        if sampling.temperature not in (0, 1) or sampling.top_k or sampling.top_p < 1:
-            raise UsageError("a beam search draws nothing: leave temperature, top_k and top_p out")
 
 
 @dataclass(frozen=True, slots=True)

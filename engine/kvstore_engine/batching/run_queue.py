@@ -1,8 +1,7 @@
 """The sequences that wait and those that run.
 
 Owns the two lists and the moves between them: admission in the policy's order, displacement, and making room when
-blocks are short. It never computes or samples. Invariants: a sequence runs exactly while it holds blocks; all sequences
-of a unit are in the same list.
+blocks are short. It never computes or samples. Invariant: a sequence runs exactly while it holds blocks.
 """
 
 from collections import Counter
@@ -54,7 +53,7 @@ class RunQueue:
         return bool(self.waiting or self.running)
 
     def enter(self, sequence: Sequence) -> None:
-        """A unit with `sequence` is new: call `wait` or `run` next."""
+        """Note that `sequence` is new: call `wait` or `run` next."""
         self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
@@ -84,8 +83,7 @@ class RunQueue:
         else:
             self.waiting.remove(sequence)
             self._preemption.forget(sequence)
-        if sequence.leads:
-            self._statistics.tenants.leave(sequence.request.tenant)
+        self._statistics.tenants.leave(sequence.request.tenant)
         self._look_again_s = 0.0
 
     def admit(self) -> None:
@@ -100,7 +98,7 @@ class RunQueue:
                 return
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Preempt the running unit that yields first, perhaps that of `sequence`. False if that one runs alone."""
+        """Preempt the running sequence that yields first, perhaps `sequence`. Return False if that one runs alone."""
         order = self._yielding_order()
         if len(order) < 2:
             return False
@@ -108,16 +106,14 @@ class RunQueue:
         return True
 
     def next_to_yield(self) -> Sequence | None:
-        """The leader of the unit that a shortage of blocks would preempt now."""
+        """Return the sequence that a shortage of blocks would preempt now."""
         order = self._yielding_order()
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences with one token to compute, in whole units; where blocks may be short, those that yield last
-        come first."""
+        """Return the running sequences with one token to compute; where blocks may be short, in yielding order."""
         is_short = self._space.available_blocks < _BLOCKS_A_STEP * len(self.running)
-        units = (leader.unit for leader in (self._yielding_order() if is_short else self._leaders()))
-        return [sequence for unit in units if all(beam.is_decoding for beam in unit) for sequence in unit]
+        return [each for each in (self._yielding_order() if is_short else self.running) if each.is_decoding]
 
     def prompts(self) -> list[Sequence]:
         """Running sequences with prompt tokens to compute, in the order in which they are served."""
@@ -133,52 +129,48 @@ class RunQueue:
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 
     def of(self, request_id: str) -> list[Sequence]:
-        """The unfinished answers of a request, one leader for each unit."""
-        return [sequence for sequence in self.leaders() if sequence.request.id == request_id]
+        """Return the unfinished answers of a request."""
+        return [sequence for sequence in self.sequences if sequence.request.id == request_id]
 
-    def leaders(self) -> list[Sequence]:
-        """One sequence for each unit."""
-        return [sequence for sequence in (*self.waiting, *self.running) if sequence.leads]
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that wait or run."""
+        return [*self.waiting, *self.running]
 
     @property
     def free_places(self) -> int:
-        """Sequences that may still be admitted."""
-        return self.places - sum(sequence.places for sequence in self.running if sequence.leads)
-
-    def _leaders(self) -> list[Sequence]:
-        return [sequence for sequence in self.running if sequence.leads]
+        """The number of sequences that may still be admitted."""
+        return self.places - len(self.running)
 
     def _yielding_order(self) -> list[Sequence]:
-        """The leaders of the running units; the last one yields first."""
+        """Return the running sequences; the last one yields first."""
         now = self._clock()
-        return sorted(self._leaders(), key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
+        return sorted(self.running, key=lambda sequence: self._policy.yields(self._statistics.of(sequence), now))
 
     def _admit(self, head: Sequence, now: float) -> bool:
         displaceable = self._displaceable(head, now)
-        if self.free_places < head.places and not displaceable:
+        if self.free_places < 1 and not displaceable:
             return False
-        while self.free_places < head.places or self._price(head) > self._space.available_blocks:
+        while self.free_places < 1 or self._price(head) > self._space.available_blocks:
             missing = self._price(head) - self._space.available_blocks
-            if not displaceable or missing > sum(_blocks(sequence) for sequence in displaceable):
+            if not displaceable or missing > sum(sequence.held.count for sequence in displaceable):
                 return False
             self._preempt(displaceable.pop())
         try:
-            self._preemption.resume(head.unit)
+            self._preemption.resume(head)
         except PoolExhausted:  # puts pin blocks until the daemon has them
             return False
-        level = self._policy.level(self._statistics.of(head), now)
-        for sequence in head.unit:
-            self.waiting.remove(sequence)
-            sequence.level, sequence.since_s = level, now
-            self.run(sequence)
+        self.waiting.remove(head)
+        head.level, head.since_s = self._policy.level(self._statistics.of(head), now), now
+        self.run(head)
         return True
 
     def _price(self, head: Sequence) -> int:
         """Blocks that must be available: its own, and one for each running sequence, lest one must yield at once."""
-        return self._preemption.price(head.unit) + (len(self.running) + len(head.unit) if self.running else 0)
+        return self._preemption.price(head) + (len(self.running) + 1 if self.running else 0)
 
     def _displaceable(self, head: Sequence, now: float) -> list[Sequence]:
-        """Running units that `head` may displace; the last one yields first."""
+        """Return the running sequences that `head` may displace; the last one yields first."""
         candidate = self._statistics.of(head)
         return [
             sequence
@@ -186,17 +178,9 @@ class RunQueue:
             if self._policy.displaces(candidate, self._statistics.of(sequence), now)
         ]
 
-    def _preempt(self, leader: Sequence) -> None:
-        for sequence in leader.unit:
-            self._restorer.drop(sequence)
-        self._preemption.preempt(leader.unit)
-        now = self._clock()
-        for sequence in leader.unit:
-            self.running.remove(sequence)
-            sequence.since_s = now
-            self.waiting.append(sequence)
-
-
-def _blocks(leader: Sequence) -> int:
-    """Blocks that the unit holds, shared ones counted for each of its sequences."""
-    return sum(sequence.held.count for sequence in leader.unit)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._restorer.drop(sequence)
+        self._preemption.preempt(sequence)
+        self.running.remove(sequence)
+        sequence.since_s = self._clock()
+        self.waiting.append(sequence)

@@ -1,7 +1,6 @@
 """One answer under way: its tokens, what of them is computed, which blocks it holds.
 
 Owns the state that the parts of the engine work on, and its accounts. It never acts.
-The beams of one search are a unit: they are admitted, preempted and ended together, and step together.
 Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `block_table`. computed < length,
 except for a moment within a step. A sequence without a block table waits; `swapped` is its K/V on the host, if any.
 """
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching.answer import Answer
-from kvstore_engine.batching.beam_search import BeamSearch
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.batching.request import Request
 from kvstore_engine.blocks import BlockTable, SwappedBlocks
@@ -21,9 +19,7 @@ from kvstore_engine.restore.session import KvSession
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Answer `index` of `request`. `order` numbers arrivals. With a `search` it is a beam: `unit` is one list of all
-    its beams, in the search's order, shared by them. Else it is a unit by itself.
-    """
+    """Is answer `index` of `request`. `order` numbers arrivals."""
 
     request: Request
     index: int
@@ -49,32 +45,6 @@ class Sequence:
     forecast_prefill_s: float = 0.0
     forecast_at: tuple[int, int, int] | None = None
     accounts: "Accounts" = field(default_factory=lambda: Accounts())
-    search: BeamSearch | None = None
-    unit: list["Sequence"] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.unit:
-            self.unit.append(self)
-
-    @property
-    def leads(self) -> bool:
-        """It is the first of its unit, and stands for it."""
-        return self.unit[0] is self
-
-    @property
-    def places(self) -> int:
-        """Places of its unit in a step. A search has those of all its beams from the beginning."""
-        return self.search.width if self.search is not None else 1
-
-    @property
-    def prefill_end(self) -> int:
-        """Its tokens up to here are computed whenever there is room. Beams compute their last ones in one step."""
-        return self.length if self.search is None or not self.generated else self.length - 1
-
-    @property
-    def storable(self) -> int:
-        """Tokens whose K/V may be stored. Of beams the prompt's: most later tokens are discarded."""
-        return self.computed if self.search is None else min(self.computed, self.prompt_tokens)
 
     @property
     def left(self) -> int:

@@ -50,7 +50,7 @@ class Storer:
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
             return
-        full = sequence.storable // session.block_tokens
+        full = sequence.computed // session.block_tokens
         first = sequence.offered_blocks
         if first >= full or session.state != "connected":
             return
@@ -72,10 +72,10 @@ class Storer:
     def hint_end(self, sequence: Sequence, *, by_itself: bool) -> None:
         """The answer has ended, and all of it was offered. Hints for the daemon's eviction are its length, and what
         follows it where it ended by itself: an answer that was cut off at its greatest length does not show that."""
-        is_first = sequence.search is None and not sequence.index  # one of several answers to a prompt
+        is_first = not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
             next_step = sequence.answer.next_step if by_itself else None
-            self._hint(sequence, sequence.storable, answer_tokens=sequence.generated, next_step=next_step)
+            self._hint(sequence, sequence.computed, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
         """The sequence will run in about `wait_s`: a hint to keep the stored blocks of its prompt."""

@@ -15,7 +15,6 @@ from kvstore_engine.batching.answer import Answer
 from kvstore_engine.executors.logits import StepLogits
 
 Floats = npt.NDArray[np.float32]
-UNSOUND = "the model produced logits that cannot be sampled: {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """The log probability of `token`, and the `count` likeliest tokens with theirs, likeliest first, ties by id."""
-    row = logits.astype(np.float64) - log_of_sum(logits)
+    row = logits.astype(np.float64) - _log_of_sum(logits)
     top: list[int] = []
     if count:
         threshold = np.partition(row, len(row) - count)[len(row) - count] if count < len(row) else -math.inf
@@ -50,7 +49,7 @@ def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tu
     return float(row[token]), tuple((other, float(row[other])) for other in top)
 
 
-def log_of_sum(logits: Floats) -> float:
+def _log_of_sum(logits: Floats) -> float:
     """log(sum(exp(logits))). Not finite where the logits are not."""
     most = float(logits.max())
     if not math.isfinite(most):
@@ -59,7 +58,7 @@ def log_of_sum(logits: Floats) -> float:
 
 
 def _unsound(value: float) -> Choice:
-    return Choice(0, UNSOUND.format(value), is_unsound=True)
+    return Choice(0, f"the model produced logits that cannot be sampled: {value}", is_unsound=True)
 
 
 def choose_one(row: Floats, answer: Answer) -> Choice:

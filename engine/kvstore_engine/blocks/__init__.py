@@ -7,7 +7,7 @@ from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.runs import count_runs
 from kvstore_engine.blocks.slabs import Slabs
 from kvstore_engine.blocks.space import BlockSpace, SpaceStatistics
-from kvstore_engine.blocks.swap import SwappedBlocks, own_parts, swap_in, swap_out
+from kvstore_engine.blocks.swap import SwappedBlocks, swap_in, swap_out
 from kvstore_engine.blocks.transfer_costs import TransferCosts
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 
@@ -26,7 +26,6 @@ __all__ = [
     "TransferCosts",
     "TrieNode",
     "count_runs",
-    "own_parts",
     "swap_in",
     "swap_out",
 ]

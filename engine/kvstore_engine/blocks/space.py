@@ -60,24 +60,14 @@ class BlockSpace:
         data = pack_tokens(tokens)
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
 
-    def price(self, tenant: str, *texts: Int32Array) -> int:
-        """By how much `claim` for each of `texts` would lower `available_blocks`."""
-        price, numbers = 0, dict[tuple[int, bytes], int]()
-        for tokens in texts:
-            keys = self.keys(tokens) if self.is_sharing else []
-            matched, above = self.trie.match(tenant, keys), 0
-            price += self.blocks_for(len(tokens)) - len(keys)
-            for index, key in enumerate(keys):
-                known = len(numbers)
-                above = numbers.setdefault((above, key), known + 1)
-                if above > known:  # no earlier text has this block
-                    price += not (index < len(matched) and matched[index].users)
-        return price
+    def price(self, tenant: str, tokens: Int32Array) -> int:
+        """Return by how much `claim` would lower `available_blocks`."""
+        matched = self.trie.match(tenant, self.keys(tokens) if self.is_sharing else [])
+        return self.blocks_for(len(tokens)) - sum(1 for node in matched if node.users)
 
-    def price_again(self, tokens: int, path: list[TrieNode], shared: int = 0) -> int:
-        """By how much `reclaim` would lower `available_blocks`, if `shared` blocks come from another sequence."""
-        kept = sum(1 for node in path[shared:] if node.users and node.is_attached)
-        return self.blocks_for(tokens) - shared - kept
+    def price_again(self, tokens: int, path: list[TrieNode]) -> int:
+        """Return by how much `reclaim` would lower `available_blocks`."""
+        return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
         """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
@@ -103,18 +93,13 @@ class BlockSpace:
         table.append(blocks)
         return table
 
-    def reclaim(
-        self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int, begun: BlockTable | None = None
-    ) -> tuple[BlockTable, int]:
-        """Blocks for `tokens` again, for a sequence that held `path` before: a table, and how many leading blocks of
-        it are those of `begun`, a `branch` that becomes the caller's, and then the very ones of `path`. The others are
-        new; those of [0, computed) are for the caller to fill, and whole ones of them are shared. PoolExhausted as
-        `claim`; `begun` is released then.
+    def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
+        """Claim blocks for `tokens` again, for a sequence that held `path` before: a table, and the number of its
+        leading blocks that are the very ones of `path`. The others are new; those of [0, computed) are for the caller
+        to fill, and whole ones of them are shared. PoolExhausted as `claim`.
         """
-        table = begun or BlockTable(tenant)
-        shared = table.count
-        is_gapless = len(table.nodes) == shared
-        for node in path[shared:] if is_gapless else ():
+        table = BlockTable(tenant)
+        for node in path:
             if not node.is_attached:
                 break
             self._use(node)
@@ -126,7 +111,7 @@ class BlockSpace:
         except PoolExhausted:
             self.release(table)
             raise
-        for key, block in zip(self.keys(tokens[:computed])[kept:] if is_gapless else (), blocks, strict=False):
+        for key, block in zip(self.keys(tokens[:computed])[kept:], blocks, strict=False):
             parent = table.nodes[-1] if table.nodes else None
             if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
                 break  # another sequence's block is there: the rest stay unshared
@@ -182,16 +167,12 @@ class BlockSpace:
         return copy
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Another table of the same blocks; whichever writes first gets a copy."""
-        return self.branch(table, table.count)
-
-    def branch(self, table: BlockTable, count: int) -> BlockTable:
-        """Another table of the first `count` blocks."""
+        """Return another table of the same blocks; the first of the two to write gets a copy."""
         child = BlockTable(table.tenant)
-        child.nodes = table.nodes[:count]
+        child.nodes = list(table.nodes)
         for node in child.nodes:
             self.trie.use(node)
-        child.append(table.blocks[:count])
+        child.append(table.blocks)
         self.pin(child.blocks)
         return child
 

@@ -26,7 +26,7 @@ _EPILOG = """examples:
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 50}'
   curl http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json' \\
-      -d '{"prompt": "The sky is", "n": 2, "use_beam_search": true, "best_of": 4, "length_penalty": 1}'
+      -d '{"prompt": "The sky is", "n": 2, "max_tokens": 20, "temperature": 0.7}'
 
 --api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. A key has 8 characters
 or more. Tenants share no K/V.

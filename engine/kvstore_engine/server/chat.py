@@ -117,8 +117,6 @@ def _check_one_call(body: ChatBody, service: Service) -> None:
     if not service.model.calls_tools:
         why = "how this model calls tools is not known from its chat template, so calls cannot be counted"
         raise not_supported("parallel_tool_calls", why)
-    if body.use_beam_search:
-        raise invalid("use_beam_search cannot be combined with parallel_tool_calls false", "parallel_tool_calls")
 
 
 async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -> Grammar:
@@ -136,7 +134,5 @@ async def _call_grammar(body: ChatBody, called: list[Tool], other: Grammar | Non
         raise invalid("tool_choice: how this model calls tools is not known from its chat template", "tool_choice")
     if other is not None:
         raise invalid("tool_choice cannot be combined with response_format", "tool_choice")
-    if body.use_beam_search:
-        raise invalid("use_beam_search cannot be combined with a tool_choice that makes the model call", "tool_choice")
     grammar = Grammar("lark", call_grammar([tool["function"] for tool in called], service.model.call_marks))
     return await checked(grammar, "tools")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kvstore_engine.batching import BeamSettings, Event, Finished, Request, RequestSettings, Token, Usage
+from kvstore_engine.batching import Event, Finished, Request, RequestSettings, Token, Usage
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
@@ -44,7 +44,6 @@ class Ask:
     ignore_end: bool = False
     logprobs: int | None = None
     grammar: Grammar | None = None
-    beams: BeamSettings | None = None
     tenant: str = ""
     priority: int = 0
     turn: Turn = "unknown"
@@ -55,14 +54,13 @@ class Ask:
         fields["sampling"] = asdict(self.sampling)
         fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
         fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
-        fields |= {"beams": asdict(self.beams) if self.beams else None}
         fields |= {"tenant": self.tenant, "priority": self.priority}
         return fields | {"turn": self.turn, "one_call": self.one_call}
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
     """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
-    grammar, beams, turn = header["grammar"], header["beams"], header["turn"]
+    grammar, turn = header["grammar"], header["turn"]
     constraint = constrainer.constraint(Grammar(**grammar)) if grammar else None
     if header["one_call"]:
         constraint = partial(OneCall, tokenizer, turn, constraint)
@@ -74,14 +72,13 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
         ignore_end=header["ignore_end"],
         logprobs=header["logprobs"],
         constraint=constraint,
-        beams=BeamSettings(**beams) if beams else None,
         next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn),
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 
 
 def events_headers(events: Sequence[Event]) -> list[Header]:
-    """All that a step has brought: one frame, unless long answers come at once, as those of a beam search do."""
+    """Pack the events of a step: one frame, unless many answers begin or end at once."""
     packed = [_pack(event) for event in events]
     return [{"events": packed[first : first + _FRAME_EVENTS]} for first in range(0, len(packed), _FRAME_EVENTS)]
 
@@ -93,16 +90,7 @@ def unpack_events(header: Header) -> list[Event]:
 def _pack(event: Event) -> list[Any]:
     if isinstance(event, Token):
         return ["token", event.request_id, event.index, event.token, event.text, event.logprob, event.top]
-    return [
-        "end",
-        event.request_id,
-        event.index,
-        event.reason,
-        asdict(event.usage),
-        event.message,
-        event.text,
-        event.score,
-    ]
+    return ["end", event.request_id, event.index, event.reason, asdict(event.usage), event.message, event.text]
 
 
 def _unpack(packed: list[Any]) -> Event:
@@ -110,5 +98,5 @@ def _unpack(packed: list[Any]) -> Event:
     if kind == "token":
         token, text, logprob, top = rest
         return Token(request_id, index, token, text, logprob, tuple((other, value) for other, value in top))
-    reason, usage, message, text, score = rest
-    return Finished(request_id, index, reason, Usage(**usage), message, text, score)
+    reason, usage, message, text = rest
+    return Finished(request_id, index, reason, Usage(**usage), message, text)

@@ -1,17 +1,15 @@
 """The fields that completions and chats share, and the engine's request that they make of a prompt.
 
-Owns their ranges and defaults, what cannot be combined, and which fields this server refuses or ignores. Those of a
-beam search are vLLM's.
+Owns their ranges and defaults, what cannot be combined, and which fields this server refuses or ignores.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvstore_engine.batching import BeamSettings
-from kvstore_engine.batching.request import MAX_ANSWERS, MAX_LENGTH_PENALTY
+from kvstore_engine.batching.request import MAX_ANSWERS
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.api_errors import invalid, too_long
@@ -34,12 +32,6 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
-
-
-def _early_stopping(value: Any) -> Any:
-    if not isinstance(value, bool) and value != "never":
-        raise ValueError("must be true, false or 'never'")
-    return value
 
 
 class StreamOptions(BaseModel):
@@ -69,11 +61,11 @@ class SharedBody(BaseModel):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] = {}
 
-    use_beam_search: Flag = False
     best_of: Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
-    early_stopping: Annotated[bool | Literal["never"], BeforeValidator(_early_stopping)] = False
 
+    use_beam_search: Annotated[Any, unsupported("answers are sampled; ask for n of them", False)] = None
+    length_penalty: Annotated[Any, unsupported("there is no beam search", 1)] = None
+    early_stopping: Annotated[Any, unsupported("there is no beam search", False)] = None
     presence_penalty: Annotated[Any, _NO_PENALTIES] = None
     frequency_penalty: Annotated[Any, _NO_PENALTIES] = None
     logit_bias: Annotated[Any, unsupported("constrain the answer with response_format instead", {})] = None
@@ -98,33 +90,9 @@ class SharedBody(BaseModel):
     def _combine(self) -> SharedBody:
         if self.include_usage and not self.stream:
             raise invalid("stream_options needs stream", "stream_options")
-        if self.use_beam_search:
-            self._combine_beams()
-            return self
         if self.best_of not in (None, 1, self.n):
-            raise not_supported("best_of", "ask for n answers and choose, or for use_beam_search")
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise not_supported(name, "it is for use_beam_search")
+            raise not_supported("best_of", "ask for n answers and choose")
         return self
-
-    def _combine_beams(self) -> None:
-        if self.stream:
-            raise invalid(
-                "use_beam_search cannot be streamed: which answer is best is known at its end only; leave stream out",
-                "stream",
-            )
-        if self.best_of is not None and self.best_of < self.n:
-            raise invalid(
-                f"best_of must be at least n = {self.n}: it is the number of beams, got {self.best_of}", "best_of"
-            )
-        if self.stop:
-            raise invalid("use_beam_search cannot be combined with stop", "stop")
-        if self.temperature not in (0, 1):
-            raise invalid("use_beam_search draws nothing: temperature must be left out, 0 or 1", "temperature")
-        if self.top_k > 0 or self.top_p < 1:
-            name = "top_k" if self.top_k > 0 else "top_p"
-            raise invalid(f"use_beam_search draws nothing: leave {name} out", name)
 
     @property
     def include_usage(self) -> bool:
@@ -134,8 +102,6 @@ class SharedBody(BaseModel):
         """ApiError 400 if an answer that follows `grammar` cannot be given as the other fields want it."""
         if grammar is not None and self.ignore_eos:
             raise invalid("ignore_eos cannot be combined with a constrained answer", "ignore_eos")
-        if grammar is not None and self.use_beam_search:
-            raise invalid("use_beam_search cannot be combined with a constrained answer", "use_beam_search")
 
     def ask(
         self,
@@ -173,15 +139,9 @@ class SharedBody(BaseModel):
             ignore_end=self.ignore_eos,
             logprobs=logprobs,
             grammar=grammar,
-            beams=self._beams(),
             tenant=caller.tenant,
             priority=caller.allowed(self.priority),
         )
-
-    def _beams(self) -> BeamSettings | None:
-        if not self.use_beam_search:
-            return None
-        return BeamSettings(self.best_of or self.n, self.length_penalty, self.early_stopping)
 
 
 def check_length(text: str, service: Service, param: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, BeamSettings, EngineSettings, Observer
+from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.restore import KvSession, RestoreReport
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
@@ -130,7 +130,6 @@ def test_a_prompt_has_one_answer_hint_and_none_for_what_is_not_stored_or_not_who
     session = _session()
     engine = _engine(session)
     engine.add(request("three", _prompt(1, 100), 9, n=3))
-    engine.add(request("beams", _prompt(2, 100), 9, beams=BeamSettings(2), ignore_end=False))
     engine.add(request("silent", _prompt(3, 100), 9, store=False))
     engine.add(request("short", _prompt(4, 20), 9))
     engine.add(request("cancelled", _prompt(5, 100), 9))

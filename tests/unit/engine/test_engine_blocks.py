@@ -67,15 +67,15 @@ def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them
     space = _space(4)
     host = HostPool(space.pool, 4 * space.pool.payload_bytes(1))
     block_table = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, [(block_table, 33)])
+    swapped = swap_out(space, host, block_table, 33)
     space.release(_claim(space, _C * 4, filled=8))  # all that was cached is given up
     other = _claim(space, [*_A, 5], filled=4)
     tokens = np.array(_A + _B + [1, 2], np.int32)
     with pytest.raises(PoolExhausted):
-        swap_in(space, host, swapped, [tokens])
+        swap_in(space, host, swapped, tokens)
     assert host.used_blocks == 3
     space.release(other)
-    ((back, copied),) = swap_in(space, host, swapped, [tokens])
+    back, copied = swap_in(space, host, swapped, tokens)
     assert copied == 3 and (space.pool.planes[:, back.blocks] == 3).all()
     assert host.used_blocks == 0
     check_blocks(space, [back])
@@ -85,8 +85,8 @@ def test_a_block_that_stayed_is_not_copied() -> None:
     space = _space(8)
     host = HostPool(space.pool, 8 * space.pool.payload_bytes(1))
     block_table = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, [(block_table, 33)])
-    ((back, copied),) = swap_in(space, host, swapped, [np.array(_A + _B + [1], np.int32)])
+    swapped = swap_out(space, host, block_table, 33)
+    back, copied = swap_in(space, host, swapped, np.array(_A + _B + [1], np.int32))
     assert copied == 1
     check_blocks(space, [back])
 

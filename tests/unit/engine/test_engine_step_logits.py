@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from kvstore_engine.batching import BatchEngine
-from kvstore_engine.batching.request import BeamSettings
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice
@@ -95,7 +94,6 @@ _NEEDY: dict[str, tuple[dict[str, Any], list[int]]] = {
     "sampled": ({"sampling": SamplingSettings(temperature=1.0, seed=1)}, [1, 1, 1, 1]),
     "log probabilities": ({"logprobs": 2}, [1, 1, 1, 1]),
     "further answers": ({"n": 3}, [1]),
-    "beams": ({"beams": BeamSettings(2)}, [1, 2, 2, 2]),
 }
 
 

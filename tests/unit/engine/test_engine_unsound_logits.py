@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BeamSettings
 from kvstore_engine.sampler import SamplingSettings
 from tests.reference.batch_runs import request, run, twin_engine
 from tests.reference.block_invariants import check_blocks
@@ -36,11 +35,8 @@ def test_logits_that_are_no_numbers_fail_their_answer_alone() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("beams", [None, BeamSettings(3)])
 @pytest.mark.parametrize("step", [2, 30])
-def test_blocks_that_led_to_logits_that_are_no_numbers_are_not_shared(
-    temperature: float, beams: BeamSettings | None, step: int
-) -> None:
+def test_blocks_that_led_to_logits_that_are_no_numbers_are_not_shared(temperature: float, step: int) -> None:
     """The K/V of the one that fails leave the trie, but for what others use; a later request computes them anew."""
     engine, own = twin_engine(), [5] * 16 + list(range(30, 62))
     compute = engine.compute
@@ -50,15 +46,14 @@ def test_blocks_that_led_to_logits_that_are_no_numbers_are_not_shared(
     def broken(slices: Any) -> Any:
         logits = forward(slices)
         if compute.steps == step and not compute.threads:
-            logits[-1 if beams is None else slice(None)] = np.nan
+            logits[-1] = np.nan
         return logits
 
     compute.forward = broken  # type: ignore[method-assign]
     engine.add(request("other", [*_PROMPT, 1], 4))
     run(engine)
     compute.steps, compute.threads = 0, 0  # from here on
-    settings = {"sampling": SamplingSettings(temperature=temperature), "beams": beams}
-    engine.add(request("bad", own, 60, **settings))
+    engine.add(request("bad", own, 60, sampling=SamplingSettings(temperature=temperature)))
     outcome = run(engine)
     assert outcome.finished["bad", 0].reason == "failed"
     assert "cannot be sampled" in outcome.finished["bad", 0].message

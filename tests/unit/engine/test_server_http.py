@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import BeamSettings, Finished, Token, Usage
+from kvstore_engine.batching import Finished, Token, Usage
 from kvstore_engine.server import body as request_body
 from kvstore_engine.server.api_errors import ApiError, overloaded
 from kvstore_engine.server.app import application
@@ -119,25 +119,6 @@ def test_a_stream_is_one_chunk_a_token_and_ends_with_usage(model: ServedModel) -
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == 12
-
-
-@pytest.mark.parametrize(
-    ("fields", "beams"),
-    [
-        ({"n": 3}, BeamSettings(3)),
-        ({"best_of": 4, "length_penalty": 0.5, "temperature": 0}, BeamSettings(4, 0.5)),
-        ({"n": 2, "best_of": 4, "early_stopping": True}, BeamSettings(4, 1.0, True)),
-        ({"n": 2, "early_stopping": "never"}, BeamSettings(2, 1.0, "never")),
-    ],
-)
-def test_a_beam_search_is_asked_for(model: ServedModel, fields: dict[str, Any], beams: BeamSettings) -> None:
-    for path, prompt in ((_CHAT, {"messages": _MESSAGES}), (_COMPLETIONS, {"prompt": "the"})):
-        engine = _Engine(_two_tokens)
-        response = _post(_service(model, engine), path, {**prompt, "use_beam_search": True, **fields})
-        assert response.status == 200
-        (ask,) = engine.asks
-        assert (ask.n, ask.beams) == (fields.get("n", 1), beams)
-        assert len(response.json()["choices"]) == ask.n
 
 
 def test_what_a_step_brought_is_sent_in_one_piece(model: ServedModel) -> None:
@@ -404,16 +385,6 @@ _BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"priority": "high"}, "priority"),
     ({"seed": "x"}, "seed"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"use_beam_search": "yes"}, "use_beam_search"),
-    ({"use_beam_search": True, "stream": True}, "stream"),
-    ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
-    ({"use_beam_search": True, "best_of": 65}, "best_of"),
-    ({"use_beam_search": True, "length_penalty": 99}, "length_penalty"),
-    ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
-    ({"use_beam_search": True, "stop": "x"}, "stop"),
-    ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
-    ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
-    ({"use_beam_search": True, "top_k": 5}, "top_k"),
     ({"length_penalty": 2}, "length_penalty"),
     ({"early_stopping": True}, "early_stopping"),
     ({"temprature": 1}, "temprature"),

@@ -117,7 +117,10 @@ _REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": _UNKNOWN, "tools": _TOOLS}, "tool_choice", "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools", "functions"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "functions"),
-    ({"tools": _TOOLS, "parallel_tool_calls": False, "use_beam_search": True}, "parallel_tool_calls", "beam"),
+    ({"use_beam_search": True}, "use_beam_search", "is not supported: answers are sampled"),
+    ({"length_penalty": 0.5}, "length_penalty", "beam search"),
+    ({"early_stopping": "never"}, "early_stopping", "beam search"),
+    ({"n": 2, "best_of": 4}, "best_of", "best_of"),
     ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "messages", "function_call"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages", "audio"),
     ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages", "refusal"),
@@ -156,7 +159,8 @@ def test_what_clients_send_by_habit_is_taken(model: ServedModel) -> None:
         "audio": None,
         "tool_choice": None, "response_format": {"type": "text"}, "modalities": ["text"], "stop": None, "n": 1,
         "stream_options": None, "functions": None, "function_call": None, "verbosity": "medium", "top_k": -1,
-        "skip_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False,
+        "skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False,
+        "best_of": 1, "add_generation_prompt": True, "continue_final_message": False,
     }  # fmt: skip
     echoed = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None}
     messages = [*_MESSAGES, echoed | {"function_call": None, "tool_calls": None}, *_MESSAGES]

@@ -114,7 +114,7 @@ def test_events_and_requests_survive_the_way() -> None:
 
 def test_answers_that_come_all_at_once_travel_in_several_frames() -> None:
     events: list[Event] = [Token("a", 0, number, "x") for number in range(10_000)]
-    events.append(Finished("a", 0, "end", Usage(), score=-0.5))
+    events.append(Finished("a", 0, "end", Usage()))
     headers = events_headers(events)
     assert len(headers) > 2
     assert [event for header in headers for event in unpack_events(json.loads(json.dumps(header)))] == events
