@@ -66,7 +66,7 @@ def opened(vocabulary: int) -> Iterator[tuple[TorchExecutor, Tokenizer]]:
 
 def step_ms(executor: TorchExecutor, tokenizer: Tokenizer, batch: int, steps: int) -> float:
     settings = EngineSettings(max_running=batch, prefix_sharing=False)
-    with closing(BatchEngine(executor, executor.pool, tokenizer, settings=settings)) as engine:
+    with closing(BatchEngine(executor, tokenizer, settings=settings)) as engine:
         for number in range(batch):
             tokens = np.random.default_rng(number).integers(3, 300, PROMPT_TOKENS).astype(np.int32)
             engine.add(Request(str(number), tokens, RequestSettings(max_tokens=CONTEXT, ignore_end=True)))

@@ -40,8 +40,8 @@ class Clock:
 class ClockedCompute:
     """Takes its time and says nothing: whose turn it is does not depend on what is said."""
 
-    def __init__(self, limits: StepLimits, clock: Clock) -> None:
-        self.limits = limits
+    def __init__(self, limits: StepLimits, pool: BlockPool, clock: Clock) -> None:
+        self.limits, self.pool = limits, pool
         self._clock = clock
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
@@ -71,5 +71,5 @@ def clocked_engine(settings: EngineSettings, context: int, vocabulary: int) -> t
     places = settings.max_running
     pool = BlockPool(config, places * -(-context // 16))
     limits = StepLimits(vocabulary, pool.blocks, pool.block_tokens, _STEP_TOKENS + places, places, context)
-    engine = BatchEngine(ClockedCompute(limits, clock), pool, _NoText(), settings=settings, clock=clock.now)
+    engine = BatchEngine(ClockedCompute(limits, pool, clock), _NoText(), settings=settings, clock=clock.now)
     return engine, clock

@@ -100,7 +100,6 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         watch.require_untouched()  # since it was opened: some weights are copies
         generator = Generator(
             tokenizer=tokenizer,
-            pool=executor.pool,
             executor=VerifiedCompute(executor, watch.check),
             context=context,
             session=store.session,

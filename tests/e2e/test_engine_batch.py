@@ -58,7 +58,6 @@ class Loaded:
         assume(costs)  # computing looks slow: restore and swap all that can be
         engine = BatchEngine(
             executor,
-            executor.pool,
             self.tokenizer,
             settings=EngineSettings(**{"max_queue_s": 1e9, **settings}),
             sessions=(lambda tenant: session) if session is not None else None,

@@ -30,7 +30,6 @@ def _engine(sessions: dict[str, Session], blocks: int = 256) -> BatchEngine:
     costs = assume(LearnedCosts())  # computing looks slow: restore all that is stored
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(max_queue_s=1e9),
         sessions=sessions.get,

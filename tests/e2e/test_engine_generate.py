@@ -50,7 +50,6 @@ class Bench:
         assume(costs, [1.0, 1.0, 0.0])  # computing looks slow: restore all that is stored
         generator = Generator(
             tokenizer=self.tokenizer,
-            pool=pool,
             executor=executor,
             context=context,
             session=session,

@@ -43,7 +43,6 @@ class Staged:
         prompts = stack.enter_context(StagedPrompts(pipeline, stores, self.costs))
         self.generator = Generator(
             tokenizer=Tokenizer.from_metadata(file.metadata),
-            pool=pool,
             executor=pipeline,
             context=CONTEXT,
             stages=prompts,

@@ -173,7 +173,7 @@ class Engine:
                 budget.decoding(True)
 
         self.logits.clear()
-        engine = BatchEngine(self, self.pool, self.tokenizer, sessions=lambda tenant: self.session, copies=self.copies)
+        engine = BatchEngine(self, self.tokenizer, sessions=lambda tenant: self.session, copies=self.copies)
         with contextlib.closing(engine):
             engine.add(request("asks", tokens, ANSWER))
             self.before_step = before_step
@@ -192,7 +192,7 @@ class Engine:
         costs = LearnedCosts()
         assume(costs)  # a tiny model would rather compute than load
         engine = BatchEngine(
-            self, self.pool, self.tokenizer, settings=EngineSettings(prefix_sharing=False),
+            self, self.tokenizer, settings=EngineSettings(prefix_sharing=False),
             sessions=lambda tenant: self.session, copies=self.copies, costs=costs,
         )  # fmt: skip
         with contextlib.closing(engine):

@@ -47,7 +47,6 @@ def _engine(session: MemorySession, blocks: int, swap_blocks: int, policy: str, 
     assume(costs, [patience, patience, 0.0])
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(
             policy=policy,  # type: ignore[arg-type]

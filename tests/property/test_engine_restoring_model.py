@@ -50,7 +50,6 @@ def _engine(
     assume(costs, [_FIXED_S, 512 * _ROW_S, 512 * 1024 * 1e-7], learns=True)
     engine = BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(restoring=restoring, max_queue_s=1e9),
         sessions=lambda tenant: session,

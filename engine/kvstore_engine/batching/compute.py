@@ -9,6 +9,7 @@ from typing import Protocol
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.pool import BlockPool
 
 
 class Compute(Protocol):
@@ -19,6 +20,8 @@ class Compute(Protocol):
 
     @property
     def limits(self) -> StepLimits: ...
+    @property
+    def pool(self) -> BlockPool: ...
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """The logits of the wanted tokens, in the order of `slices`, for use before the next call. `whole`: the rows of

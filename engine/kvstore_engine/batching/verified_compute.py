@@ -12,6 +12,7 @@ from kvstore_engine.batching.compute import Compute
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker.failure import StepFailed
 
 
@@ -25,6 +26,10 @@ class VerifiedCompute:
     @property
     def limits(self) -> StepLimits:
         return self._compute.limits
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._compute.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """Compute a step as `Compute.step` does, and check the file after it."""

@@ -30,7 +30,6 @@ def _engine(session: MemorySession, lost: Collection[int] = ()) -> tuple[BatchEn
     assume(costs)  # computing looks slow: restore all that is stored
     engine = BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(max_queue_s=1e9),
         sessions=lambda tenant: session,

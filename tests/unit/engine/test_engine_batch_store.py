@@ -35,7 +35,6 @@ def _engine(*sessions: KvSession, blocks: int = 256, observer: Observer | None =
     names = {str(index) if index else "": session for index, session in enumerate(sessions)}
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(**settings),
         sessions=names.get,
