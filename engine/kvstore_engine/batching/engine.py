@@ -84,6 +84,7 @@ class BatchEngine:
         self._intake = Intake(
             self.scheduler,
             tokenizer,
+            self.settings,
             context=self.context,
             vocabulary=limits.vocabulary,
             sessions=sessions,

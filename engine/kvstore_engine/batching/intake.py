@@ -13,21 +13,32 @@ from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.restore import KvSession
 
 SessionOf = Callable[[str], KvSession | None]
+_LEAST_RETRY_S = 1.0
+
+
+class Overloaded(RuntimeError):
+    """The request was not accepted; a retry after `retry_after_s` may be."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Intake:
-    """Takes requests for `scheduler`. `context`: most tokens of a prompt and its answer. `vocabulary`: token ids are
-    below it. `sessions(tenant)` is the tenant's session with the daemon, or None.
+    """Takes requests for `scheduler`, within `settings`. `context`: most tokens of a prompt and its answer.
+    `vocabulary`: token ids are below it. `sessions(tenant)` is the tenant's session with the daemon, or None.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         tokenizer: TextSource,
+        settings: EngineSettings,
         *,
         context: int,
         vocabulary: int,
@@ -35,7 +46,7 @@ class Intake:
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
-        self._scheduler, self._tokenizer = scheduler, tokenizer
+        self._scheduler, self._tokenizer, self._settings = scheduler, tokenizer, settings
         self._context, self._vocabulary, self._sessions = context, vocabulary, sessions
         self._observer, self._clock = observer, clock
         self._order = 0
@@ -43,7 +54,7 @@ class Intake:
     def accept(self, request: Request) -> Sequence:
         """Have `request` wait. UsageError if it can never be answered, Overloaded if too many wait."""
         self._check(request)
-        self._scheduler.check_load(request.tenant)
+        self._check_load(request.tenant)
         self._order += 1
         sequence = self._sequence(request, 0, self._order, self._clock())
         self._scheduler.run_queue.enter(sequence)
@@ -90,6 +101,20 @@ class Intake:
             raise UsageError(f"token ids must be in 0..{self._vocabulary - 1}")
         if self._scheduler.run_queue.of(request.id):
             raise UsageError(f"a request {request.id!r} is under way already")
+
+    def _check_load(self, tenant: str) -> None:
+        queue, most, most_s = self._scheduler.run_queue, self._settings.max_queued, self._settings.max_queue_s
+        ahead = queue.ahead(tenant)
+        if not ahead:
+            return
+        wait_s = self._scheduler.statistics.wait_s(ahead, queue.places)
+        if ahead + 1 > most:
+            # The queue drains evenly: after that share of the wait there is room for this one.
+            retry_s = max(_LEAST_RETRY_S, wait_s * (ahead + 1 - most) / ahead)
+            raise Overloaded(f"{ahead} requests are waiting, {most} may", retry_s)
+        if wait_s > most_s:
+            retry_s = max(_LEAST_RETRY_S, wait_s - most_s)
+            raise Overloaded(f"the wait is expected to be {wait_s:.0f} s, over {most_s:.0f} s", retry_s)
 
     def _sequence(self, request: Request, index: int, order: int, arrived_s: float) -> Sequence:
         """Make answer `index` of `request`. UsageError if its constraint cannot be made."""

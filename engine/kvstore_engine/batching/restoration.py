@@ -81,7 +81,7 @@ class Restoration(Progress):
         plan = self.decide(prefix, costs, loads_all=restoring == "load")
         self.planned_s = self.now_s
         if plan.axis != "compute":
-            self.pointers, self.is_meeting = Pointers(tiers, overtakes=self._overtakes), True
+            self.pointers, self.is_meeting = Pointers(len(tiers), overtakes=self._overtakes), True
 
     def computable(self) -> int:
         """Return up to which position a step may compute now."""
@@ -116,7 +116,7 @@ class Restoration(Progress):
 
     def lose(self) -> None:
         """What has not arrived cannot be loaded."""
-        self.lost += len(self.to_load())
+        self.lost += len(self.pointers.stored())
         self.pointers.lose_all()
 
     def report(self, now_s: float) -> RestoreReport:

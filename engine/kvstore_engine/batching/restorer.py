@@ -309,7 +309,7 @@ class Restorer:
     def _serve(self) -> None:
         """Let the restoration whose turn it is load."""
         now = self._clock()
-        left = {each: len(chunks) for each in self._under_way.values() if (chunks := each.to_load())}
+        left = {each: len(chunks) for each in self._under_way.values() if (chunks := each.pointers.stored())}
         turns = {each: turn(chunks, now - each.begun_s) for each, chunks in left.items()}
         order = sorted(turns, key=turns.__getitem__)  # ties by arrival
         active = self._loading
@@ -325,7 +325,7 @@ class Restorer:
             self._open(order[0], now)
 
     def _open(self, restoration: Restoration, now: float) -> None:
-        end = restoration.first + restoration.to_load()[-1] + 1
+        end = restoration.first + restoration.pointers.stored()[-1] + 1
         tokens = restoration.tokens[: end * restoration.chunk_tokens]
         stream = self.fetcher.stream(restoration.session, tokens, max_blocks=end, deadline_s=_STREAM_DEADLINE_S)
         restoration.open(stream, now)

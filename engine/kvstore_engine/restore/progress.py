@@ -47,7 +47,7 @@ class Progress:
     tiers: tuple[str, ...] = ()
     plan: Plan | None = None
     alone: tuple[float, float] = (0.0, 0.0)  # predicted seconds of loading alone, of computing alone
-    pointers: Pointers = field(default_factory=lambda: Pointers(()))
+    pointers: Pointers = field(default_factory=lambda: Pointers(0))
     costs: RestoreCosts | None = None
     stream: Stream | None = None
     link: Link | None = None
@@ -107,17 +107,11 @@ class Progress:
             seconds = link.seconds[tier] / count
             self.learned.observe_load(tier, self.chunk_bytes, seconds, beside_computing=beside)
 
-    def to_load(self, first: int = 0) -> list[int]:
-        """Return the chunks from `first` on that are wanted of the store and have not arrived, first ones first."""
-        if self.pointers.is_done:
-            return []
-        return sorted(chunk for tier in set(self.tiers) - {ABSENT} for chunk in self.pointers.stored(tier, first))
-
     def left_s(self, chunk: int = 0) -> float:
         """Predict in how many seconds the links are done with `chunk` and all after it, once they work for this prefix;
         infinity where the stream stalls.
         """
-        left, link = Counter(self.tiers[each] for each in self.to_load(chunk)), self.link
+        left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.link
         seconds = max((count * self._load_s(tier) for tier, count in left.items()), default=0.0)
         if link is None or not left:
             return seconds

@@ -90,7 +90,7 @@ class StageSide(Progress):
         is_fed = before is None or before.plan is None or before.plan.axis == "compute" or self.stored_inputs > 0
         if plan.axis == "compute" and not is_fed and self.stored:
             plan = self.decide(prefix, costs, loads_all=True)
-        self.pointers = Pointers(self.found.kv, overtakes=self._overtakes, loads=plan.axis != "compute")
+        self.pointers = Pointers(len(self.found.kv), overtakes=self._overtakes, loads=plan.axis != "compute")
         for chunk in range(self.stored, len(self.found.kv)):
             self.pointers.lose(chunk)
         return plan
@@ -113,7 +113,7 @@ class StageSide(Progress):
     def lose_kv(self) -> None:
         """No more K/V come. Those of a chunk that is being computed are not missed."""
         under_way = None if self.stages is None else self.stages.computing(self.number)
-        self.lost += sum(chunk != under_way for chunk in self.to_load())
+        self.lost += sum(chunk != under_way for chunk in self.pointers.stored())
         self.pointers.lose_all()
 
     def lose_inputs(self) -> None:

@@ -225,7 +225,7 @@ class StagedRestorer:
         ]
         for before, side in zip([None, *sides], sides, strict=False):
             side.make_plan(before, loads_all=self._loads_all)
-        inputs = [["" if tier == ABSENT else tier for tier in side.found.inputs] for side in sides[1:]]
+        inputs = [[tier != ABSENT for tier in side.found.inputs] for side in sides[1:]]
         stages = Stages([side.pointers for side in sides], inputs)
         held: list[dict[int, FloatArray]] = [{} for _ in sides]
         run = Run(tokens, table, sides, stages, held, None)

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore_engine.policies import Candidate, LengthPredictor, StepBudget, VirtualTokens, choose_policy
+from kvstore_engine.batching.policies import Candidate, choose_policy
+from kvstore_engine.batching.scheduling_statistics import LengthPredictor, VirtualTokens
+from kvstore_engine.batching.step_budget import StepBudget
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run, twin_engine

@@ -211,7 +211,7 @@ def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before
     first = side(0)
     second = side(1)
     assert first.plan is not None and second.plan is not None and first.plan.axis == second.plan.axis == "tokens"
-    first.stages = second.stages = stages = Stages([first.pointers, second.pointers], [[""] * _CHUNKS])
+    first.stages = second.stages = stages = Stages([first.pointers, second.pointers], [[False] * _CHUNKS])
     assert second.pointers.computable(1) == range(1)  # it waits for the first stage
     assert stages.next_compute(0) == 0 and stages.computed(0, 0) and stages.next_compute(1) == 0
     for chunk in (1, 2):
