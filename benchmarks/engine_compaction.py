@@ -41,7 +41,7 @@ from support.report import Row, main
 from support.timing import median
 
 from kvstore_engine.blocks import BlockSpace, BlockTable, Compactor, HostPool, TransferCosts, swap_in, swap_out
-from kvstore_engine.blocks.runs import count_runs
+from kvstore_engine.blocks.transfers import count_runs
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool

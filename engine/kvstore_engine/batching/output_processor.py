@@ -6,9 +6,7 @@ run queue.
 
 from collections.abc import Callable, Collection
 
-import numpy as np
-import numpy.typing as npt
-
+from kvstore_engine.batching.answer import Choice, Floats, choose, choose_one, log_probabilities
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
 from kvstore_engine.batching.intake import Intake
@@ -16,10 +14,7 @@ from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.batching.token_choice import Choice, choose, choose_one, log_probabilities
 from kvstore_engine.executors.logits import StepLogits
-
-Floats = npt.NDArray[np.float32]
 
 
 class OutputProcessor:

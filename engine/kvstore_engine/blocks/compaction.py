@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.block_table import BlockTable
-from kvstore_engine.blocks.runs import count_runs, split_runs
 from kvstore_engine.blocks.space import BlockSpace
-from kvstore_engine.blocks.transfer_costs import TransferCosts
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs, split_runs
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
