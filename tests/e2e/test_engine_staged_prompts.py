@@ -18,6 +18,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.stages import StagedPrompts, StageStore, open_pipeline
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.memory_session import MemorySession
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
@@ -52,7 +53,7 @@ class Staged:
     def answer(self, settings: RequestSettings, prompt: Prompt = LONG, **more: Any) -> Generation:
         """By stages to which computing looks slow, and loading so slow that none counts as stalled: they load."""
         for each in self.costs:
-            each.compute.restore(1, [1000.0, 1000.0, 0.0])
+            assume(each, [1000.0, 1000.0, 0.0])
             each.links.clear()
             each.expect_load("host", self.kv[0].block_bytes, 5.0)
         return self.generator.generate(prompt, settings, **more)
