@@ -1,4 +1,5 @@
-"""How many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from requests.
+"""Chooses how many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from
+requests.
 
 For engines that compute only behind what was loaded. With n blocks loaded a first token takes
 
@@ -83,7 +84,7 @@ class Chosen:
 
 
 def all_of(hit: Hit) -> Chosen:
-    """What is chosen where nothing is known: as much as can be had, however long it takes."""
+    """Choose without any knowledge: as much as can be had, however long it takes."""
     return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
 
 
@@ -103,7 +104,7 @@ class LoadChoice:
         self._lock = threading.RLock()
 
     def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
-        """How many blocks to load. `all_or_none`: no number in between."""
+        """Choose how many blocks of `hit` to load. `all_or_none`: no number in between."""
         with self._lock:
             return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
 
@@ -132,7 +133,7 @@ class LoadChoice:
         return self._costs.prefill_s(first, first + tokens, self._step_tokens)
 
     def known_compute_s(self, first: int, tokens: int) -> float:
-        """The same; infinite until something was computed."""
+        """Predict as `compute_s`; infinite until something was computed."""
         with self._lock:
             return self.compute_s(first, tokens) if self._costs.steps.is_known else math.inf
 
@@ -182,7 +183,7 @@ class LoadChoice:
         return self._costs.load_s(MAPPED, blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
 
     def _waits(self, hit: Hit) -> list[float]:
-        """By number of leading blocks, how long the daemon is expected to take until they are mapped."""
+        """Return, by number of leading blocks, how long the daemon is expected to take until they are mapped."""
         biases = {tier: self._costs.biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
 
@@ -231,7 +232,7 @@ def _halves(number: int) -> Iterator[int]:
 
 
 def _ends_of_runs(hit: Hit) -> list[int]:
-    """Where one tier's blocks are followed by another's; of too many, as many as fit."""
+    """Return where one tier's blocks are followed by another's; of too many, as many as fit."""
     tiers = [hit.tiers[block] if not _is_mapped(hit, block) else "" for block in range(len(hit.tiers))]
     ends = [at for at in range(1, len(tiers)) if tiers[at] != tiers[at - 1]]
     return ends[:: len(ends) // _MOST_ENDS + 1]

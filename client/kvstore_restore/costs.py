@@ -1,4 +1,4 @@
-"""What computing and loading a chunk cost, alone and at once; pure values.
+"""The costs of computing and of loading a chunk, alone and at once; pure values.
 
     computing n tokens from position p      alpha + beta*n + gamma*n*(p + n/2)
     loading k bytes from a tier             lambda + k/B, for each tier its own
@@ -68,7 +68,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long computing and loading take while the other runs; at least 1."""
+    """Factors by which computing and loading take longer while the other runs; at least 1."""
 
     compute: float = 1.0
     load: float = 1.0

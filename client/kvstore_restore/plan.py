@@ -136,7 +136,7 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
 
 
 def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
-    """When all is done if neither stops before they meet, as happens where wrong costs are believed."""
+    """Predict when all is done if neither stops before they meet, as happens where wrong costs are believed."""
     links = dict.fromkeys(prefix.tiers, 0.0)
     for chunk, tier in enumerate(prefix.tiers):
         links[tier] += prefix.load_s(chunk, prefix.layers, costs)

@@ -25,7 +25,7 @@ def turn(chunks: int, waited_s: float) -> float:
 
 
 class State(Enum):
-    """Of a chunk. LOST: it cannot be loaded."""
+    """The state of a chunk. LOST: it cannot be loaded."""
 
     STORED = "stored"
     PRESENT = "present"

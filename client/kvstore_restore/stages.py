@@ -17,8 +17,8 @@ from kvstore_restore.pointers import Pointers
 
 
 class Input(Enum):
-    """Of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the caller may
-    discard them. MISSING: only the stage before can bring them.
+    """The state of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the
+    caller may discard them. MISSING: only the stage before can bring them.
     """
 
     STORED = "stored"

@@ -250,7 +250,7 @@ class Generator:
 
 
 class _Answer:
-    """What has been generated so far."""
+    """Keeps what has been generated so far."""
 
     def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
         self._prompt = prompt
@@ -259,7 +259,7 @@ class _Answer:
 
     @property
     def all_tokens(self) -> npt.NDArray[np.int32]:
-        """With the prompt's."""
+        """Return the prompt's tokens and the answer's."""
         return np.concatenate([self._prompt, np.array(self.tokens, np.int32)])
 
 

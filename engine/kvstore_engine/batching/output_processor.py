@@ -129,12 +129,13 @@ class OutputProcessor:
 
 
 def _forks(sequence: Sequence) -> bool:
-    """Whether the first token of `sequence` begins the further answers of its request."""
+    """Return whether the first token of `sequence` begins the further answers of its request."""
     has_more = sequence.index == 0 and sequence.request.settings.n > 1
     return has_more and not sequence.generated and not sequence.is_forked
 
 
 def _needs_row(sequence: Sequence) -> bool:
-    """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
-    do."""
+    """Return whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers
+    beside it do.
+    """
     return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)

@@ -1,4 +1,4 @@
-"""In which order sequences are served, and which yields first: the contract of a policy, and the three policies.
+"""The order in which sequences are served, and yield: the contract of a policy, and the three policies.
 
 A policy never sees tokens or blocks and acts on nothing. The implementation MUST be a pure function of its arguments;
 MUST rank a sequence that waits long enough first (no starvation); and MUST NOT let two sequences displace each other in
@@ -14,13 +14,13 @@ _AHEAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy knows of a sequence.
+    """A sequence as a policy knows it.
 
     order:       number of its arrival.
     since_s:     when it began to wait, this time.
     level:       its priority when it was last admitted, raised by waiting; before that, its plain priority.
     remaining_s: predicted time until it ends, once it runs.
-    served:      what its tenant has been served so far (`fairness`).
+    served:      what its tenant has been served so far (`VirtualTokens`).
     """
 
     order: int
@@ -48,7 +48,7 @@ class Policy(Protocol):
         ...
 
     def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
-        """Whether `waiting` is to run instead of `running`, if not both can."""
+        """Return whether `waiting` is to run instead of `running`, if not both can."""
         ...
 
 

@@ -115,7 +115,7 @@ class Restoration(Progress):
         return True
 
     def lose(self) -> None:
-        """What has not arrived cannot be loaded."""
+        """Give up what has not arrived."""
         self.lost += len(self.pointers.stored())
         self.pointers.lose_all()
 

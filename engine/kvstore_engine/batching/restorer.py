@@ -131,9 +131,10 @@ class Restorer:
         return self._under_way[sequence].computable()
 
     def settle(self) -> tuple[bool, list[Ended]]:
-        """After a step was computed, before its results are used: wait for the blocks that it may have read while they
-        came. Returns False if some of them are lost, so that the step must have no effect; and the restorations that
-        are done now."""
+        """Wait, after a step was computed and before its results are used, for the blocks that it may have read while
+        they came. Returns False if some of them are lost, so that the step must have no effect; and the restorations
+        that are done now.
+        """
         done, is_sound = [], True
         for restoration in [each for each in self._under_way.values() if each.arriving is not None]:
             is_sound &= self._arrived(restoration)

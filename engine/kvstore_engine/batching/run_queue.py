@@ -122,8 +122,8 @@ class RunQueue:
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """How many waiting sequences go before one more of `tenant`. Tenants take turns, so that one with a long queue
-        does not keep the others out.
+        """Count the waiting sequences that go before one more of `tenant`. Tenants take turns, so that one with a long
+        queue does not keep the others out.
         """
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)

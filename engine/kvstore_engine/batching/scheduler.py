@@ -76,7 +76,7 @@ class Scheduler:
         self._compactor = Compactor(space, self.preemption.transfers, clock) if settings.compaction else None
 
     def next_batch(self) -> Batch:
-        """What the next step computes; without parts if nothing can be computed now."""
+        """Plan what the next step computes; without parts if nothing can be computed now."""
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
     def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
@@ -87,8 +87,8 @@ class Scheduler:
         self.statistics.stepped(seconds, len(batch.decodes))
 
     def tidy(self, steps: int) -> None:
-        """After each of `steps` steps. Now and then this returns unused host memory to the system, and moves the blocks
-        of the next victim together if its expected swaps make that pay.
+        """Tidy up after each of `steps` steps. Now and then this returns unused host memory to the system, and moves
+        the blocks of the next victim together if its expected swaps make that pay.
         """
         if steps % _TIDY_STEPS == 0:
             self.host.trim_if_unused()

@@ -1,4 +1,4 @@
-"""What policies read of each sequence.
+"""The statistics that policies read of each sequence.
 
 Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
@@ -40,7 +40,7 @@ class SchedulingStatistics:
         self._ended = 0
 
     def of(self, sequence: Sequence) -> Candidate:
-        """What a policy sees of `sequence` now."""
+        """Return what a policy sees of `sequence` now."""
         return Candidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,

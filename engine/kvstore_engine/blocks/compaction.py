@@ -57,8 +57,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if blocks
-    were moved.
+    """Says what was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if
+    blocks were moved.
     """
 
     moved_blocks: int = 0
@@ -109,7 +109,7 @@ class Compactor:
         return Compaction(moved, before, count_runs(table.ids), gain_s, done_s - began_s)
 
     def _can_pay(self, table: BlockTable, runs: int, saved_s: float) -> bool:
-        """Whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
+        """Return whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
         return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(table, runs, saved_s)
 
     def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:

@@ -200,7 +200,8 @@ class BlockSpace:
                 self._attach(table, tokens, index)
 
     def make_writable(self, table: BlockTable, position: int) -> None:
-        """Before `position` is written: copy its block if another table has it, too. PoolExhausted as `extend`.
+        """Copy the block of `position`, which is about to be written, if another table has it, too. PoolExhausted as
+        `extend`.
 
         Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
         """

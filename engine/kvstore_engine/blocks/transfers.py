@@ -1,4 +1,4 @@
-"""What it costs on this machine to copy blocks, by bytes and by pieces; refitted with every transfer.
+"""The costs of copying blocks on this machine, by bytes and by pieces; refitted with every transfer.
 
 Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
 pool takes longer by a factor: its target is not in a cache, and it must be found and entered in tables and counts.

@@ -26,7 +26,7 @@ _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has show
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What a stream has shown. `seconds`: at which time after the opening the last chunk of each tier came."""
+    """Keeps what a stream has shown. `seconds`: at which time after the opening the last chunk of each tier came."""
 
     opened_s: float
     last_s: float

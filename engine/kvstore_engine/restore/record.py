@@ -1,4 +1,4 @@
-"""What each restoration predicted and did, one record each, and what a request restored and stored.
+"""Records of what each restoration predicted and did, one record each, and what a request restored and stored.
 
 Owns plain values: the last records, and totals of all. Times are those of the engine's clock, in seconds; `at` is the
 time of day.
@@ -105,7 +105,7 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """Of all restorations since the start. The two times are of those that were loaded at least in part."""
+    """Sums up all restorations since the start. The two times are of those that were loaded at least in part."""
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
     chunks: dict[str, int] = field(
@@ -139,7 +139,7 @@ class RestorationLog:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a request restored. `reason` explains why no more was restored.
+    """Says what a request restored. `reason` explains why no more was restored.
 
     lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are what was compared
     (see `plan`).
@@ -157,7 +157,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What a request stored, in blocks, by the statuses of a put.
+    """Says what a request stored, in blocks, by the statuses of a put.
 
     store_s: the time in puts, for which generation did not wait.
     """

@@ -89,7 +89,7 @@ class Pipeline:
         return rows
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `StepExecutor.step`."""
+        """Compute one step, as `StepExecutor.step`."""
         return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:

@@ -192,7 +192,7 @@ def open_staged_prompts(
     keeps_inputs: bool = True,
     check: Callable[[], bool] = lambda: True,
 ) -> Iterator[StagedPrompts]:
-    """What restores and stores the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
+    """Open what restores and stores the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
 
     `profiles`: the file of each stage's costs. `check`: as of `StagedPrompts`. A stage has two sessions, the first
     stage one. Each may fill a few blocks of its own size at a time: the daemon has memory for all of them where it had

@@ -63,7 +63,7 @@ class StageSide(Progress):
 
     @property
     def loaded_bytes(self) -> int:
-        """Of K/V and of hidden states."""
+        """The bytes of K/V and of hidden states that were loaded."""
         return self.pointers.loaded * self.chunk_bytes + self.inputs_loaded * self.input_bytes
 
     def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> Plan:

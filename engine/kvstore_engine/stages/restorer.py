@@ -82,7 +82,7 @@ class Run:
             self.kept[following][chunk] = states
 
     def continued_inputs(self) -> tuple[dict[int, FloatArray], ...]:
-        """Of what is kept, the chunks that follow the stored ones without a gap."""
+        """Return, of what is kept, the chunks that follow the stored ones without a gap."""
         runs = []
         for side, kept in zip(self.sides, self.kept or (), strict=False):
             end = side.stored_inputs
@@ -173,7 +173,7 @@ class StagedRestorer:
     ) -> Restored:
         """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, one way or other.
 
-        `keeps_inputs`: to store them (`storing`); a chunk's hidden states have 4 bytes for each token and value.
+        `keeps_inputs`: to store them (`store_prefix`); a chunk's hidden states have 4 bytes for each token and value.
         `request_id`: of the records. Raises what computing raised; nothing of the prefix counts then.
         """
         begun_s = self._clock()

@@ -1,4 +1,4 @@
-"""What the daemon has of each stage: the K/V of its layers, and the hidden states from which it computes.
+"""The daemon's share in each stage: the K/V of its layers, and the hidden states from which it computes.
 
 Owns the fingerprints, the look-ups and the order of puts. K/V of a stage are a shard: other cuts of the model do not
 find them. Hidden states belong to the layer that they are the input of, so stages that begin there share them, in any
@@ -93,8 +93,8 @@ def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], 
 
 @dataclass(frozen=True, slots=True)
 class StageStored:
-    """What became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of them
-    were stored.
+    """Says what became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of
+    them were stored.
     """
 
     kv: tuple[str, ...] = ()
