@@ -7,7 +7,7 @@ Errors are relative (each sample is divided by its cost): a 2 ms chunk and a 2 s
 what comparing two costs needs. Older samples fade by the factor `memory`. Algorithm: Haykin, "Adaptive Filter
 Theory", chapter on RLS; one sample's pull is bounded, so that a descheduled step cannot wreck the fit. Alone that would
 take hundreds of samples to arrive at a cost a hundred times that of the prior; so the first sample scales the whole
-fit, and so does the second of two in a row that are far off.
+fit, and so does the last of some in a row that are far off in one direction.
 """
 
 import math
@@ -25,13 +25,17 @@ _MEMORY = 0.995  # requests of one kind follow each other: a shorter one would f
 class Fit:
     """cost_s ~ features @ coefficients, in seconds. Features should be scaled to be of the order of 1."""
 
-    def __init__(self, prior: Sequence[float], uncertainty: float = 10.0, memory: float = _MEMORY) -> None:
-        """Start from `prior` coefficients; `uncertainty` relative to each says how fast data may move it."""
+    def __init__(
+        self, prior: Sequence[float], uncertainty: float = 10.0, memory: float = _MEMORY, patience: int = 2
+    ) -> None:
+        """Start from `prior` coefficients; `uncertainty` relative to each says how fast data may move it. `patience`:
+        samples in a row that are far off before they move all of it.
+        """
         self.coefficients = [float(value) for value in prior]
         self.samples = 0
-        self._memory = memory
+        self._memory, self._patience = memory, patience
         self._scale = 1.0  # by which all was multiplied since
-        self._surprises = 0  # samples in a row that were far off
+        self._surprises = 0  # samples in a row that were far off, below 0 those that were too short
         # Plain lists: products of so few are quicker without NumPy, and every step is observed.
         self._covariance = [[0.0] * len(prior) for _ in prior]
         for at, value in enumerate(self.coefficients):
@@ -48,9 +52,9 @@ class Fit:
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return
         predicted_s = self.predict(features)
-        is_surprise = not predicted_s / _SURPRISE <= cost_s <= predicted_s * _SURPRISE
-        self._surprises = self._surprises + 1 if is_surprise else 0
-        if predicted_s > 0 and (is_to_scale or not self.samples or self._surprises > 1):
+        way = (cost_s > predicted_s * _SURPRISE) - (cost_s < predicted_s / _SURPRISE)
+        self._surprises = way + (self._surprises if way * self._surprises > 0 else 0)
+        if predicted_s > 0 and (is_to_scale or not self.samples or abs(self._surprises) >= self._patience):
             self.rescale(cost_s / predicted_s)
             self._surprises = 0
         self._correct(features, cost_s)

@@ -29,6 +29,7 @@ _PLAUSIBLE = 0.7, 2.5  # times as long as alone: what the other work may explain
 _EVERY_SHARE = 0.2  # of a new short step in what every step takes
 _MOST_EVERY = 2.0  # a short step counts for so many times what every step took until then: some wait for others
 _LARGEST_PART = 0.5  # of a long step is what every step takes, at most
+_STEPS_PATIENCE = 4  # a step may wait for others
 _MOST_TIERS = 16
 _VERSION = 4
 
@@ -161,7 +162,7 @@ class StepFit:
     def __init__(self) -> None:
         self.count = 0
         self.is_provisional = False
-        self._fit = Fit(_COMPUTE_PRIOR)
+        self._fit = Fit(_COMPUTE_PRIOR, patience=_STEPS_PATIENCE)
         self._every_s = 0.0
         self._long = (0.0, 0.0)  # tokens and pairs of the latest long step
         self._note_cost()
@@ -185,9 +186,12 @@ class StepFit:
         if self.count == 1 and self.is_known:
             return False
         own_s = max(seconds - self._every_s, (1 - _LARGEST_PART) * seconds)
-        self._fit.observe(ComputeCost.features(tokens, attended), own_s, is_to_scale=self.is_provisional)
-        self._long = tokens, attended
-        self.is_provisional = self.count == 1
+        is_alike = tokens >= self._long[0] / 2  # a decode says nothing of how much warming up was in a prompt's step
+        is_to_scale = self.is_provisional and is_alike
+        self._fit.observe(ComputeCost.features(tokens, attended), own_s, is_to_scale=is_to_scale)
+        if is_alike or not self.is_provisional:
+            self._long = tokens, attended
+            self.is_provisional = self.count == 1
         self._note_cost()
         return True
 

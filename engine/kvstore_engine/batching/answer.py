@@ -100,7 +100,7 @@ class Answer:
 
     @property
     def next_step(self) -> Callable[[], NextStep | None] | None:
-        """Say what follows, now that the answer has ended by itself; None where its request does not say how to know."""
+        """Say what follows the answer, which has ended by itself; None where its request does not say how to know."""
         return None if self._next_step is None else partial(self._next_step, self._tokens)
 
     def finish(self) -> str:

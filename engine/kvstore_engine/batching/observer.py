@@ -65,7 +65,7 @@ class Observer:
         """`tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes them."""
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """The daemon has answered what it had of a prompt, and that is restored; once for each request to the daemon."""
+        """The daemon has answered, and what it had of a prompt is restored; once for each request to the daemon."""
 
     def restoration(self, record: RestorationRecord) -> None:
         """A restoration has ended: what it predicted and did."""

@@ -109,7 +109,7 @@ class Compactor:
         return Compaction(moved, before, count_runs(table.ids), gain_s, done_s - began_s)
 
     def _can_pay(self, table: BlockTable, runs: int, saved_s: float) -> bool:
-        """Return whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
+        """Return whether moving a block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
         return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(table, runs, saved_s)
 
     def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:

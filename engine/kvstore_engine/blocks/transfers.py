@@ -41,7 +41,7 @@ class TransferCosts:
     """Costs of copies between the pool and other memory, or within it. Not safe for use by two threads at once."""
 
     def __init__(self) -> None:
-        self.copy = Fit(_PRIOR, uncertainty=1.0, memory=0.98)
+        self.copy = Fit(_PRIOR, uncertainty=1.0, memory=0.98, patience=4)
         self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
