@@ -84,7 +84,6 @@ class Model:
         settings = EngineSettings(restoring=way, prefix_sharing=False, swap_bytes=0, compaction=False)
         return BatchEngine(
             self.executor,
-            self.pool,
             self.tokenizer,
             settings=settings,
             sessions=None if session is None else lambda tenant: session,

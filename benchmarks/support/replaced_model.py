@@ -165,9 +165,7 @@ class Truth:
         executor = stack.enter_context(Executor(model, pool, threads=1, max_sequences=1, max_context=CONTEXT_TOKENS))
         self.fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         self._store = MemorySession(self.fingerprint.payload_bytes(), block_tokens=self.fingerprint.block_tokens)
-        self._generator = Generator(
-            tokenizer=tokenizer, pool=pool, executor=executor, context=CONTEXT_TOKENS, session=self._store
-        )
+        self._generator = Generator(tokenizer=tokenizer, executor=executor, context=CONTEXT_TOKENS, session=self._store)
         stack.callback(self._generator.close)
         self._tokenizer = tokenizer
 

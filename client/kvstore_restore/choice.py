@@ -1,23 +1,23 @@
-"""How many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from requests.
+"""Chooses how many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from
+requests.
 
 For engines that compute only behind what was loaded. With n blocks loaded a first token takes
 
     own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
 
 `own` is what a load costs the client (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
-queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier (bias.py). Within a run of blocks in one tier the
+queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier. Within a run of blocks in one tier the
 sum is concave in n, so its least value is at an end of a run: only those are compared.
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
 few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
 each request may be lost to this. All blocks do where that is affordable and none did so for `WHOLE_TRIAL_EVERY`
 decisions: where the paths are close, what a part of one takes says too little of it.
-Owns what was learned, and its file. It loads and computes nothing. Safe for use by several threads.
+Owns the trials; what was learned is in `LearnedCosts`. It loads and computes nothing. Safe for use by several threads.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +27,7 @@ from operator import mul
 from pathlib import Path
 from time import time
 
-from kvstore_client.paths import write_json
-from kvstore_restore.bias import Biases
-from kvstore_restore.features import LINK_PRIOR, link_cost, load_features
-from kvstore_restore.scaled_fit import ScaledFit
-from kvstore_restore.steps import StepCosts
+from kvstore_restore.learned import MAPPED, LearnedCosts
 
 TRIAL_SHARE, TRIAL_EVERY, WHOLE_TRIAL_EVERY = 0.015, 16, 128
 _TRIAL_PART = 8  # one in so many blocks takes the other path in a trial, unless all of them do
@@ -42,7 +38,6 @@ _MAPPED_S = 1e-5  # a block whose predicted time is below needs no tier but the 
 _LEAST_WAIT_S = 2e-4  # of a load; less of it says nothing of the bias
 _MOST_ENDS = 64  # of runs of blocks that are compared
 _SAVE_EVERY = 64  # loads that were observed
-_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +84,27 @@ class Chosen:
 
 
 def all_of(hit: Hit) -> Chosen:
-    """What is chosen where nothing is known: as much as can be had, however long it takes."""
+    """Choose without any knowledge: as much as can be had, however long it takes."""
     return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
 
 
 class LoadChoice:
-    """Loads all until something was computed. `step_tokens`: the most that the engine computes in one step, 0: no
-    bound. `clock`: seconds that go on over restarts.
+    """Loads all until something was computed. `costs`: what was learned. `step_tokens`: the most that the engine
+    computes in one step, 0: no bound.
     """
 
-    def __init__(self, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> None:
-        self._clock = clock
-        self._steps, self._own = StepCosts(step_tokens), ScaledFit(LINK_PRIOR)
-        self._biases = Biases(clock)
+    def __init__(self, costs: LearnedCosts | None = None, *, step_tokens: int = 0) -> None:
+        self._costs = costs or LearnedCosts()
+        self._step_tokens = step_tokens
         self._saved_s = 0.0  # may be lost to trials
         self._since_load = self._since_compute = 0  # decisions since that path taught something
         self._since_all = {True: WHOLE_TRIAL_EVERY, False: WHOLE_TRIAL_EVERY}  # since all was loaded; was computed
         self._informative_tokens = 0  # so many at once say what those of the latest hit cost
-        self._path: Path | None = None
         self._unsaved = 0
         self._lock = threading.RLock()
 
     def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
-        """How many blocks to load. `all_or_none`: no number in between."""
+        """Choose how many blocks of `hit` to load. `all_or_none`: no number in between."""
         with self._lock:
             return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
 
@@ -122,7 +115,7 @@ class LoadChoice:
         self._since_all = {is_load: count + 1 for is_load, count in self._since_all.items()}
         self._informative_tokens = (hit.tokens - hit.first) // _TRIAL_PART
         waits = self._waits(hit)
-        if not self._steps.is_known:
+        if not self._costs.steps.is_known:
             return all_of(hit)
         nothing_s = self.compute_s(hit.first, hit.tokens - hit.first)
         ends = () if all_or_none else _ends_of_runs(hit)
@@ -137,19 +130,19 @@ class LoadChoice:
 
     def compute_s(self, first: int, tokens: int) -> float:
         """Predicted seconds to compute `tokens` tokens from position `first` on."""
-        return self._steps.seconds(first, tokens)
+        return self._costs.prefill_s(first, first + tokens, self._step_tokens)
 
     def known_compute_s(self, first: int, tokens: int) -> float:
-        """The same; infinite until something was computed."""
+        """Predict as `compute_s`; infinite until something was computed."""
         with self._lock:
-            return self.compute_s(first, tokens) if self._steps.is_known else math.inf
+            return self.compute_s(first, tokens) if self._costs.steps.is_known else math.inf
 
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
         is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A
         step much shorter than the latest hit says only what every step takes: of many such ones a fit learns noise."""
         with self._lock:
-            if tokens >= 1 and seconds > 0 and self._steps.observe(first, tokens, seconds, self._informative_tokens):
+            if self._costs.observe_batch([(tokens, first)], seconds, least_tokens=self._informative_tokens):
                 self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
@@ -166,60 +159,33 @@ class LoadChoice:
         is_whole = blocks >= chosen.blocks
         nbytes = chosen.blocks * hit.block_bytes
         if chosen.wait_s < _LEAST_WAIT_S or not chosen.tier:
-            self._own.observe(load_features(nbytes), seconds if is_whole else 2 * seconds)
+            self._costs.observe_load(MAPPED, nbytes, seconds if is_whole else 2 * seconds)
             return
-        factor = (seconds - self._own_s(nbytes)) / chosen.wait_s
+        factor = (seconds - self._costs.load_s(MAPPED, nbytes)) / chosen.wait_s
         predicted = _predicted(hit, chosen.tier, chosen.blocks)
-        self._biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
+        self._costs.biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
 
     def save(self, path: Path | None = None) -> None:
-        """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
-        path = path or self._path
+        """Save what was learned, as `LearnedCosts.save`."""
         self._unsaved = 0
-        if path is None:
-            return
-        kept = {
-            "version": _VERSION,
-            "steps": self._steps.state(),
-            "own": self._own.state(),
-            "biases": self._biases.state(),
-        }
-        write_json(path, kept)
+        self._costs.save(path)
 
     @classmethod
     def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
-        """What was saved; a new one if the file is missing, damaged or of another version. It is saved there again
-        every now and then."""
-        choice = cls(step_tokens=step_tokens, clock=clock)
-        choice._path = path
-        try:
-            kept = json.loads(path.read_text())
-            if kept["version"] != _VERSION:
-                return choice
-            steps, own = dict(kept["steps"]), dict(kept["own"])
-            fresh = cls(step_tokens=step_tokens, clock=clock)
-            fresh._steps.restore(**steps)
-            fresh._own.restore(**own)
-            fresh._biases.restore(kept["biases"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return choice
-        fresh._path = path
-        return fresh
+        """Return a choice by the costs that were saved in `path`. They are saved there again every now and then."""
+        return cls(LearnedCosts.load(path, clock), step_tokens=step_tokens)
 
     def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
         held = hit.held(blocks)
         return self._load_s(hit, blocks, waits) + self.compute_s(held, hit.tokens - held)
 
     def _load_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:
-        return self._own_s(blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
+        return self._costs.load_s(MAPPED, blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
 
     def _waits(self, hit: Hit) -> list[float]:
-        """By number of leading blocks, how long the daemon is expected to take until they are mapped."""
-        biases = {tier: self._biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
+        """Return, by number of leading blocks, how long the daemon is expected to take until they are mapped."""
+        biases = {tier: self._costs.biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
-
-    def _own_s(self, nbytes: int) -> float:
-        return link_cost(self._own.coefficients).load_s(nbytes)
 
     def _chosen(
         self, hit: Hit, blocks: int, waits: Sequence[float], nothing_s: float, *, is_trial: bool = False
@@ -243,11 +209,11 @@ class LoadChoice:
         whole = len(hit.tiers)
         if best < whole and self._since_load >= TRIAL_EVERY:
             room, sign = whole - best, +1
-        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._steps.steps, TRIAL_EVERY)):
+        elif best and self._since_compute >= min(TRIAL_EVERY, 2 ** min(self._costs.steps.count, TRIAL_EVERY)):
             room, sign = best, -1
         else:
             return None
-        affordable_s = self._saved_s + (_FIRST_SHARE * best_s if self._steps.is_provisional else 0.0)
+        affordable_s = self._saved_s + (_FIRST_SHARE * best_s if self._costs.steps.is_provisional else 0.0)
         in_whole = [room] if self._since_all[sign > 0] >= WHOLE_TRIAL_EVERY else []
         in_part = [] if all_or_none else _halves(-(-room // _TRIAL_PART))
         for step in (*in_whole, *in_part):
@@ -266,7 +232,7 @@ def _halves(number: int) -> Iterator[int]:
 
 
 def _ends_of_runs(hit: Hit) -> list[int]:
-    """Where one tier's blocks are followed by another's; of too many, as many as fit."""
+    """Return where one tier's blocks are followed by another's; of too many, as many as fit."""
     tiers = [hit.tiers[block] if not _is_mapped(hit, block) else "" for block in range(len(hit.tiers))]
     ends = [at for at in range(1, len(tiers)) if tiers[at] != tiers[at - 1]]
     return ends[:: len(ends) // _MOST_ENDS + 1]

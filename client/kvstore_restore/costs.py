@@ -1,15 +1,18 @@
-"""What computing and loading a chunk cost, alone and at once; pure values.
+"""The costs of computing and of loading a chunk, alone and at once; pure values.
 
     computing n tokens from position p      alpha + beta*n + gamma*n*(p + n/2)
     loading k bytes from a tier             lambda + k/B, for each tier its own
 
-While both run, each takes longer by a factor. Times are seconds. `learned.py` fits these values to what was measured.
+While both run, each takes longer by a factor. Times are seconds. `learned.py` fits these values to what was measured,
+as coefficients for features of the order of 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+_TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,24 @@ class ComputeCost:
     token_s: float
     attended_s: float
 
+    @staticmethod
+    def features(tokens: float, attended: float) -> tuple[float, float, float]:
+        """Describe a step of `tokens` tokens that attend to `attended` pairs."""
+        return 1.0, tokens / _TOKENS, attended / _ATTENDED
+
+    @classmethod
+    def fitted(cls, coefficients: Sequence[float]) -> ComputeCost:
+        """Return the cost of `features`; a coefficient below 0 counts as 0."""
+        fixed_s, token_s, attended_s = (max(0.0, value) for value in coefficients)
+        return cls(fixed_s, token_s / _TOKENS, attended_s / _ATTENDED)
+
+    def step_s(self, tokens: float, attended: float) -> float:
+        """Predict the seconds of one step of `tokens` tokens that attend to `attended` pairs."""
+        return self.fixed_s + self.token_s * tokens + self.attended_s * attended if tokens else 0.0
+
     def chunk_s(self, first: float, tokens: int) -> float:
-        """Seconds to compute `tokens` tokens from position `first` on, in one step."""
-        if not tokens:
-            return 0.0
-        return self.fixed_s + self.token_s * tokens + self.attended_s * tokens * (first + tokens / 2)
+        """Predict the seconds to compute `tokens` tokens from position `first` on, in one step."""
+        return self.step_s(tokens, tokens * (first + tokens / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +50,31 @@ class LinkCost:
     fixed_s: float
     byte_s: float
 
+    @staticmethod
+    def features(nbytes: float) -> tuple[float, float]:
+        """Describe a load of `nbytes`."""
+        return 1.0, nbytes / _BYTES
+
+    @classmethod
+    def fitted(cls, coefficients: Sequence[float]) -> LinkCost:
+        """Return the cost of `features`; a coefficient below 0 counts as 0."""
+        fixed_s, byte_s = (max(0.0, value) for value in coefficients)
+        return cls(fixed_s, byte_s / _BYTES)
+
     def load_s(self, nbytes: float) -> float:
-        """Seconds to load `nbytes` in one piece."""
+        """Predict the seconds to load `nbytes` in one piece."""
         return self.fixed_s + self.byte_s * nbytes if nbytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long computing and loading take while the other runs; at least 1."""
+    """Factors by which computing and loading take longer while the other runs; at least 1."""
 
     compute: float = 1.0
     load: float = 1.0
 
     def finish_s(self, compute_s: float, load_s: float) -> float:
-        """When both are done, if they start at once and would take `compute_s` and `load_s` alone."""
+        """Predict when both are done, if they start at once and would take `compute_s` and `load_s` alone."""
         slowed_compute_s, slowed_load_s = compute_s * self.compute, load_s * self.load
         if slowed_compute_s <= slowed_load_s:
             return slowed_compute_s + load_s - slowed_compute_s / self.load

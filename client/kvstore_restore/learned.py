@@ -1,166 +1,317 @@
-"""Costs fitted to what was measured, and saved over restarts.
+"""Costs fitted to what was measured, and saved over restarts: one model for engines and connectors.
 
-Owns a fit of computing, one of each tier's link, and the two contention factors. Older samples fade. It plans nothing.
-Samples of one kind of work beside the other move the contention factor; where they are too long or too short for that,
-the machine itself has changed, and they move the fit. Not safe for use by two threads at once.
+Owns a fit of computing, one of each tier's link, the two contention factors, and how wrong the daemon's estimates of
+loads were lately. Older samples fade. It plans nothing. Samples of one kind of work beside the other move the
+contention factor; where they are too long or too short for that, the machine itself has changed, and they move the fit.
+Not safe for use by two threads at once.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import Any
 
 from kvstore_client.paths import write_json
-from kvstore_restore.costs import Contention, RestoreCosts
-from kvstore_restore.features import (
-    COMPUTE_PRIOR,
-    LINK_PRIOR,
-    compute_cost,
-    compute_features,
-    link_cost,
-    load_features,
-)
-from kvstore_restore.regression import RecursiveLeastSquares
+from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
+from kvstore_restore.fit import Fit
 
+MAPPED = "host"  # the tier that is read in place
+_COMPUTE_PRIOR = (0.003, 0.5, 0.1)  # a small model on a laptop core; replaced by the first measurements
+_LINK_PRIOR = (0.001, 0.004)
 _MOST_CONTENTION = 4.0
-_SHARE = 0.1  # of a new sample in a contention factor
+_CONTENTION_SHARE = 0.1  # of a new sample in a contention factor
 _PLAUSIBLE = 0.7, 2.5  # times as long as alone: what the other work may explain
-_SURPRISE = 2.0  # times as long, or as short, as expected
+_EVERY_SHARE = 0.2  # of a new short step in what every step takes
+_MOST_EVERY = 2.0  # a short step counts for so many times what every step took until then: some wait for others
+_LARGEST_PART = 0.5  # of a long step is what every step takes, at most
+_STEPS_PATIENCE = 4  # a step may wait for others
 _MOST_TIERS = 16
-_VERSION = 3  # 1, 2: an engine's own file, at the same place
+_VERSION = 4
 
-Pieces = Iterable[tuple[int, int]]
+Pieces = Iterable[tuple[int, float]]
 """Parts of one step, each (tokens, position of the first)."""
 
 
 class LearnedCosts:
-    """Starts from priors that are wrong by a factor for most machines, until something was measured."""
+    """Starts from priors that are wrong by a factor for most machines, until something was measured. `clock`: seconds
+    that go on over restarts.
+    """
 
-    def __init__(self) -> None:
-        self.compute = RecursiveLeastSquares(COMPUTE_PRIOR, uncertainty=10.0)
-        self.links: dict[str, RecursiveLeastSquares] = {}
+    def __init__(self, clock: Callable[[], float] = time) -> None:
+        self.steps = StepFit()
+        self.links: dict[str, Fit] = {}
+        self.biases = Biases(clock)
         self._contention = Contention()
-        self._surprises: dict[str, int] = {}  # samples in a row that were far off, by tier
+        self._path: Path | None = None
 
     def costs(self, *tiers: str) -> RestoreCosts:
-        """The costs as of now; `tiers` are added with the prior if nothing was loaded from them yet."""
-        fits = {tier: self.links.get(tier) for tier in dict.fromkeys((*self.links, *tiers))}
-        links = {tier: link_cost(LINK_PRIOR if fit is None else fit.coefficients) for tier, fit in fits.items()}
-        return RestoreCosts(compute_cost(self.compute.coefficients), links, self._contention)
+        """Return the costs as of now; `tiers` are added with the prior if nothing was loaded from them yet."""
+        links = {tier: self._link(tier) for tier in dict.fromkeys((*self.links, *tiers))}
+        return RestoreCosts(self.steps.cost, links, self._contention)
 
     def batch_s(self, pieces: Pieces) -> float:
-        """Seconds of one step of `pieces`, alone; 0 without tokens."""
-        features = _features(pieces)
-        return self.compute.predict(features) if features[1] else 0.0
+        """Predict the seconds of one step of `pieces`, alone; 0 without tokens."""
+        return self.steps.cost.step_s(*_tokens_attended(pieces))
 
-    def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
-        """Seconds to compute positions [start, end) alone, in steps of at most `step_tokens`."""
-        steps = ((min(step_tokens, end - first), first) for first in range(start, end, step_tokens))
-        return sum(self.batch_s([step]) for step in steps)
+    def prefill_s(self, start: float, end: float, step_tokens: int = 0) -> float:
+        """Predict the seconds to compute [start, end) alone, in steps of at most `step_tokens` tokens; 0: in one."""
+        tokens, cost = int(end - start), self.steps.cost
+        further = -(-tokens // step_tokens) - 1 if step_tokens and tokens else 0
+        return cost.chunk_s(start, tokens) + further * cost.fixed_s
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """Seconds to load `nbytes` from `tier` in one piece, alone."""
-        return self.costs(tier).links[tier].load_s(nbytes)
+        """Predict the seconds to load `nbytes` from `tier` in one piece, alone."""
+        return self._link(tier).load_s(nbytes)
 
-    def observe_batch(self, pieces: Pieces, seconds: float, *, beside_loading: bool = False) -> None:
-        """A step of `pieces` took `seconds`."""
-        features = _features(pieces)
-        if not features[1]:
-            return
+    def observe_batch(
+        self, pieces: Pieces, seconds: float, *, least_tokens: int = 0, beside_loading: bool = False
+    ) -> bool:
+        """Learn that a step of `pieces` took `seconds`. Returns whether it said what tokens take; not with fewer than
+        `least_tokens`, which say what every step takes.
+        """
+        tokens, attended = _tokens_attended(pieces)
+        if tokens < 1 or not 0 < seconds < math.inf:
+            return False
         known = self._contention
-        if not beside_loading or not self.compute.samples:
-            self.compute.observe(features, seconds)
-            return
-        alone_s = self.compute.predict(features)
-        if _is_plausible(seconds, alone_s):
-            self._contention = Contention(_drawn(known.compute, seconds / alone_s), known.load)
-        else:
-            self.compute.observe(features, seconds / known.compute)
+        if beside_loading and self.steps.is_known:
+            alone_s = self.steps.cost.step_s(tokens, attended)
+            if _is_plausible(seconds, alone_s):
+                self._contention = Contention(_drawn(known.compute, seconds / alone_s), known.load)
+                return False
+            seconds /= known.compute
+        return self.steps.observe(tokens, attended, seconds, least_tokens)
 
     def expect_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Loading `nbytes` from `tier` should take `seconds`: what holds until something was loaded from it."""
+        """Expect `seconds` of loading `nbytes` from `tier`, until something was loaded from it. At most 16 tiers are
+        kept.
+        """
         if nbytes > 0 and 0 < seconds < math.inf and tier not in self.links and len(self.links) < _MOST_TIERS:
-            self.links[tier] = _link_fit(nbytes, seconds)
+            _, size = LinkCost.features(nbytes)
+            self.links[tier] = Fit((0.1 * seconds, 0.9 * seconds / size))  # mostly by the size
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, *, beside_computing: bool = False) -> None:
-        """Loading `nbytes` from `tier` took `seconds`. At most 16 tiers are kept."""
-        if nbytes < 1 or not 0 < seconds < math.inf:
+        """Learn that loading `nbytes` from `tier` took `seconds`."""
+        self.expect_load(tier, nbytes, seconds)
+        if nbytes < 1 or not 0 < seconds < math.inf or tier not in self.links:
             return
-        if tier not in self.links and len(self.links) >= _MOST_TIERS:
-            return
-        features, known = load_features(nbytes), self._contention
-        fit = self.links.get(tier)
-        alone_s = 0.0 if fit is None else fit.predict(features)
-        if beside_computing and fit is not None and fit.samples and _is_plausible(seconds, alone_s):
-            self._contention = Contention(known.compute, _drawn(known.load, seconds / alone_s))
-            return
-        seconds /= known.load if beside_computing else 1.0
-        is_surprise = not alone_s / _SURPRISE <= seconds <= alone_s * _SURPRISE
-        surprises = self._surprises[tier] = self._surprises.get(tier, 0) + 1 if is_surprise else 0
-        if fit is None or not fit.samples or surprises > 1:  # the fit itself would take many samples to follow
-            fit = self.links[tier] = _link_fit(nbytes, seconds)
-            self._surprises[tier] = 0
+        features, known, fit = LinkCost.features(nbytes), self._contention, self.links[tier]
+        alone_s = fit.predict(features)
+        if beside_computing and fit.samples:
+            if _is_plausible(seconds, alone_s):
+                self._contention = Contention(known.compute, _drawn(known.load, seconds / alone_s))
+                return
+            seconds /= known.load
         fit.observe(features, seconds)
 
-    def save(self, path: Path) -> None:
-        """Save atomically; does nothing if the file cannot be written."""
-        kept = {
-            "version": _VERSION,
-            "compute": self.compute.state(),
-            "links": {tier: fit.state() for tier, fit in self.links.items()},
-            "contention": [self._contention.compute, self._contention.load],
-        }
-        write_json(path, kept)
+    def save(self, path: Path | None = None) -> None:
+        """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
+        if path := path or self._path:
+            kept = {
+                "version": _VERSION,
+                "steps": self.steps.state(),
+                "links": {tier: fit.state() for tier, fit in self.links.items()},
+                "contention": [self._contention.compute, self._contention.load],
+                "biases": self.biases.state(),
+            }
+            write_json(path, kept)
 
     @classmethod
-    def load(cls, path: Path) -> LearnedCosts:
-        """The saved costs; new ones if the file is missing, damaged or of another version."""
+    def load(cls, path: Path, clock: Callable[[], float] = time) -> LearnedCosts:
+        """Return the saved costs; new ones if the file is missing, damaged or of another version."""
+        costs = cls(clock)
         try:
-            kept = json.loads(path.read_text())
-            return cls._of(kept) if kept["version"] == _VERSION else cls()
+            costs._restore(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return cls()
-
-    @classmethod
-    def _of(cls, kept: dict[str, Any]) -> LearnedCosts:
-        costs = cls()
-        costs.compute.restore(**kept["compute"])
-        for tier, state in list(kept["links"].items())[:_MOST_TIERS]:
-            fit = RecursiveLeastSquares(LINK_PRIOR, uncertainty=10.0)
-            fit.restore(**state)
-            costs.links[tier] = fit
-        compute, load = (_bounded(float(value)) for value in kept["contention"])
-        costs._contention = Contention(compute, load)
+            costs = cls(clock)
+        costs._path = path
         return costs
 
+    def _restore(self, kept: dict[str, Any]) -> None:
+        if kept["version"] != _VERSION:
+            return
+        self.steps.restore(**kept["steps"])
+        for tier, state in list(kept["links"].items())[:_MOST_TIERS]:
+            self.links[tier] = Fit(_LINK_PRIOR)
+            self.links[tier].restore(**state)
+        compute, load = (_contended(float(value)) for value in kept["contention"])
+        self._contention = Contention(compute, load)
+        self.biases.restore(kept["biases"])
 
-def _features(pieces: Pieces) -> tuple[float, float, float]:
+    def _link(self, tier: str) -> LinkCost:
+        fit = self.links.get(tier)
+        return LinkCost.fitted(_LINK_PRIOR if fit is None else fit.coefficients)
+
+
+class StepFit:
+    """Fits what a step takes: a part that every step takes, and one that its tokens take.
+
+        every step + fixed + token * tokens + attended * pairs of a token and one that it attends to
+
+    The second part is fitted to long steps. From them alone it is not seen how much is the same for every step, and
+    behind a prefix that was loaded hardly anything else is left: so short steps say that, and only that. The first step
+    of a process also warms the engine up: it counts until the second.
+
+    `cost`: of one step.   `count`: long steps in this process.   `is_provisional`: all that is known is from the first.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_provisional = False
+        self._fit = Fit(_COMPUTE_PRIOR, patience=_STEPS_PATIENCE)
+        self._every_s = 0.0
+        self._long = (0.0, 0.0)  # tokens and pairs of the latest long step
+        self._note_cost()
+
+    @property
+    def samples(self) -> int:
+        return self._fit.samples
+
+    @property
+    def is_known(self) -> bool:
+        return self._fit.samples > 0
+
+    def observe(self, tokens: float, attended: float, seconds: float, least_tokens: int) -> bool:
+        """Learn that one step took `seconds`. It is a short one if it computed fewer than `least_tokens`. Returns
+        whether it said what tokens take.
+        """
+        if self.is_known and tokens < least_tokens:
+            self._observe_short(seconds - self._own.step_s(tokens, attended))
+            return False
+        self.count += 1
+        if self.count == 1 and self.is_known:
+            return False
+        own_s = max(seconds - self._every_s, (1 - _LARGEST_PART) * seconds)
+        is_alike = tokens >= self._long[0] / 2  # a decode says nothing of how much warming up was in a prompt's step
+        is_to_scale = self.is_provisional and is_alike
+        self._fit.observe(ComputeCost.features(tokens, attended), own_s, is_to_scale=is_to_scale)
+        if is_alike or not self.is_provisional:
+            self._long = tokens, attended
+            self.is_provisional = self.count == 1
+        self._note_cost()
+        return True
+
+    def state(self) -> dict[str, object]:
+        """Return what `restore` needs, as plain numbers."""
+        return {"fit": self._fit.state(), "every_s": self._every_s, "long": list(self._long)}
+
+    def restore(self, fit: dict[str, Any], every_s: float, long: list[float]) -> None:
+        """Continue from a saved state. ValueError, TypeError if it has another form."""
+        tokens, attended = long
+        if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= attended < 1e18):
+            raise ValueError("not the costs of steps")
+        self._fit.restore(**fit)
+        self._every_s, self._long = float(every_s), (float(tokens), float(attended))
+        self._note_cost()
+
+    def _observe_short(self, every_s: float) -> None:
+        """Keep what the latest long step is predicted to take: of its time less is due to its tokens."""
+        before_s, own_s = self._every_s, self._own.step_s(*self._long)
+        if before_s:
+            every_s = before_s + _EVERY_SHARE * (min(every_s, _MOST_EVERY * before_s) - before_s)
+        self._every_s = min(max(every_s, 0.0), _LARGEST_PART * (own_s + before_s))
+        if own_s:
+            self._fit.rescale((own_s + before_s - self._every_s) / own_s)
+        self._note_cost()
+
+    def _note_cost(self) -> None:
+        own = self._own = ComputeCost.fitted(self._fit.coefficients)
+        self.cost = ComputeCost(own.fixed_s + self._every_s, own.token_s, own.attended_s)
+
+
+_FIRST_SHARE, _SHARE, _LEAST, _MOST = 0.8, 0.4, 0.25, 32.0
+_HALF_LIFE_S = 600.0
+
+
+@dataclass(slots=True)
+class _Bias:
+    """`factor` of a prediction of `predicted` seconds a byte, measured at `at_s`."""
+
+    factor: float
+    at_s: float
+    predicted: float
+
+
+class Biases:
+    """Keeps how wrong the daemon's estimates of loads were lately, by tier. Predictions are seconds a byte.
+
+    A bias is measured by predicted time, kept with the prediction that it corrects. Where the daemon now predicts what
+    was measured, it has learned by itself: such a prediction is not corrected a second time. A bias above 1 halves
+    every ten minutes, since what made loads slow may have passed.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_tier: dict[str, _Bias] = {}
+
+    def of(self, tier: str, predicted: float) -> float:
+        """Return what to multiply the prediction `predicted` for `tier` by."""
+        known = self._by_tier.get(tier)
+        if known is None:
+            return 1.0
+        factor = known.factor
+        if factor > 1.0:
+            age_s = max(0.0, self._clock() - known.at_s)
+            factor = 1.0 + (factor - 1.0) * math.exp2(-age_s / _HALF_LIFE_S)
+        if known.predicted <= 0.0 or predicted <= 0.0:
+            return factor
+        learned = factor * known.predicted / predicted  # makes the prediction what was measured
+        if factor > 1.0 and predicted > known.predicted:
+            return max(learned, 1.0)
+        if factor < 1.0 and predicted < known.predicted:
+            return min(learned, 1.0)
+        return factor
+
+    def observe(self, tier: str, predicted: float, factor: float, *, gave_up: bool = False) -> None:
+        """Learn that a load took `factor` times its prediction; `gave_up`: it would have taken longer than that."""
+        known = self.of(tier, predicted)
+        if gave_up:
+            factor = max(2 * factor, known)
+        is_new = tier not in self._by_tier
+        if is_new and len(self._by_tier) >= _MOST_TIERS:
+            return
+        share = _FIRST_SHARE if is_new else _SHARE
+        factor = math.exp((1 - share) * math.log(known) + share * math.log(_bounded(factor)))
+        self._by_tier[tier] = _Bias(_bounded(factor), self._clock(), predicted)
+
+    def state(self) -> dict[str, list[float]]:
+        """Return what `restore` needs, as plain numbers."""
+        return {tier: [bias.factor, bias.at_s, bias.predicted] for tier, bias in self._by_tier.items()}
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from `state`. ValueError, TypeError or AttributeError if it has another form."""
+        self._by_tier = {
+            str(tier): _Bias(_bounded(float(factor)), min(float(at_s), self._clock()), float(predicted))
+            for tier, (factor, at_s, predicted) in list(state.items())[:_MOST_TIERS]
+        }
+
+
+def _tokens_attended(pieces: Pieces) -> tuple[float, float]:
     tokens = attended = 0.0
     for count, first in pieces:
         tokens += count
         attended += count * (first + count / 2)
-    return compute_features(tokens, attended)
-
-
-def _link_fit(nbytes: int, seconds: float) -> RecursiveLeastSquares:
-    """A fit that has seen no sample and expects this one, mostly by its size."""
-    _, size = load_features(nbytes)
-    return RecursiveLeastSquares((0.1 * seconds, 0.9 * seconds / size))
+    return tokens, attended
 
 
 def _is_plausible(seconds: float, alone_s: float) -> bool:
-    """Whether work that takes `alone_s` alone may take `seconds` beside other work."""
+    """Return whether work that takes `alone_s` alone may take `seconds` beside other work."""
     least, most = _PLAUSIBLE
     return alone_s > 0 and least <= seconds / alone_s <= most
 
 
 def _drawn(known: float, ratio: float) -> float:
-    """A contention factor after one more sample."""
-    return _bounded(known + _SHARE * (_bounded(ratio) - known))
+    """Return a contention factor after one more sample."""
+    return _contended(known + _CONTENTION_SHARE * (_contended(ratio) - known))
+
+
+def _contended(factor: float) -> float:
+    return min(max(factor, 1.0), _MOST_CONTENTION) if factor == factor else 1.0
 
 
 def _bounded(factor: float) -> float:
-    return min(max(factor, 1.0), _MOST_CONTENTION) if factor == factor else 1.0
+    return min(max(factor, _LEAST), _MOST) if factor == factor else 1.0

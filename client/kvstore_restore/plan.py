@@ -4,7 +4,7 @@ For engines that compute and load side by side; a connector that loads first and
 The prefix is cut into chunks. Of chunk j the layers [0, h_j) are computed and the rest loaded, and h never grows with
 j: then nothing that is computed depends on a load. The cells of a chunk cost the same for every layer and later chunks
 cost more, so the best region is: the leading chunks wholly, one chunk in part, the rest loaded. (A chunk in part pays
-the fixed costs of both, and is only chosen where it pays; `optimum.py` checks this against all regions.)
+the fixed costs of both, and is only chosen where it pays.)
 
 Both ends are among the plans: loading alone and computing alone. So no plan is predicted to be worse than either.
 """
@@ -136,7 +136,7 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
 
 
 def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
-    """When all is done if neither stops before they meet, as happens where wrong costs are believed."""
+    """Predict when all is done if neither stops before they meet, as happens where wrong costs are believed."""
     links = dict.fromkeys(prefix.tiers, 0.0)
     for chunk, tier in enumerate(prefix.tiers):
         links[tier] += prefix.load_s(chunk, prefix.layers, costs)

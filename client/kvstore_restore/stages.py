@@ -15,32 +15,26 @@ from enum import Enum
 
 from kvstore_restore.pointers import Pointers
 
-_AHEAD = 2  # inputs are loaded for so many chunks before they are computed
-
 
 class Input(Enum):
-    """Of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the caller may
-    discard them. MISSING: only the stage before can bring them.
+    """The state of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the
+    caller may discard them. MISSING: only the stage before can bring them.
     """
 
     STORED = "stored"
-    LOADING = "loading"
     PRESENT = "present"
     MISSING = "missing"
 
 
 class Stages:
-    """`pointers`: of each stage. `inputs`: for each stage but the first, the tier of each chunk's hidden states, or ""
-    where they are not stored. `ahead`: for how many chunks inputs are loaded before they are computed.
-    """
+    """`pointers`: of each stage. `inputs`: for each stage but the first, which chunks' hidden states are stored."""
 
-    def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[str]], *, ahead: int = _AHEAD) -> None:
+    def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[bool]]) -> None:
         self.pointers = tuple(pointers)
-        self._tiers = [[], *(list(each) for each in inputs)]
-        self._inputs = [[Input.STORED if tier else Input.MISSING for tier in tiers] for tiers in self._tiers]
+        self._stored = [[], *(list(each) for each in inputs)]
+        self._inputs = [[Input.STORED if is_stored else Input.MISSING for is_stored in each] for each in self._stored]
         self._busy: list[int | None] = [None] * len(self.pointers)
         self._is_own = [False] * len(self.pointers)
-        self._ahead = ahead
         self.forwarded = 0  # chunks that a stage computed only for the next one
 
     @property
@@ -83,26 +77,8 @@ class Stages:
         if chunk is None or self.input(stage, chunk) is not Input.PRESENT:
             return None
         self._is_own[stage] = chunk == self.pointers[stage].head
-        if self._is_own[stage]:
-            self.pointers[stage].next_compute()
         self._busy[stage] = chunk
         return chunk
-
-    def next_load(self, stage: int, tier: str) -> int | None:
-        """Begin to load a chunk's K/V from `tier`; None if there is none."""
-        return self.pointers[stage].next_load(tier)
-
-    def next_input(self, stage: int, tier: str) -> int | None:
-        """Begin to load the hidden states of a chunk that will be computed soon; None if there is none in `tier`."""
-        chunk = self.wanted(stage) if stage else None
-        if chunk is None:
-            return None
-        own = self.pointers[stage].computable(self._ahead)
-        for at in own if chunk in own else (chunk,):
-            if self._inputs[stage][at] is Input.STORED and self._tiers[stage][at] == tier:
-                self._inputs[stage][at] = Input.LOADING
-                return at
-        return None
 
     def computed(self, stage: int, chunk: int) -> bool:
         """The stage has computed a chunk. Returns whether the next one lacks the states that it ends with."""
@@ -112,7 +88,7 @@ class Stages:
         else:
             self.forwarded += 1
         if stage:
-            self._inputs[stage][chunk] = Input.STORED if self._tiers[stage][chunk] else Input.MISSING
+            self._inputs[stage][chunk] = Input.STORED if self._stored[stage][chunk] else Input.MISSING
         following = stage + 1
         if following == len(self.pointers) or self.input(following, chunk) is Input.PRESENT:
             return False
@@ -130,15 +106,9 @@ class Stages:
 
     def lose_input(self, stage: int, chunk: int) -> None:
         """A chunk's hidden states cannot be loaded."""
-        if self.input(stage, chunk) in (Input.STORED, Input.LOADING):
+        if self.input(stage, chunk) is Input.STORED:
             self._inputs[stage][chunk] = Input.MISSING
-            self._tiers[stage][chunk] = ""
-
-    def abandon(self, stage: int) -> None:
-        """The stage's computing has failed."""
-        chunk, self._busy[stage] = self._busy[stage], None
-        if chunk is not None:
-            self.pointers[stage].abandon(chunk)
+            self._stored[stage][chunk] = False
 
     def cancel(self) -> None:
         """The request has ended."""

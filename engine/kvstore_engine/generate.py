@@ -30,7 +30,6 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore import KvSession, RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.tokenizer import Tokenizer
@@ -52,17 +51,15 @@ class Generator:
     """A loaded model that answers one prompt after another.
 
     `session` is a kvstored session for this model's fingerprint, or None to compute everything; `copies`, as of
-    `BatchEngine`, move its blocks. `context` is
-    the largest sequence, prompt and answer together, and what `pool` must hold. `stages`: what restores and stores
-    instead of `session`, where the model is computed in stages that each have a store of their own. `observer` is
-    notified of what the engine does.
+    `BatchEngine`, move its blocks. `context` is the largest sequence, prompt and answer together, and what the pool of
+    `executor` must hold. `stages`: what restores and stores instead of `session`, where the model is computed in stages
+    that each have a store of their own. `observer` is notified of what the engine does.
     """
 
     def __init__(
         self,
         *,
         tokenizer: Tokenizer,
-        pool: BlockPool,
         executor: Compute,
         context: int,
         session: KvSession | None = None,
@@ -72,8 +69,7 @@ class Generator:
         observer: Observer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.pool = pool
-        self.executor = executor
+        self.executor, self.pool = executor, executor.pool
         self.context = context
         self.costs = costs or LearnedCosts()
         self._session, self._stages = session, stages
@@ -81,7 +77,6 @@ class Generator:
         self._observer = FanOut(self._watch) if observer is None else FanOut(self._watch, observer)
         self._engine = BatchEngine(
             executor,
-            pool,
             tokenizer,
             # Requests share blocks through the store alone, so that a report shows what the store provided; a request
             # shares those that its own stages restored.
@@ -255,7 +250,7 @@ class Generator:
 
 
 class _Answer:
-    """What has been generated so far."""
+    """Keeps what has been generated so far."""
 
     def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
         self._prompt = prompt
@@ -264,7 +259,7 @@ class _Answer:
 
     @property
     def all_tokens(self) -> npt.NDArray[np.int32]:
-        """With the prompt's."""
+        """Return the prompt's tokens and the answer's."""
         return np.concatenate([self._prompt, np.array(self.tokens, np.int32)])
 
 

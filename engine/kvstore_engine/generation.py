@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore_engine.batching.events import Reason
-from kvstore_engine.restore.record import RestorationRecord
-from kvstore_engine.restore.report import RestoreReport, StoreReport
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
 
 
 @dataclass(frozen=True, slots=True)

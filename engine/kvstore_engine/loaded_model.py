@@ -58,7 +58,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a front end needs: the generator, the chat template, and the model's name."""
+    """Holds what a front end needs: the generator, the chat template, and the model's name."""
 
     name: str
     generator: Generator
@@ -100,7 +100,6 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         watch.require_untouched()  # since it was opened: some weights are copies
         generator = Generator(
             tokenizer=tokenizer,
-            pool=executor.pool,
             executor=VerifiedCompute(executor, watch.check),
             context=context,
             session=store.session,
@@ -116,7 +115,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
 
 
 def _threads(options: LoadOptions) -> int:
-    """Of each stage."""
+    """Return the threads of each stage."""
     if options.stages < 1:
         raise UsageError(f"stages must be at least 1, got {options.stages}")
     if options.threads is None:
@@ -129,7 +128,7 @@ def _threads(options: LoadOptions) -> int:
 def _open_executor(
     file: GGUFFile, device: "DeviceName", stages: int, setup: "PoolSetup", sizes: "StepSizes"
 ) -> "contextlib.AbstractContextManager[StepExecutor | Pipeline]":
-    """What computes the steps, until the block ends."""
+    """Open what computes the steps, until the block ends."""
     from kvstore_engine.opening import open_executor, open_stages
 
     if stages == 1:
@@ -141,8 +140,9 @@ def _open_executor(
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """What restores and stores: a session and the pool's copies, or the stages', and the costs of computing. Without a
-    daemon neither."""
+    """Holds what restores and stores: a session and the pool's copies, or the stages', and the costs of computing.
+    Without a daemon neither.
+    """
 
     session: KvSession | None = None
     copies: "BlockCopies | None" = None

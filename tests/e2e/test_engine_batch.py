@@ -25,6 +25,7 @@ from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
@@ -54,10 +55,9 @@ class Loaded:
     def engine(self, blocks: int = 512, session: MemorySession | None = None, **settings: Any) -> BatchEngine:
         executor = self.executor(blocks)
         costs = LearnedCosts()
-        costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore and swap all that can be
+        assume(costs)  # computing looks slow: restore and swap all that can be
         engine = BatchEngine(
             executor,
-            executor.pool,
             self.tokenizer,
             settings=EngineSettings(**{"max_queue_s": 1e9, **settings}),
             sessions=(lambda tenant: session) if session is not None else None,

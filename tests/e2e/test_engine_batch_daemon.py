@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,17 +13,11 @@ from kvstore_client import Session
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.running_daemon import running_daemon
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, answer_alone, twin_pool
-
-
-class _Stubborn(LearnedCosts):
-    """Does not learn how quickly the twin computes."""
-
-    def observe_batch(self, pieces: Iterable[tuple[int, int]], seconds: float, *, beside_loading: bool = False) -> None:
-        return None
 
 
 def _fingerprint(tenant: str) -> Fingerprint:
@@ -34,11 +27,9 @@ def _fingerprint(tenant: str) -> Fingerprint:
 
 def _engine(sessions: dict[str, Session], blocks: int = 256) -> BatchEngine:
     compute = TwinCompute(twin_pool(blocks), on_step=StepClock().step)
-    costs = _Stubborn()
-    costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore all that is stored
+    costs = assume(LearnedCosts())  # computing looks slow: restore all that is stored
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(max_queue_s=1e9),
         sessions=sessions.get,

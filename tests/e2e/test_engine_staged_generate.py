@@ -21,6 +21,7 @@ from kvstore_engine.restore.profile import profile_path
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.v1 import admin_pb2
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import write_tiny_llama
@@ -75,7 +76,7 @@ class Engines:
     def expect(self, stages: int) -> None:
         for stage in range(stages):
             costs = LearnedCosts()
-            costs.compute.restore(1, [1000.0, 1000.0, 0.0])
+            assume(costs, [1000.0, 1000.0, 0.0])
             for tier in ("host", "nvme"):
                 costs.expect_load(tier, 64 * TOKEN_BYTES, 5.0)
             costs.save(self.profile(stage, stages))
@@ -125,7 +126,7 @@ def test_a_second_process_restores_by_stages_what_the_first_stored(
         out, summary = capsys.readouterr()
         cold = json.loads(out.splitlines()[-1])
         assert "0 restored: nothing resident" in summary
-        learned = [LearnedCosts.load(engines.profile(stage, 2)).compute.samples for stage in range(2)]
+        learned = [LearnedCosts.load(engines.profile(stage, 2)).steps.samples for stage in range(2)]
         engines.expect(2)
         warm, summary = engines.in_a_process(daemon, "--stages", "2", "--trace", str(trace))
     assert cold["tokens"] == warm["tokens"] == list(plain.tokens)

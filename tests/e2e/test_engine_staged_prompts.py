@@ -18,6 +18,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.stages import StagedPrompts, StageStore, open_pipeline
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.memory_session import MemorySession
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
@@ -43,7 +44,6 @@ class Staged:
         prompts = stack.enter_context(StagedPrompts(pipeline, stores, self.costs))
         self.generator = Generator(
             tokenizer=Tokenizer.from_metadata(file.metadata),
-            pool=pool,
             executor=pipeline,
             context=CONTEXT,
             stages=prompts,
@@ -53,7 +53,7 @@ class Staged:
     def answer(self, settings: RequestSettings, prompt: Prompt = LONG, **more: Any) -> Generation:
         """By stages to which computing looks slow, and loading so slow that none counts as stalled: they load."""
         for each in self.costs:
-            each.compute.restore(1, [1000.0, 1000.0, 0.0])
+            assume(each, [1000.0, 1000.0, 0.0])
             each.links.clear()
             each.expect_load("host", self.kv[0].block_bytes, 5.0)
         return self.generator.generate(prompt, settings, **more)
@@ -165,7 +165,7 @@ def test_warm_up_teaches_each_stage_and_leaves_the_pool_free(staged: Staged) -> 
     free = staged.generator.pool.free_blocks
     staged.generator.warm_up()
     assert staged.generator.pool.free_blocks == free
-    assert [each.compute.samples for each in staged.costs] == [1, 1]
+    assert [each.steps.samples for each in staged.costs] == [1, 1]
 
 
 def test_the_timings_add_up(staged: Staged) -> None:

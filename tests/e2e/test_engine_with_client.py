@@ -8,6 +8,7 @@ from kvstore_engine import loaded_model
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadOptions, open_model
+from tests.reference.assumed_costs import assume
 from tests.reference.fake_daemon import FakeDaemon
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
@@ -31,7 +32,7 @@ def _answer(
         threads=1, kvstore=sockets, warm_up=False, stages=stages, whole_blocks=whole_blocks, device=device
     )
     with open_model(model, options) as loaded:
-        loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
+        assume(loaded.generator.costs)
         return loaded.generator.generate(PROMPT, SETTINGS)
 
 
@@ -76,7 +77,7 @@ def test_a_daemon_that_dies_is_survived(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     daemon = FakeDaemon(tmp_path / "s")
     with open_model(model, LoadOptions(threads=1, kvstore=daemon.directory, warm_up=False)) as loaded:
-        loaded.generator.costs.compute.restore(1, [10.0, 10.0, 0.0])
+        assume(loaded.generator.costs)
         first = loaded.generator.generate(PROMPT, SETTINGS)
         daemon.stop()
         second = loaded.generator.generate(PROMPT, SETTINGS)

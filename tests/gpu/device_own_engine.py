@@ -48,6 +48,7 @@ from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
 from kvstore_engine.torch_executor.weights import TorchModel
 from kvstore_restore.learned import LearnedCosts
 from tests.gpu.device_torch import EmulatedStream
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import request, run
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -172,7 +173,7 @@ class Engine:
                 budget.decoding(True)
 
         self.logits.clear()
-        engine = BatchEngine(self, self.pool, self.tokenizer, sessions=lambda tenant: self.session, copies=self.copies)
+        engine = BatchEngine(self, self.tokenizer, sessions=lambda tenant: self.session, copies=self.copies)
         with contextlib.closing(engine):
             engine.add(request("asks", tokens, ANSWER))
             self.before_step = before_step
@@ -189,9 +190,9 @@ class Engine:
         self.logits.clear()
         self.copies.on_device = 0
         costs = LearnedCosts()
-        costs.compute.restore(1, [10.0, 10.0, 0.0])  # a tiny model would rather compute than load
+        assume(costs)  # a tiny model would rather compute than load
         engine = BatchEngine(
-            self, self.pool, self.tokenizer, settings=EngineSettings(prefix_sharing=False),
+            self, self.tokenizer, settings=EngineSettings(prefix_sharing=False),
             sessions=lambda tenant: self.session, copies=self.copies, costs=costs,
         )  # fmt: skip
         with contextlib.closing(engine):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples
@@ -43,10 +44,9 @@ _DAEMON = st.tuples(st.just("daemon"), st.sampled_from(["connected", "degraded",
 def _engine(session: MemorySession, blocks: int, swap_blocks: int, policy: str, patience: float) -> BatchEngine:
     compute = TwinCompute(twin_pool(blocks), max_sequences=8, on_step=StepClock().step)
     costs = LearnedCosts()
-    costs.compute.restore(1, [patience, patience, 0.0])
+    assume(costs, [patience, patience, 0.0])
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(
             policy=policy,  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.batching.settings import Restoring
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.clocked_fetcher import ClockedFetcher, Fault
@@ -46,10 +47,9 @@ def _engine(
     if copies is not None:
         compute.on_step = lambda slices: (copies.arrive(), clock.step(slices))[1]
     costs = LearnedCosts()
-    costs.compute.restore(1, [_FIXED_S, 512 * _ROW_S, 512 * 1024 * 1e-7])
+    assume(costs, [_FIXED_S, 512 * _ROW_S, 512 * 1024 * 1e-7], learns=True)
     engine = BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(restoring=restoring, max_queue_s=1e9),
         sessions=lambda tenant: session,

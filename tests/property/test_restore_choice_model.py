@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_restore.choice import Hit, LoadChoice
+from kvstore_restore.learned import LearnedCosts
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 1 << 16
 
@@ -40,7 +41,7 @@ def test_no_other_number_of_blocks_is_predicted_to_be_sooner(
     step: int,
 ) -> None:
     hit = _hit(of_runs, first_blocks, tail)
-    choice = LoadChoice(clock=lambda: 0.0)
+    choice = LoadChoice(LearnedCosts(lambda: 0.0))
     for tokens in (16, 64, 256, 1024) * 4:
         choice.observe_compute(0, tokens, fixed + token * tokens + attended * tokens * tokens / 2)
     chosen = choice.choose(hit)
@@ -58,7 +59,7 @@ def test_no_other_number_of_blocks_is_predicted_to_be_sooner(
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 100), st.booleans()), max_size=30), st.floats(0, 1e6))
 def test_whatever_was_observed_a_choice_is_sane(loads: list[tuple[int, float, bool]], computed_s: float) -> None:
-    choice = LoadChoice(clock=lambda: 0.0)
+    choice = LoadChoice(LearnedCosts(lambda: 0.0))
     hit = _hit([("nvme", 20, 0.01), ("host", 10, 0.0)], 0, 5)
     choice.observe_compute(0, 100, computed_s)
     for blocks, seconds, computes in loads:

@@ -61,7 +61,6 @@ def twin_engine(
     compute = TwinCompute(twin_pool(blocks), max_sequences=max_sequences, max_context=max_context, on_step=clock.step)
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(end_ids),
         settings=EngineSettings(**settings),
         observer=observer,

@@ -50,7 +50,6 @@ def run_load(arrivals: Sequence[Arrival], rate: float, **settings: Any) -> dict[
     costs = LearnedCosts()
     engine = BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(prefix_sharing=False, **settings),
         costs=costs,

@@ -1,14 +1,13 @@
 """The engine of many sequences: requests in, events out, one step at a time."""
 
-from kvstore_engine.batching.compute import Compute
+from kvstore_engine.batching.compute import Compute, VerifiedCompute
 from kvstore_engine.batching.constraint import Constraint
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
+from kvstore_engine.batching.intake import Overloaded
 from kvstore_engine.batching.observer import Observer, SequencePart, StepRecord
 from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.batching.settings import POLICIES, EngineSettings
-from kvstore_engine.batching.verified_compute import VerifiedCompute
-from kvstore_engine.policies import Overloaded
 
 __all__ = [
     "POLICIES",

@@ -8,13 +8,13 @@ computing fails has no effect and can be tried again; a store that fails costs n
 import time
 from collections.abc import Callable
 
-from kvstore_engine.batching.acceptance import check_request
 from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
+from kvstore_engine.batching.intake import Intake, SessionOf
 from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
-from kvstore_engine.batching.output_processor import OutputProcessor, SessionOf
+from kvstore_engine.batching.output_processor import OutputProcessor
 from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.restorer import Ended, Restorer
 from kvstore_engine.batching.scheduler import Scheduler
@@ -23,7 +23,6 @@ from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
-from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog
 from kvstore_engine.worker.failure import StepFailed
@@ -37,8 +36,8 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
 class BatchEngine:
-    """Answers requests over `pool` with `compute`. `sessions(tenant)` is the tenant's session with the daemon, or None.
-    `copies` move blocks between sessions and the pool: by default the processor does.
+    """Answers requests with `compute`, over its pool. `sessions(tenant)` is the tenant's session with the daemon, or
+    None. `copies` move blocks between sessions and the pool: by default the processor does.
 
     A prompt and its answer have at most `context` tokens: what the settings, `compute` and the pool allow.
     """
@@ -46,7 +45,6 @@ class BatchEngine:
     def __init__(
         self,
         compute: Compute,
-        pool: BlockPool,
         tokenizer: TextSource,
         *,
         settings: EngineSettings | None = None,
@@ -56,6 +54,7 @@ class BatchEngine:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        pool = compute.pool
         self.compute, self.pool, self.tokenizer = compute, pool, tokenizer
         self.settings = settings or EngineSettings()
         self.observer = FanOut(observer) if observer is not None else Observer()
@@ -82,15 +81,17 @@ class BatchEngine:
         self.scheduler = Scheduler(
             self.space, self.restorer, limits, self.settings, costs=self.costs, observer=self.observer, clock=clock
         )
-        self._outputs = OutputProcessor(
+        self._intake = Intake(
             self.scheduler,
-            self.storer,
             tokenizer,
+            self.settings,
             context=self.context,
+            vocabulary=limits.vocabulary,
             sessions=sessions,
             observer=self.observer,
             clock=clock,
         )
+        self._outputs = OutputProcessor(self.scheduler, self._intake, self.storer, self.observer, clock)
         self._run_queue = self.scheduler.run_queue
         self._steps = 0
         self._pending: list[Event] = []
@@ -116,15 +117,9 @@ class BatchEngine:
         """Accept `request`. UsageError if it can never be answered, Overloaded if too many wait."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        check_request(request, context=self.context, vocabulary=self.compute.limits.vocabulary)
-        if self._run_queue.of(request.id) or any(event.request_id == request.id for event in self._pending):
+        if any(event.request_id == request.id for event in self._pending):
             raise UsageError(f"a request {request.id!r} is under way already")
-        self.scheduler.check_load(request.tenant)
-        sequence = self._outputs.new_sequence(request, 0, self._clock())
-        self._run_queue.enter(sequence)
-        self._run_queue.wait(sequence)
-        self._new.append(sequence)
-        self.observer.queued(request.id, sequence.arrived_s)
+        self._new.append(self._intake.accept(request))
 
     def cancel(self, request_id: str) -> None:
         """End all answers of a request; the next `step` reports their ends. Unknown ids are ignored."""

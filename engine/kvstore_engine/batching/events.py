@@ -1,4 +1,4 @@
-"""What the engine reports of its requests, one event after another.
+"""The engine's reports of its requests, one event after another.
 
 Owns plain values. Invariant: an answer's events are any number of `Token`, then one `Finished`; the concatenation of
 all their texts is the answer.
@@ -12,7 +12,7 @@ Reason = Literal["end", "length", "context", "stop", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer cost. Prompt tokens are counted by where their K/V came from.
+    """The cost of one answer. Prompt tokens are counted by where their K/V came from.
 
     local_tokens:    in blocks that another request of this engine computed, perhaps while it still ran.
     daemon_tokens:   restored from the daemon.

@@ -1,4 +1,4 @@
-"""What the engine reports to observers: the contract, with a base that does nothing, and `FanOut`.
+"""The engine's reports to observers: the contract, with a base that does nothing, and `FanOut`.
 
 Times are those of the engine's clock, in seconds. The engine's thread calls an observer between steps: the
 implementation MUST return at once and MUST NOT raise or call the engine. The engine drops an observer that raises: a
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
-from kvstore_engine.restore.record import RestorationRecord
-from kvstore_engine.restore.report import RestoreReport
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Observer:
         """`tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes them."""
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """What the daemon had of a prompt and what was restored, once for each request to the daemon."""
+        """The daemon has answered, and what it had of a prompt is restored; once for each request to the daemon."""
 
     def restoration(self, record: RestorationRecord) -> None:
         """A restoration has ended: what it predicted and did."""
@@ -107,7 +106,7 @@ class FanOut(Observer):
         self._observers = observers
 
     def replace(self, old: Observer, new: Observer) -> None:
-        """From the next event on `new` gets what `old` got."""
+        """Have `new` get what `old` got, from the next event on."""
         self._observers = tuple(new if observer is old else observer for observer in self._observers)
 
     queued = _forwarded("queued")

@@ -6,62 +6,25 @@ run queue.
 
 from collections.abc import Callable, Collection
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore_engine.batching.answer import Answer, TextSource
+from kvstore_engine.batching.answer import Choice, Floats, choose, choose_one, log_probabilities
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
+from kvstore_engine.batching.intake import Intake
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.request import Request
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.batching.token_choice import Choice, choose, choose_one, log_probabilities
 from kvstore_engine.executors.logits import StepLogits
-from kvstore_engine.restore import KvSession
-
-Floats = npt.NDArray[np.float32]
-SessionOf = Callable[[str], KvSession | None]
 
 
 class OutputProcessor:
-    """The answers of one engine."""
+    """Continues and ends the answers of one engine."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        storer: Storer,
-        tokenizer: TextSource,
-        *,
-        context: int,
-        sessions: SessionOf | None,
-        observer: Observer,
-        clock: Callable[[], float],
+        self, scheduler: Scheduler, intake: Intake, storer: Storer, observer: Observer, clock: Callable[[], float]
     ) -> None:
-        self._scheduler, self._storer, self._tokenizer = scheduler, storer, tokenizer
-        self._context, self._sessions = context, sessions
+        self._scheduler, self._intake, self._storer = scheduler, intake, storer
         self._observer, self._clock = observer, clock
-        self._order = 0
-
-    def new_sequence(self, request: Request, index: int, arrived_s: float) -> Sequence:
-        """Answer `index` of `request`. UsageError if its constraint cannot be made."""
-        count = len(request.tokens)
-        tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
-        tokens[:count] = request.tokens
-        self._order += 1
-        return Sequence(
-            request=request,
-            index=index,
-            order=self._order,
-            arrived_s=arrived_s,
-            answer=Answer(request.settings, index, self._tokenizer),
-            tokens=tokens,
-            length=count,
-            prompt_tokens=count,
-            session=self._sessions(request.tenant) if self._sessions is not None else None,
-            level=float(request.priority),
-        )
 
     def rows_needed(self, batch: Batch) -> list[int]:
         """The rows of a step's logits that `apply` will ask for whole."""
@@ -89,40 +52,14 @@ class OutputProcessor:
 
     def _continue(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
         siblings: list[Sequence] = []
-        failed: list[Event] = []
+        refused: dict[int, str] = {}
         if row is not None and _forks(sequence):
-            siblings, failed = self._fork(sequence)
+            siblings, refused = self._intake.fork(sequence)
         events = self._take(sequence, choice, row, now)
         for sibling in siblings:
             assert row is not None  # they were forked with it
             events += self._take(sibling, choose_one(row, sibling.answer), row, now)
-        return events + failed
-
-    def _fork(self, sequence: Sequence) -> tuple[list[Sequence], list[Event]]:
-        """The further answers of a request with n > 1, which share all blocks of its prompt, and the ends of those that
-        cannot begin.
-        """
-        sequence.is_forked = True
-        siblings: list[Sequence] = []
-        failed: list[Event] = []
-        for index in range(1, sequence.request.settings.n):
-            try:
-                sibling = self.new_sequence(sequence.request, index, sequence.arrived_s)
-            except Exception as error:  # its constraint cannot be made; the other answers go on
-                failed.append(self._never_begun(sequence, index, "failed", str(error)))
-                continue
-            sibling.order = sequence.order
-            sibling.furthest, sibling.accounts.local = sibling.prompt_tokens, sibling.prompt_tokens
-            sibling.is_requested, sibling.offered_blocks = True, sequence.offered_blocks
-            siblings.append(sibling)
-            self._scheduler.run_queue.enter(sibling)
-            if self._scheduler.run_queue.free_places > 0:
-                sibling.block_table = self._scheduler.space.fork(sequence.held)
-                sibling.computed = sibling.length
-                self._scheduler.run_queue.run(sibling)
-            else:
-                self._scheduler.run_queue.wait(sibling)
-        return siblings, failed
+        return events + [self._never_begun(sequence, index, "failed", why) for index, why in refused.items()]
 
     def _take(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
         """Append the chosen token to `sequence`, and end the answer where it ends."""
@@ -192,12 +129,13 @@ class OutputProcessor:
 
 
 def _forks(sequence: Sequence) -> bool:
-    """Whether the first token of `sequence` begins the further answers of its request."""
+    """Return whether the first token of `sequence` begins the further answers of its request."""
     has_more = sequence.index == 0 and sequence.request.settings.n > 1
     return has_more and not sequence.generated and not sequence.is_forked
 
 
 def _needs_row(sequence: Sequence) -> bool:
-    """Whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers beside it
-    do."""
+    """Return whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers
+    beside it do.
+    """
     return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)

@@ -39,8 +39,8 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """How often a sequence's blocks will be copied from where they are now, judging by ended sequences: at most
-        once, when it is swapped. Swapped in, they get new places, together where there is room.
+        """Estimate how often a sequence's blocks will be copied from where they are now, judging by ended sequences: at
+        most once, when it is swapped. Swapped in, they get new places, together where there is room.
         """
         return min(self._swaps_a_sequence, 1.0)
 

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """How to answer. `max_tokens` applies to each of the `n` answers, which differ only by their random numbers.
+    """Says how to answer. `max_tokens` applies to each of the `n` answers, which differ only by their random numbers.
 
     stop:       strings that end an answer; no part of them is ever shown.
     ignore_end: do not stop at an end-of-text token; for measurements of a fixed length.

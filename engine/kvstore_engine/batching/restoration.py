@@ -1,33 +1,30 @@
-"""One sequence's restoration under way: what was found, what is planned, which blocks are copied, and its record.
+"""One sequence's restoration under way: what was found, which blocks are copied, how far its sequence is computed.
 
-Owns the state that the restorer works on, and the expectations on which it decides. It never copies or waits. A chunk
-is a storage block. Blocks that are mapped are copied first; `plan`, `prefix` and `pointers` are about the others, of
-which chunk 0 is storage block `first`.
+Owns the state that the restorer works on, and what a load means to its sequence; `restore.progress` has the
+expectations on which it decides. It never decides what to load. Blocks that are mapped are copied first; the plan is
+about the others, of which chunk 0 is storage block `first`. Invariants: no byte is read outside a lease; a block that
+is ready is never written, and becomes ready only once its lease was valid after the copy; where a load beside a step
+turns out to be lost, the sequence stands where it stood before.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
-from kvstore_engine.blocks import TrieNode
-from kvstore_engine.restore.copies import BlockLoad
-from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream
-from kvstore_engine.restore.link import Link, left_s
-from kvstore_engine.restore.record import PLAN_REASONS, WORK_ITEMS, RestorationRecord, Work
-from kvstore_engine.restore.report import RestoreReport
-from kvstore_engine.restore.session import KvSession, Tokens
+from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.restore.copies import BlockCopies, BlockLoad
+from kvstore_engine.restore.fetcher import Arrival, Fetch
+from kvstore_engine.restore.progress import Progress
+from kvstore_engine.restore.record import PLAN_REASONS, RestorationRecord, RestoreReport
+from kvstore_engine.restore.session import KvLease, KvSession, Tokens
 from kvstore_restore.costs import ComputeCost, RestoreCosts
-from kvstore_restore.plan import Plan, Prefix, plan, plans_by_axis
+from kvstore_restore.plan import Prefix
 from kvstore_restore.pointers import Pointers, State
-
-MAPPED = "host"  # the tier that is read in place
-_CAUTION = 1.2  # a step that was begun in error cannot be ended
-_SLOW = 2  # a load takes so many times what was planned: computing is thought of again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,149 +39,92 @@ class Arriving:
     new: int
 
 
-@dataclass(slots=True, eq=False)
-class Restoration:
-    """`number` orders arrivals. `tokens`: the blocks that a restoration can be of use for."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Restoration(Progress):
+    """`tokens`: the blocks of `sequence` that a restoration can be of use for."""
 
     sequence: Sequence
     session: KvSession
     tokens: Tokens
-    chunk_bytes: int
     lookup: Fetch
     nodes: list[TrieNode]
-    number: int
-    begun_s: float
+    begin: int  # the first block that is wanted
     is_answered: bool = False
+    is_meeting: bool = False  # it has a plan by which blocks are loaded
     resident: int = 0  # blocks
-    begin: int = 0  # the first block that is wanted
     next_mapped: int = 0  # the next block to copy of those that are mapped
     mapped_end: int = 0
     arriving: Arriving | None = None
-    first: int = 0
-    prefix: Prefix | None = None
-    plan: Plan | None = None
-    pointers: Pointers | None = None
-    alone: tuple[float, float] = (0.0, 0.0)  # predicted seconds of loading alone, of computing alone
-    costs: RestoreCosts | None = None
     step_chunks: int = 1  # more are not computed in one step
-    stream: Stream | None = None
-    link: Link | None = None
     copied: set[int] = field(default_factory=set)  # blocks whose K/V are in place
     taken: list[Arrival] = field(default_factory=list)  # arrived, and not copied yet
-    lost: int = 0
     failure: str = ""
     lookup_reason: str = ""
-    now_s: float = 0.0
     pace: float = 1.0  # how many times as long as alone computing takes, beside decodes
-    ahead_s: float = 0.0  # until the links work for this request
-    planned_s: float = 0.0
-    compute_s: float = 0.0
-    load_busy_s: float = 0.0
-    work: list[Work] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """Tokens of a chunk."""
-        return self.session.block_tokens
 
     @property
     def is_all_mapped(self) -> bool:
         """Once answered: some blocks are to be copied, and no others to be planned for."""
         return self.next_mapped < self.mapped_end >= min(self.resident, len(self.lookup.tiers))
 
-    def make_plan(self, tiers: list[str], costs: RestoreCosts, restoring: Restoring, step_tokens: int) -> None:
+    def make_plan(self, tiers: tuple[str, ...], restoring: Restoring, step_tokens: int) -> None:
         """Decide on the blocks from `first` on, which are in `tiers`."""
-        self.prefix = prefix = Prefix(tiers, self.size, self.chunk_bytes, first=self.first * self.size)
+        self.tiers, size = tiers, self.chunk_tokens
+        known = self.learned.costs(*tiers)
         # A step of several chunks pays its fixed cost once.
-        shared = self.size / max(self.size, step_tokens)
-        known, pace = costs.compute, self.pace
-        compute = ComputeCost(known.fixed_s * shared * pace, known.token_s * pace, known.attended_s * pace)
-        self.step_chunks = -(-step_tokens // self.size) + 1
-        self.costs = costs = RestoreCosts(compute, costs.links, costs.contention)
-        plans = plans_by_axis(prefix, costs, layerwise=False)
-        self.alone = plans["load"].finish_s, plans["compute"].finish_s
-        self.plan = plans["load"] if restoring == "load" else plan(prefix, costs, layerwise=False)
+        shared, pace = self.pace * size / max(size, step_tokens), self.pace
+        compute = known.compute
+        compute = ComputeCost(compute.fixed_s * shared, compute.token_s * pace, compute.attended_s * pace)
+        self.step_chunks = -(-step_tokens // size) + 1
+        prefix = Prefix(tiers, size, self.chunk_bytes, first=self.first * size)
+        costs = RestoreCosts(compute, known.links, known.contention)
+        plan = self.decide(prefix, costs, loads_all=restoring == "load")
         self.planned_s = self.now_s
-        if self.plan.axis != "compute":
-            self.pointers = Pointers(tiers, overtakes=self._overtakes)
+        if plan.axis != "compute":
+            self.pointers, self.is_meeting = Pointers(len(tiers), overtakes=self._overtakes), True
 
     def computable(self) -> int:
-        """Up to which position a step may compute now."""
+        """Return up to which position a step may compute now."""
         computed = self.sequence.computed
         if self.arriving is not None:
             return self.sequence.length
-        if self.pointers is None:
-            return computed
         # The less is left, the shorter the steps: what is begun when the last chunk arrives is in vain.
         most = min(self.pointers.left // 4, self.step_chunks)
         chunks = self.pointers.computable(max(1, most))
-        return max(computed, (self.first + chunks.stop) * self.size) if chunks else computed
+        return max(computed, (self.first + chunks.stop) * self.chunk_tokens) if chunks else computed
 
     def note_computed(self) -> None:
-        """Chunks before the sequence's `computed` are present."""
-        assert self.pointers is not None
-        while not self.pointers.is_done and (self.first + self.pointers.head + 1) * self.size <= self.sequence.computed:
-            self.pointers.computed_chunk(self.pointers.head)
+        """Note that chunks before the sequence's `computed` are present."""
+        pointers, computed = self.pointers, self.sequence.computed // self.chunk_tokens
+        while not pointers.is_done and self.first + pointers.head + 1 <= computed:
+            pointers.computed_chunk(pointers.head)
 
     def note_copied(self, blocks: Iterable[int]) -> None:
-        """The K/V of `blocks` are in place."""
+        """Note that the K/V of `blocks` are in place."""
         for block in blocks:
-            if self.pointers is None or self.pointers.loaded_chunk(block - self.first):
+            if not self.is_meeting or self.pointers.loaded_chunk(block - self.first):
                 self.copied.add(block)
 
     def is_wanted(self, block: int) -> bool:
-        """A chunk of `block` that has arrived would be of use; counts it as wasted if not."""
-        if self.pointers is None or block < self.first:
+        """Return whether a chunk of `block` that has arrived is of use; it counts as wasted if not."""
+        if not self.is_meeting or block < self.first:
             return False
         if self.pointers.state(block - self.first) is State.PRESENT:
             self.pointers.loaded_chunk(block - self.first)
             return False
         return True
 
-    def to_load(self) -> list[int]:
-        """Chunks that are wanted of the store and have not arrived, first ones first."""
-        if self.pointers is None or self.prefix is None or self.pointers.is_done:
-            return []
-        return sorted(chunk for tier in set(self.prefix.tiers) for chunk in self.pointers.stored(tier))
-
-    def note_arrival(self, arrival: Arrival, tiers: tuple[str, ...]) -> None:
-        """A stream brought blocks; what was mapped when it was opened says nothing about its speed."""
-        link, blocks = self.link, range(arrival.first, arrival.first + len(arrival.lease))
-        assert link is not None
-        for block in blocks:
-            tier = tiers[block] if block < len(tiers) else MAPPED
-            if tier != MAPPED:
-                link.note(tier, arrival.at_s, self._load_s(tier))
-        self._add(Work("load", arrival.first * self.size, len(blocks) * self.size, link.last_s, arrival.at_s))
-        link.last_s = arrival.at_s
-
-    def note_step(self, first: int, tokens: int, begin_s: float, seconds: float) -> None:
-        """A step computed `tokens` tokens from `first` on."""
-        if self.pointers is not None:
-            self.compute_s += seconds
-            self._add(Work("compute", first, tokens, begin_s, begin_s + seconds))
-
-    def left_s(self, chunk: int = 0) -> float:
-        """In how many seconds the links are expected to be done with `chunk` and all after it, once they work for this
-        request; infinity where the stream stalls.
-        """
-        assert self.pointers is not None and self.prefix is not None
-        by_tier = {
-            tier: len(stored) for tier in set(self.prefix.tiers) if (stored := self.pointers.stored(tier, chunk))
-        }
-        return left_s(self.link, by_tier, self._load_s, self.now_s)
-
     def lose(self) -> None:
-        """What has not arrived cannot be loaded."""
-        if self.pointers is not None:
-            self.lost += len(self.to_load())
-            self.pointers.lose_all()
+        """Give up what has not arrived."""
+        self.lost += len(self.pointers.stored())
+        self.pointers.lose_all()
 
     def report(self, now_s: float) -> RestoreReport:
+        """Return what was restored until `now_s`."""
         copied = len(self.copied)
         load_s, compute_s = self.alone
         return RestoreReport(
-            tokens=copied * self.size,
+            tokens=copied * self.chunk_tokens,
             bytes=copied * self.chunk_bytes,
             resident_blocks=self.resident,
             lookup_s=self.lookup.seconds,
@@ -195,55 +135,19 @@ class Restoration:
         )
 
     def record(self, now_s: float) -> RestorationRecord:
-        pointers = self.pointers
-        is_whole = pointers is not None and not pointers.left
-        return RestorationRecord(
-            request_id=self.sequence.request.id,
-            index=self.sequence.index,
-            at=time.time(),
-            begun_s=self.begun_s,
-            planned_s=self.planned_s or now_s,
-            ended_s=now_s,
-            plan="" if self.plan is None else self.plan.axis,
-            reason=self._reason(),
-            chunk_tokens=self.size,
-            first_token=self.begin * self.size,
-            mapped=self.next_mapped - self.begin if self.is_answered else 0,
-            chunks=0 if self.prefix is None else len(self.prefix.tiers),
-            tiers=dict(Counter(self.prefix.tiers)) if self.prefix is not None else {},
-            predicted_s=0.0 if self.plan is None else self.plan.finish_s,
-            predicted_load_s=self.alone[0],
-            predicted_compute_s=self.alone[1],
-            actual_s=now_s - self.planned_s if is_whole else None,
-            loaded=0 if pointers is None else pointers.loaded,
-            computed=0 if pointers is None else pointers.computed,
-            lost=self.lost,
-            wasted=0 if pointers is None else pointers.wasted,
-            load_busy_s=self.load_busy_s,
-            compute_busy_s=self.compute_s,
-            work=tuple(self.work),
-        )
+        """Return what was planned and done until `now_s`."""
+        is_whole = self.is_meeting and not self.pointers.left
+        request_id = self.sequence.request.id
+        record = self.recorded(request_id, now_s, now_s - self.planned_s if is_whole else None, self._reason())
+        mapped = self.next_mapped - self.begin if self.is_answered else 0
+        return replace(record, index=self.sequence.index, first_token=self.begin * self.chunk_tokens, mapped=mapped)
 
     def _overtakes(self, chunk: int) -> bool:
-        """Computing up to the end of `chunk`, from now on, is expected to be done before the links are."""
-        assert self.costs is not None and self.plan is not None
-        computed, left_s = self.sequence.computed, self.left_s(chunk)
-        if self.stream is None:
-            left_s += self.ahead_s
-        elif self.plan.axis == "load" and left_s <= _SLOW * self.plan.finish_s:
-            return False
-        tokens = (self.first + chunk + 1) * self.size - computed
-        computing_s = self.costs.compute.chunk_s(computed, tokens) * self.costs.contention.compute
-        return computing_s * _CAUTION <= left_s
-
-    def _load_s(self, tier: str) -> float:
-        """Seconds in which a link brings a chunk, beside computing."""
+        """Return whether computing up to the end of `chunk`, from now on, is expected to be done before the links."""
         assert self.costs is not None
-        return self.costs.links[tier].load_s(self.chunk_bytes) * self.costs.contention.load
-
-    def _add(self, work: Work) -> None:
-        if len(self.work) < WORK_ITEMS:
-            self.work.append(work)
+        computed = self.sequence.computed
+        tokens = (self.first + chunk + 1) * self.chunk_tokens - computed
+        return self.is_overtaken(chunk, self.costs.compute.chunk_s(computed, tokens))
 
     def _reason(self) -> str:
         is_cut = self.next_mapped < self.mapped_end
@@ -257,3 +161,84 @@ class Restoration:
         if self.plan is not None:
             return PLAN_REASONS[self.plan.axis]
         return PLAN_REASONS["load"] if copied else self.lookup_reason or "nothing resident"
+
+
+class Filler:
+    """Fills blocks of `space` from leases, by `copies`: before the next step, or beside it. For one thread."""
+
+    def __init__(self, space: BlockSpace, copies: BlockCopies) -> None:
+        self._space, self._copies = space, copies
+
+    @property
+    def steps_wait(self) -> bool:
+        """`begin` may be used: steps wait for what they read."""
+        return self._copies.steps_wait
+
+    def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
+        """Copy the blocks `portion` of a prefix; the first of `lease` is block `base`. Returns whether the lease was
+        valid throughout."""
+        if not self._load(restoration, lease, base, portion).finish():
+            return False
+        self._note(restoration, portion)
+        self.pass_copied(restoration)
+        return True
+
+    def begin(self, restoration: Restoration, lease: KvLease) -> None:
+        """Begin to copy all blocks that are mapped: steps may compute behind them from now on, and `end` says before
+        their results are used whether they were right to."""
+        sequence, portion = restoration.sequence, range(restoration.next_mapped, restoration.mapped_end)
+        computed, furthest = sequence.computed, sequence.furthest
+        load = self._load(restoration, lease, 0, portion)
+        new = sequence.advance_to(max(computed, portion.stop * restoration.chunk_tokens), "daemon")
+        restoration.next_mapped = portion.stop
+        restoration.arriving = Arriving(load, portion, computed, furthest, new)
+
+    def end(self, restoration: Restoration) -> bool:
+        """Wait for what was begun. Returns whether it has come; if not, the sequence stands where it stood before."""
+        arriving, restoration.arriving = restoration.arriving, None
+        assert arriving is not None
+        sequence = restoration.sequence
+        if not arriving.load.finish():
+            restoration.next_mapped = arriving.portion.start
+            sequence.retreat_to(arriving.computed, arriving.furthest, arriving.new)
+            return False
+        self._note(restoration, arriving.portion)
+        self._space.seal(
+            sequence.held, sequence.tokens, arriving.computed, arriving.portion.stop * restoration.chunk_tokens
+        )
+        return True
+
+    def pass_copied(self, restoration: Restoration) -> None:
+        """Advance the sequence past the blocks in place that all before them have reached."""
+        sequence, size = restoration.sequence, restoration.chunk_tokens
+        begin = end = sequence.computed
+        while end // size in restoration.copied:
+            end = (end // size + 1) * size
+        if end > begin:
+            sequence.advance_to(end, "daemon")
+            self._space.seal(sequence.held, sequence.tokens, begin, end)
+
+    def _load(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> BlockLoad:
+        sequence, pool = restoration.sequence, self._space.pool
+        blocks, nodes = sequence.held.blocks, sequence.held.nodes
+        per_block = restoration.chunk_tokens // self._space.block_tokens
+        whole = []
+        for index in portion:
+            places = slice(index * per_block, (index + 1) * per_block)
+            table = blocks[places]
+            present = sum(node.ready for node in nodes[places])  # leading ones: others may have filled some meanwhile
+            present = max(present, min(per_block, sequence.computed // self._space.block_tokens - index * per_block))
+            if present <= 0:
+                whole.append((index - base, table))
+            elif present < per_block:
+                pool.scatter_part(np.asarray(lease.payload(index - base)), present, table[present:])
+        return self._copies.load(lease, whole)
+
+    def _note(self, restoration: Restoration, portion: range) -> None:
+        """The blocks of `portion` are in place."""
+        restoration.note_copied(portion)
+        nodes, per_block = restoration.sequence.held.nodes, restoration.chunk_tokens // self._space.block_tokens
+        for index in portion:
+            last = (index + 1) * per_block - 1
+            if last < len(nodes):
+                nodes[last].stored = True

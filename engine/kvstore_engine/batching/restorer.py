@@ -5,30 +5,26 @@ while ordinary steps compute it from its first one up. Threads wait for the daem
 engine's thread, between two steps and in portions, so that running answers go on. Where steps wait for layers
 (`BlockCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
 says whether it may count. One restoration at a time loads from slower tiers, the one with the least left first
-(`kvstore_restore.batch`). Invariants: a block counts as restored only if its lease was still valid after it was
-copied (`filler`); a sequence's `computed` passes a block that was loaded only when all before it are present, or on
+(`pointers.turn`). Invariants: a block counts as restored only if its lease was still valid after it was
+copied (`Filler`); a sequence's `computed` passes a block that was loaded only when all before it are present, or on
 their way beside a step that `settle` judges; what cannot be loaded is computed.
 """
 
 import logging
 from collections.abc import Callable
-from itertools import count
 
 from kvstore_engine.batching.batch import Batch
-from kvstore_engine.batching.filler import Filler
-from kvstore_engine.batching.restoration import MAPPED, Restoration
+from kvstore_engine.batching.restoration import Filler, Restoration
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.restore.fetcher import Arrival, Fetcher
-from kvstore_engine.restore.link import Link
-from kvstore_engine.restore.record import RestorationRecord
-from kvstore_engine.restore.report import RestoreReport
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport
 from kvstore_engine.restore.session import KvLease
-from kvstore_restore.batch import DEFAULT, Remaining, in_turn
-from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.learned import MAPPED, LearnedCosts
 from kvstore_restore.plan import Plan
+from kvstore_restore.pointers import turn
 
 _log = logging.getLogger(__name__)
 _LOOKUP_DEADLINE_S, _STREAM_DEADLINE_S = 0.25, 30.0
@@ -65,7 +61,6 @@ class Restorer:
         self.fetcher = Fetcher(clock)
         self._under_way: dict[Sequence, Restoration] = {}
         self._loading: Restoration | None = None  # whose stream is open
-        self._numbers = count()
         self._decoding_pace = _FIRST_PACE
         self._is_decoding = False
 
@@ -101,9 +96,17 @@ class Restorer:
         for node in nodes:
             node.loader, node.requested = sequence, True
         sequence.is_restoring = True
-        chunk_bytes = self._space.pool.payload_bytes(size // engine_tokens)
         self._under_way[sequence] = Restoration(
-            sequence, session, tokens, chunk_bytes, lookup, nodes, next(self._numbers), self._clock(), begin=first
+            chunk_tokens=size,
+            chunk_bytes=self._space.pool.payload_bytes(size // engine_tokens),
+            learned=self._costs,
+            begun_s=self._clock(),
+            sequence=sequence,
+            session=session,
+            tokens=tokens,
+            lookup=lookup,
+            nodes=nodes,
+            begin=first,
         )
         return True
 
@@ -128,9 +131,10 @@ class Restorer:
         return self._under_way[sequence].computable()
 
     def settle(self) -> tuple[bool, list[Ended]]:
-        """After a step was computed, before its results are used: wait for the blocks that it may have read while they
-        came. Returns False if some of them are lost, so that the step must have no effect; and the restorations that
-        are done now."""
+        """Wait, after a step was computed and before its results are used, for the blocks that it may have read while
+        they came. Returns False if some of them are lost, so that the step must have no effect; and the restorations
+        that are done now.
+        """
         done, is_sound = [], True
         for restoration in [each for each in self._under_way.values() if each.arriving is not None]:
             is_sound &= self._arrived(restoration)
@@ -146,8 +150,8 @@ class Restorer:
             self._decoding_pace += _PACE_SHARE * (max(1.0, seconds / alone_s) - self._decoding_pace)
         for part in batch.parts:
             restoration = self._under_way.get(part.sequence)
-            if restoration is not None:
-                restoration.note_step(part.begin, part.end - part.begin, begin_s, seconds)
+            if restoration is not None and restoration.is_meeting:
+                restoration.note_step(part.begin, part.end - part.begin, begin_s, begin_s + seconds)
 
     def advance(self, budget_s: float) -> list[Ended]:
         """Continue all restorations, copying for about `budget_s`. Returns those that are done, with what they did."""
@@ -190,7 +194,7 @@ class Restorer:
         if restoration.arriving is not None:  # no step has been computed since
             self._arrived(restoration)
             return True
-        if restoration.pointers is None:
+        if not restoration.is_meeting:
             lookup = restoration.lookup
             if not lookup.done:  # behind other lookups, or a daemon that hangs: computing does not wait for it
                 if restoration.now_s > lookup.due_s + _GRACE_S:
@@ -217,7 +221,7 @@ class Restorer:
         restoration.lookup_reason = str(lease.reason)
         restoration.next_mapped = restoration.begin
         restoration.mapped_end = max(restoration.begin, min(len(lease), lease.resident_blocks))
-        mapped, size = restoration.mapped_end - restoration.begin, restoration.size
+        mapped, size = restoration.mapped_end - restoration.begin, restoration.chunk_tokens
         if mapped:
             load_s = self._costs.load_s(MAPPED, mapped * restoration.chunk_bytes)
             ends = restoration.begin * size, restoration.mapped_end * size
@@ -258,23 +262,25 @@ class Restorer:
         first = restoration.first = restoration.mapped_end
         if restoration.plan is not None or end <= first:
             return False
-        tiers = list(restoration.lookup.tiers[first:end])
+        tiers = restoration.lookup.tiers[first:end]
         estimate_s = restoration.lookup.estimated_load_s / (end - first)
-        for tier in set(tiers) - self._costs.links.keys():
+        for tier in set(tiers):
             self._costs.expect_load(tier, restoration.chunk_bytes, estimate_s)
         restoration.now_s = self._clock()
-        restoration.make_plan(tiers, self._costs.costs(*tiers), self._restoring, self._step_tokens)
-        return restoration.pointers is not None
+        restoration.make_plan(tiers, self._restoring, self._step_tokens)
+        return restoration.is_meeting
 
     def _meet(self, restoration: Restoration, deadline: float) -> bool:
         """Take what has been computed and loaded. Returns whether all is present."""
         pointers, stream = restoration.pointers, restoration.stream
-        assert pointers is not None
         restoration.note_computed()
         if stream is not None:
             is_over = stream.done  # before the rest is taken
             for arrival in self.fetcher.take(stream):
-                restoration.note_arrival(arrival, stream.tiers)
+                blocks = range(arrival.first, arrival.first + len(arrival.lease))
+                # What was mapped when the stream was opened says nothing about its speed.
+                tiers = tuple(stream.tiers[block] if block < len(stream.tiers) else MAPPED for block in blocks)
+                restoration.note_arrival(arrival.first, tiers, arrival.at_s)
                 restoration.taken.append(arrival)
             while restoration.taken and not pointers.is_done:
                 if self._copy_arrival(restoration, restoration.taken[0], deadline):
@@ -304,46 +310,34 @@ class Restorer:
     def _serve(self) -> None:
         """Let the restoration whose turn it is load."""
         now = self._clock()
-        waiting = {}
-        for each in self._under_way.values():
-            if left := len(each.to_load()):
-                waiting[each.number] = each, Remaining(each.number, each.begun_s, left)
-        order = [waiting[turn.number] for turn in in_turn([turn for _, turn in waiting.values()], DEFAULT.load, now)]
+        left = {each: len(chunks) for each in self._under_way.values() if (chunks := each.pointers.stored())}
+        turns = {each: turn(chunks, now - each.begun_s) for each, chunks in left.items()}
+        order = sorted(turns, key=turns.__getitem__)  # ties by arrival
         active = self._loading
-        if active is not None and order and order[0][0] is not active and active.number in waiting:
-            gain = DEFAULT.load(waiting[active.number][1], now) - DEFAULT.load(order[0][1], now)
-            if gain >= _SWITCH_CHUNKS:
+        if active in turns and active is not order[0]:
+            if turns[active] - turns[order[0]] >= _SWITCH_CHUNKS:
                 self._close(active)
             else:
-                order.sort(key=lambda each: each[0] is not active)
+                order.sort(key=lambda each: each is not active)
         ahead_s = 0.0
-        for each, _ in order:
+        for each in order:
             each.ahead_s, ahead_s = ahead_s, ahead_s + each.left_s()
         if self._loading is None and order:
-            self._open(order[0][0], now)
+            self._open(order[0], now)
 
     def _open(self, restoration: Restoration, now: float) -> None:
-        end = restoration.first + restoration.to_load()[-1] + 1
-        restoration.stream = self.fetcher.stream(
-            restoration.session,
-            restoration.tokens[: end * restoration.size],
-            max_blocks=end,
-            deadline_s=_STREAM_DEADLINE_S,
-        )
-        restoration.link = Link(now, now)
+        end = restoration.first + restoration.pointers.stored()[-1] + 1
+        tokens = restoration.tokens[: end * restoration.chunk_tokens]
+        stream = self.fetcher.stream(restoration.session, tokens, max_blocks=end, deadline_s=_STREAM_DEADLINE_S)
+        restoration.open(stream, now)
         self._loading = restoration
 
     def _close(self, restoration: Restoration) -> None:
         """End its stream, if one is open, and learn from it. What has arrived and was not copied has to come again."""
-        stream, link = restoration.stream, restoration.link
-        if stream is None or link is None:
+        stream = restoration.stream
+        if stream is None:
             return
         self.fetcher.drop(stream)
-        restoration.stream, restoration.link, self._loading = None, None, None
+        self._loading = None
         restoration.taken.clear()
-        end_s = link.last_s if stream.done else self._clock()
-        restoration.load_busy_s += end_s - link.opened_s
-        beside = restoration.compute_s > restoration.load_busy_s / 2
-        for tier, chunks in link.chunks.items():
-            seconds = link.seconds[tier] / chunks
-            self._costs.observe_load(tier, restoration.chunk_bytes, seconds, beside_computing=beside)
+        restoration.learn_link(None if stream.done else self._clock())

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.policies import Policy
 from kvstore_engine.batching.preemption import Preemption
 from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks import BlockSpace
-from kvstore_engine.policies import Policy
 from kvstore_engine.pool import PoolExhausted
 
 _LOOK_AGAIN_S = 0.25
@@ -122,8 +122,8 @@ class RunQueue:
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """How many waiting sequences go before one more of `tenant`. Tenants take turns, so that one with a long queue
-        does not keep the others out.
+        """Count the waiting sequences that go before one more of `tenant`. Tenants take turns, so that one with a long
+        queue does not keep the others out.
         """
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)

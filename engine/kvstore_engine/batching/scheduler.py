@@ -10,14 +10,15 @@ from collections.abc import Callable
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.batch_planner import BatchPlanner
 from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.policies import choose_policy
 from kvstore_engine.batching.preemption import Preemption
 from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.run_queue import RunQueue
 from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.batching.step_budget import StepBudget
 from kvstore_engine.blocks import BlockSpace, Compactor, HostPool
 from kvstore_engine.graph.step import StepLimits
-from kvstore_engine.policies import Admission, StepBudget, choose_policy
 from kvstore_restore.learned import LearnedCosts
 
 _TIDY_STEPS = 8
@@ -72,16 +73,10 @@ class Scheduler:
             clock=clock,
         )
         self._costs = costs
-        self._admission = Admission(settings.max_queued, settings.max_queue_s)
         self._compactor = Compactor(space, self.preemption.transfers, clock) if settings.compaction else None
 
-    def check_load(self, tenant: str) -> None:
-        """Overloaded if one more request of `tenant` would wait too long."""
-        ahead = self.run_queue.ahead(tenant)
-        self._admission.check(ahead, 1, self.statistics.wait_s(ahead, self.run_queue.places))
-
     def next_batch(self) -> Batch:
-        """What the next step computes; without parts if nothing can be computed now."""
+        """Plan what the next step computes; without parts if nothing can be computed now."""
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
     def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
@@ -92,8 +87,8 @@ class Scheduler:
         self.statistics.stepped(seconds, len(batch.decodes))
 
     def tidy(self, steps: int) -> None:
-        """After each of `steps` steps. Now and then this returns unused host memory to the system, and moves the blocks
-        of the next victim together if its expected swaps make that pay.
+        """Tidy up after each of `steps` steps. Now and then this returns unused host memory to the system, and moves
+        the blocks of the next victim together if its expected swaps make that pay.
         """
         if steps % _TIDY_STEPS == 0:
             self.host.trim_if_unused()

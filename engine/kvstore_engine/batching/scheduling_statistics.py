@@ -1,14 +1,28 @@
-"""What policies read of each sequence.
+"""The statistics that policies read of each sequence.
 
 Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
 
+from collections import Counter, OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.policies import Candidate
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.policies import Candidate, LengthPredictor, VirtualTokens
 from kvstore_restore.learned import LearnedCosts
 
 _SPEED_MEMORY = 0.95
 _REFRESH_TOKENS, _REFRESH_ENDED = 16, 8
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+_MOST_IDLE = 1024
+_EDGES = np.concatenate(([0.0], 2.0 ** (np.arange(0, 41) / 2)))  # two buckets an octave, up to a million tokens
+_MIDDLES = (_EDGES[:-1] + _EDGES[1:]) / 2
+_FADING = 0.99
+_ENOUGH = 3.0
+_UNKNOWN_TOKENS = 256.0
+_MOST_KEYS = 4096
+_Key = tuple[str, int] | str | None
 
 
 class SchedulingStatistics:
@@ -26,7 +40,7 @@ class SchedulingStatistics:
         self._ended = 0
 
     def of(self, sequence: Sequence) -> Candidate:
-        """What a policy sees of `sequence` now."""
+        """Return what a policy sees of `sequence` now."""
         return Candidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
@@ -78,3 +92,85 @@ class SchedulingStatistics:
         if admitted_s is not None:
             old = now_s - admitted_s if self._service_s is None else self._service_s
             self._service_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * (now_s - admitted_s)
+
+
+class VirtualTokens:
+    """Counts what each tenant has been served, so that the tenants take turns.
+
+    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant that has been served least is
+    next. An idle tenant that becomes active is raised to the least of the active ones, so that none saves up turns. A
+    prompt token counts 1, a generated one 2 (it holds a place for a whole step), as in the paper. A tenant is active
+    from its first request's `enter` to its last one's `leave`.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._active: Counter[str] = Counter()
+
+    def enter(self, tenant: str) -> None:
+        """A request of `tenant` has arrived."""
+        if not self._active[tenant]:
+            least = min((self._served[other] for other, count in self._active.items() if count), default=None)
+            if least is None:
+                least = max(self._served.values(), default=0.0)  # all were idle: no tenant has a claim on another
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._active[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """A request of `tenant` has ended."""
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant]
+            if len(self._served) - len(self._active) > _MOST_IDLE:
+                idle = min((name for name in self._served if name not in self._active), key=self._served.__getitem__)
+                del self._served[idle]
+
+    def charge(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Tokens were computed for `tenant`."""
+        if tenant in self._active:
+            self._served[tenant] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
+
+    def served(self, tenant: str) -> float:
+        """The tenant's counter; only differences between tenants have a meaning."""
+        return self._served.get(tenant, 0.0)
+
+
+class LengthPredictor:
+    """Predicts the length of an answer from those that have ended: of the closest kind with enough samples, which is
+    tenant and prompt length, tenant, or all.
+
+    Its histograms fade. A prediction is the expected rest given that the answer has not ended yet, so that an unusually
+    long one is not expected to end at every next token.
+    """
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[_Key, npt.NDArray[np.float64]] = OrderedDict()
+
+    def observe(self, tenant: str, prompt_tokens: int, generated: int) -> None:
+        """An answer ended by itself or at its limit, after `generated` tokens."""
+        bucket = int(np.searchsorted(_EDGES, generated, side="right")) - 1
+        for key in _keys(tenant, prompt_tokens):
+            counts = self._seen.setdefault(key, np.zeros(len(_MIDDLES)))
+            self._seen.move_to_end(key)
+            counts *= _FADING
+            counts[min(bucket, len(counts) - 1)] += 1.0
+        while len(self._seen) > _MOST_KEYS:
+            self._seen.popitem(last=False)
+
+    def remaining(self, tenant: str, prompt_tokens: int, generated: int, limit: int) -> float:
+        """Tokens still to come of an answer that has `generated` and may have `limit`; at least 1."""
+        most = max(limit - generated, 1)
+        for key in _keys(tenant, prompt_tokens):
+            counts = self._seen.get(key)
+            if counts is None:
+                continue
+            longer = counts * (generated < _EDGES[1:])
+            weight = float(longer.sum())
+            if weight >= _ENOUGH:
+                rest = np.clip(_MIDDLES - generated, 1.0, most)
+                return float(longer @ rest) / weight
+        return float(min(most, max(_UNKNOWN_TOKENS, generated) / 2 + 1))
+
+
+def _keys(tenant: str, prompt_tokens: int) -> tuple[_Key, ...]:
+    return (tenant, prompt_tokens.bit_length()), tenant, None

@@ -104,7 +104,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Accounts:
-    """Where a sequence's prompt tokens came from and when things happened, for `Usage`."""
+    """Notes where a sequence's prompt tokens came from and when things happened, for `Usage`."""
 
     local: int = 0
     daemon: int = 0

@@ -14,7 +14,7 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """policy: which sequences are served first (kvstore_engine.policies).
+    """policy: which sequences are served first (`policies`).
     context:         most tokens of a prompt and its answer; None: as many as the compute object and the pool allow.
     max_running:     most sequences in a step; the compute object's own limit applies as well.
     prefill_tokens:  most prompt tokens in a step without decodes.

@@ -55,7 +55,7 @@ def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[Ba
         threads = wanted.threads or default_threads()
         sizes = StepSizes(threads, 512 + wanted.sequences, wanted.sequences, wanted.context)
         executor = stack.enter_context(open_executor(file, DeviceName.parse(wanted.device), pool, sizes))
-        engine = BatchEngine(executor, executor.pool, tokenizer, settings=wanted.settings, observer=observer)
+        engine = BatchEngine(executor, tokenizer, settings=wanted.settings, observer=observer)
         stack.callback(engine.close)
         yield engine
 

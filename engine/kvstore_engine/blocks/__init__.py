@@ -2,13 +2,9 @@
 
 from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.compaction import Compaction, Compactor
-from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull
-from kvstore_engine.blocks.references import BlockReferences
-from kvstore_engine.blocks.runs import count_runs
-from kvstore_engine.blocks.slabs import Slabs
-from kvstore_engine.blocks.space import BlockSpace, SpaceStatistics
-from kvstore_engine.blocks.swap import SwappedBlocks, swap_in, swap_out
-from kvstore_engine.blocks.transfer_costs import TransferCosts
+from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull, Slabs, SwappedBlocks, swap_in, swap_out
+from kvstore_engine.blocks.space import BlockReferences, BlockSpace, SpaceStatistics
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 
 __all__ = [

@@ -32,7 +32,7 @@ class BlockTable:
 
     @property
     def blocks(self) -> list[int]:
-        """The same as a list."""
+        """Return `ids` as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.block_table import BlockTable
-from kvstore_engine.blocks.runs import count_runs, split_runs
 from kvstore_engine.blocks.space import BlockSpace
-from kvstore_engine.blocks.transfer_costs import TransferCosts
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs, split_runs
 from kvstore_engine.free_list import free_runs
 
 Bools = npt.NDArray[np.bool_]
@@ -58,8 +57,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if blocks
-    were moved.
+    """Says what was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if
+    blocks were moved.
     """
 
     moved_blocks: int = 0
@@ -110,7 +109,7 @@ class Compactor:
         return Compaction(moved, before, count_runs(table.ids), gain_s, done_s - began_s)
 
     def _can_pay(self, table: BlockTable, runs: int, saved_s: float) -> bool:
-        """Whether moving one block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
+        """Return whether moving a block that joins two pieces can pay, or moving all of `runs` pieces to one place."""
         return 2 * saved_s > self._cost_s(1, 2) or self._whole_pays(table, runs, saved_s)
 
     def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:

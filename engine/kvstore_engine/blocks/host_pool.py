@@ -1,19 +1,102 @@
-"""Memory beside the pool for the blocks of preempted sequences.
+"""Copies sequences' blocks out of the pool to host memory, and back.
 
-Owns slabs of engine blocks' payloads. It never decides which sequence is swapped. Empty memory is returned to the
-system once it has been unused for a while: where blocks are short, one swap follows another, and first writes to fresh
-memory take five times as long as the copy.
+Owns the memory beside the pool, and the record of a swapped sequence. It never decides which sequence is swapped. Empty
+memory is returned to the system once it has been unused for a while: where blocks are short, one swap follows another,
+and first writes to fresh memory take five times as long as the copy. The K/V that are swapped in have the same bits: a
+block that stayed in the trie is used again; one that was evicted and computed again by another sequence is not, since
+recomputing may round differently.
 """
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.blocks.runs import split_runs
-from kvstore_engine.blocks.slabs import Slabs
-from kvstore_engine.free_list import PoolExhausted
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.transfers import count_runs, split_runs
+from kvstore_engine.blocks.trie import TrieNode
+from kvstore_engine.free_list import FreeList, PoolExhausted
 from kvstore_engine.pool import BlockPool
 
+Int32Array = npt.NDArray[np.int32]
+SLAB_BYTES = 8 << 20
 _PATIENCE = 32
+
+
+class Slabs:
+    """Backs blocks of `block_bytes`, `limit_bytes` in all, by slabs of about `slab_bytes` as they are needed.
+    ValueError for sizes below 1.
+
+    It has address space for as many blocks as the limit allows. A slab is a run of neighbouring blocks (Bonwick, 1994).
+    It gets memory when one of its blocks is first allocated; `trim` returns the memory of empty slabs to the system.
+    Invariants: backed memory never exceeds the limit; a slab without memory has no allocated block.
+    """
+
+    def __init__(self, block_bytes: int, limit_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
+        if block_bytes < 1 or limit_bytes < 0:
+            raise ValueError("blocks need at least one byte, and a limit must not be negative")
+        self._slab_blocks = max(1, min(slab_bytes, limit_bytes) // block_bytes)
+        self.slab_bytes = self._slab_blocks * block_bytes
+        slabs = limit_bytes // self.slab_bytes
+        blocks = slabs * self._slab_blocks
+        # Private, so that discarded pages are really free.
+        self._map = mmap.mmap(-1, max(1, blocks * block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = np.frombuffer(self._map, np.uint8)[: blocks * block_bytes]
+        # uint8 [blocks, block_bytes]; only allocated blocks may be touched.
+        self.memory: npt.NDArray[np.uint8] = memory.reshape(blocks, block_bytes)
+        self._free = FreeList(blocks)
+        self._free.take(range(blocks))  # a block without memory cannot be allocated
+        self._allocated = np.zeros(slabs, np.int64)
+        self._backed = np.zeros(slabs, np.bool_)
+
+    @property
+    def used(self) -> int:
+        """Allocated blocks."""
+        return int(self._allocated.sum())
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self.memory) - self.used
+
+    @property
+    def backed_bytes(self) -> int:
+        """Memory of slabs that have some."""
+        return int(np.count_nonzero(self._backed)) * self.slab_bytes
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, as `FreeList.allocate`. PoolExhausted, and then nothing has changed."""
+        if count > self.available:
+            raise PoolExhausted(f"{count} blocks wanted, {self.available} are available")
+        while self._free.count < count:
+            slab = int(np.flatnonzero(~self._backed)[0])
+            self._backed[slab] = True
+            self._free.free(list(self._blocks(slab)))
+        blocks = self._free.allocate(count)
+        np.add.at(self._allocated, np.array(blocks, np.int64) // self._slab_blocks, 1)
+        return blocks
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Free blocks. RuntimeError as `FreeList.free`."""
+        self._free.free(blocks)
+        np.add.at(self._allocated, np.array(blocks, np.int64) // self._slab_blocks, -1)
+
+    def trim(self) -> None:
+        """Return the memory of all empty slabs to the system."""
+        page = mmap.PAGESIZE
+        for slab in np.flatnonzero(self._backed & (self._allocated == 0)).tolist():
+            self._backed[slab] = False
+            self._free.take(self._blocks(slab))
+            begin = slab * self.slab_bytes
+            first, last = -(-begin // page) * page, (begin + self.slab_bytes) // page * page
+            if last > first:
+                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _blocks(self, slab: int) -> range:
+        return range(slab * self._slab_blocks, (slab + 1) * self._slab_blocks)
 
 
 class HostPoolFull(RuntimeError):
@@ -84,3 +167,39 @@ class HostPool:
 
     def _view(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         return self._slabs.memory[first : first + count].reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedBlocks:
+    """Holds the K/V of positions [0, computed) in `places` of the host pool. `path` was the part in the trie."""
+
+    tenant: str
+    computed: int
+    places: list[int]
+    path: list[TrieNode]
+    runs: int
+    nbytes: int
+
+
+def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int) -> SwappedBlocks:
+    """Copy positions [0, computed) of `table` to the host, and release the table. HostPoolFull: nothing has changed."""
+    blocks, path = table.blocks[: space.blocks_for(computed)], table.nodes[: computed // space.block_tokens]
+    places = host.save(blocks)
+    space.release(table)
+    return SwappedBlocks(table.tenant, computed, places, path, count_runs(blocks), len(blocks) * host.block_bytes)
+
+
+def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[BlockTable, int]:
+    """Bring back a sequence of `tokens`, and free its places on the host.
+
+    Returns its block table, filled up to the last swapped position, and the number of blocks copied for it.
+    PoolExhausted: nothing has changed.
+    """
+    block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
+    targets = block_table.blocks[kept : len(swapped.places)]
+    if targets:
+        host.load(swapped.places, kept, targets)
+    host.free(swapped.places)
+    for node in block_table.nodes[kept:]:
+        node.ready = True
+    return block_table, len(targets)

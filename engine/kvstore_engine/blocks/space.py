@@ -6,14 +6,13 @@ block's count is the number of tables, nodes and pins that name it; a block that
 written only after it was copied; a node's block is written only until it is ready.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.block_table import BlockTable
-from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
 from kvstore_engine.pool import BlockPool, PoolExhausted
 from kvstore_proto.identity import pack_tokens
@@ -32,6 +31,60 @@ class SpaceStatistics:
     evicted: int
     copied: int
     deduplicated: int
+
+
+class BlockReferences:
+    """Counts the holders of each block of one pool, which it does not know. All allocation goes through here.
+
+    Invariant: a block is free in the pool exactly while its count is 0.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._counts = np.zeros(pool.blocks, np.int32)
+        self._free = pool.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a holder."""
+        return self._free
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one holder each. PoolExhausted if there are too few; then none is taken."""
+        blocks = self.pool.allocate(count, after)
+        self._counts[blocks] = 1
+        self._free -= len(blocks)
+        return blocks
+
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        """Exactly these blocks, which are free, with one holder each."""
+        taken = self.pool.take(blocks)
+        self._counts[taken] = 1
+        self._free -= len(taken)
+        return taken
+
+    def count(self, block: int) -> int:
+        """Holders of `block`."""
+        return int(self._counts[block])
+
+    def share(self, block: int) -> None:
+        """Add a holder of an allocated block."""
+        if self._counts[block] < 1:
+            raise RuntimeError(f"share: block {block} is free")
+        self._counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Remove one holder of each; a block without holders becomes free. RuntimeError if one is free already."""
+        freed = []
+        for block in blocks:
+            left = int(self._counts[block]) - 1
+            if left < 0:
+                raise RuntimeError(f"release: block {block} is free already")
+            self._counts[block] = left
+            if not left:
+                freed.append(block)
+        self.pool.free(freed)
+        self._free += len(freed)
 
 
 class BlockSpace:
@@ -147,7 +200,8 @@ class BlockSpace:
                 self._attach(table, tokens, index)
 
     def make_writable(self, table: BlockTable, position: int) -> None:
-        """Before `position` is written: copy its block if another table has it, too. PoolExhausted as `extend`.
+        """Copy the block of `position`, which is about to be written, if another table has it, too. PoolExhausted as
+        `extend`.
 
         Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
         """

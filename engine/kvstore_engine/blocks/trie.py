@@ -1,4 +1,4 @@
-"""Which prefixes have blocks: a trie over engine blocks of tokens, per tenant.
+"""The prefixes that have blocks: a trie over engine blocks of tokens, per tenant.
 
 Owns nodes, how many sequences use each, and the order in which unused ones are evicted. It never allocates or frees a
 block: it returns the block of a node that it drops, and `space.BlockSpace` releases it.

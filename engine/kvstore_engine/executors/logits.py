@@ -1,7 +1,7 @@
 """The logits of a step, where they were computed: what chooses tokens asks for the little that it needs of them.
 
 A row has as many float32 as the vocabulary has tokens, half a megabyte for 128k, and greedy choices need none of it in
-host memory. Owns no policy: sampling is `batching.token_choice`'s.
+host memory. Owns no policy: sampling is `batching.answer`'s.
 """
 
 from __future__ import annotations

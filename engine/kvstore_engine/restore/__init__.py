@@ -3,8 +3,7 @@ computed.
 """
 
 from kvstore_engine.restore.fingerprint import model_fingerprint
-from kvstore_engine.restore.record import RestorationLog, RestorationRecord
-from kvstore_engine.restore.report import RestoreReport, StoreReport
+from kvstore_engine.restore.record import RestorationLog, RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession
 
 __all__ = [

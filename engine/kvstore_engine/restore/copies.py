@@ -1,4 +1,4 @@
-"""How storage blocks get from leases into a block pool, and from a pool into puts: the contract, and the processor's
+"""Moves storage blocks from leases into a block pool, and from a pool into puts: the contract, and the processor's
 copies.
 
 The caller keeps the engine blocks of a load allocated, and what was there unread, until the load is finished, and its
@@ -30,13 +30,14 @@ class BlockLoad(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """What the copies took, once it is finished; None where the caller has to time them."""
+        """The seconds that the copies took, once it is finished; None where the caller has to time them."""
         ...
 
 
 class BlockCopies(Protocol):
-    """Of one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by itself, and
-    counts only if the load turns out to be good. `device`: what sessions are to be connected with."""
+    """Copies for one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by itself,
+    and counts only if the load turns out to be good. `device`: what sessions are to be connected with.
+    """
 
     @property
     def steps_wait(self) -> bool: ...
@@ -48,11 +49,11 @@ class BlockCopies(Protocol):
         ...
 
     def payload(self, table: list[int]) -> Payload:
-        """What writes the storage block in the engine blocks `table` to where a put wants it."""
+        """Return what writes the storage block in the engine blocks `table` to where a put wants it."""
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Before each step: whether it continues answers. Copies that no request waits for leave the link to it."""
+        """Note before each step whether it continues answers. Copies that no request waits for leave the link to it."""
         ...
 
 

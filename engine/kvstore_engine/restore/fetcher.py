@@ -75,7 +75,7 @@ class Stream:
 
 
 class Awaited(Protocol):
-    """What `Fetcher.wait` waits for."""
+    """An answer that `Fetcher.wait` waits for."""
 
     @property
     def has_news(self) -> bool: ...
@@ -106,7 +106,7 @@ class Fetcher:
         return stream
 
     def take(self, stream: Stream) -> list[Arrival]:
-        """What has arrived since the last call."""
+        """Return what has arrived since the last call."""
         with self._changed:
             arrived, stream.arrived = stream.arrived, []
         return arrived

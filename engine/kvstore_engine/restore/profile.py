@@ -1,4 +1,4 @@
-"""Where the costs of a model are kept for the next run: one small file per model, thread count and processor."""
+"""Says where the costs of a model are kept for the next run: one small file per model, thread count and processor."""
 
 import contextlib
 import hashlib

@@ -46,7 +46,7 @@ class Put:
 
     @property
     def reason(self) -> str:
-        """Why not all of them were stored; empty where they were."""
+        """Say why not all of them were stored; empty where they were."""
         if self.failure:
             return self.failure
         if not self.statuses:

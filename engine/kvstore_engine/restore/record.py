@@ -1,6 +1,7 @@
-"""What each restoration predicted and did: one record each, the last ones kept, and totals of all.
+"""Records of what each restoration predicted and did, one record each, and what a request restored and stored.
 
-Owns plain values. Times are those of the engine's clock, in seconds; `at` is the time of day.
+Owns plain values: the last records, and totals of all. Times are those of the engine's clock, in seconds; `at` is the
+time of day.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """Of all restorations since the start. The two times are of those that were loaded at least in part."""
+    """Sums up all restorations since the start. The two times are of those that were loaded at least in part."""
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
     chunks: dict[str, int] = field(
@@ -134,3 +135,39 @@ class RestorationLog:
     def last(self, count: int) -> list[RestorationRecord]:
         """The last `count` records that are kept, the latest first."""
         return list(reversed(self._records))[: max(0, count)]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """Says what a request restored. `reason` explains why no more was restored.
+
+    lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are what was compared
+    (see `plan`).
+    """
+
+    tokens: int = 0
+    bytes: int = 0
+    resident_blocks: int = 0
+    lookup_s: float = 0.0
+    restore_s: float = 0.0
+    estimated_load_s: float = 0.0
+    estimated_compute_s: float = 0.0
+    reason: str = "no store"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """Says what a request stored, in blocks, by the statuses of a put.
+
+    store_s: the time in puts, for which generation did not wait.
+    """
+
+    stored: int = 0
+    present: int = 0
+    no_room: int = 0
+    over_quota: int = 0
+    declined: int = 0
+    throttled: int = 0
+    failed: int = 0
+    store_s: float = 0.0
+    reason: str = ""

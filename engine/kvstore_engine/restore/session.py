@@ -1,4 +1,4 @@
-"""What the engine needs of a kvstored session, as types.
+"""The needs that the engine has of a kvstored session, as types.
 
 `kvstore_client.connect` returns objects of this shape. Obligations: with a dead or absent daemon nothing raises,
 lookups miss and puts are dropped; bytes under a lease stay readable and unchanged until it is released; `put` returns
@@ -45,7 +45,7 @@ class KvLease(Protocol):
 
 
 class KvLookup(Protocol):
-    """What is resident of a prefix: the tier of each block that was asked for, "absent" where there is none.
+    """Says what is resident of a prefix: the tier of each block that was asked for, "absent" where there is none.
     `load_s`: of each leading block that is resident, the seconds that it adds to loading them all, as the daemon
     expects; empty where it does not know.
     """
@@ -71,8 +71,8 @@ class KvStream(Protocol):
 
 
 class KvReceipt(Protocol):
-    """What became of each block of a put: "stored", "present", or why it was not stored; and `reason`, in words, where
-    more is known.
+    """Says what became of each block of a put: "stored", "present", or why it was not stored; and `reason`, in words,
+    where more is known.
     """
 
     @property

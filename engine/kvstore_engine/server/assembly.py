@@ -90,7 +90,6 @@ def open_serving(
             stack.callback(tracing.close)
         engine = BatchEngine(
             VerifiedCompute(computing.compute, watch.check),
-            computing.pool,
             tokenizer,
             settings=_settings(options),
             sessions=sessions,

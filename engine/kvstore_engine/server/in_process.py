@@ -25,7 +25,8 @@ class InProcess:
     """The engine's `Compute` over `executor`; both arguments are the caller's to close."""
 
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
-        self._executor, self._watch, self.limits = executor, watch, executor.limits
+        self._executor, self._watch = executor, watch
+        self.limits, self.pool = executor.limits, executor.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """As `StepExecutor.step`; a step that fails is StepFailed. OperationError: no other will do better."""
@@ -41,7 +42,7 @@ class InProcess:
         """Compute a short prompt and one token after it: what has to be compiled is, and what cannot run says so before
         anything is served. OperationError.
         """
-        pool = self._executor.pool
+        pool = self.pool
         count = min(_WARM_UP_TOKENS, self.limits.max_tokens, self.limits.max_context - 1)
         blocks = pool.allocate(-(-(count + 1) // pool.block_tokens))
         try:

@@ -4,13 +4,10 @@ those layers by itself.
 Imports load ggml, like those of `executor`.
 """
 
-from kvstore_engine.stages.micro_batches import micro_batches
-from kvstore_engine.stages.opening import open_staged_prompts
-from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
-from kvstore_engine.stages.prompts import RestoredPrompt, StagedPrompts
+from kvstore_engine.stages.pipeline import Pipeline, micro_batches, open_pipeline, stage_layers
+from kvstore_engine.stages.prompts import RestoredPrompt, StagedPrompts, open_staged_prompts
 from kvstore_engine.stages.restorer import Restored, StagedRestorer
-from kvstore_engine.stages.stores import StageStore, stage_fingerprints
-from kvstore_engine.stages.storing import StageStored, store_prefix
+from kvstore_engine.stages.stores import StageStore, StageStored, stage_fingerprints, store_prefix
 
 __all__ = [
     "Pipeline",

@@ -22,10 +22,10 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors.base import HasConfig
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice, plan_step
+from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model import Model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.stages.micro_batches import micro_batches
 
 Result = TypeVar("Result")
 
@@ -89,7 +89,7 @@ class Pipeline:
         return rows
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `StepExecutor.step`."""
+        """Compute one step, as `StepExecutor.step`."""
         return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
@@ -125,6 +125,25 @@ class Pipeline:
                 done.set_result(result)
         except Exception as error:  # the caller's, who waits for it
             done.set_exception(error)
+
+
+def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> list[list[SequenceSlice]]:
+    """Cut a step into pieces of `rows` rows, each of one sequence, that follow one another through the stages.
+
+    What remains is last: of each of `slices` `rows` to 2 * `rows` - 1 rows, or all of a shorter one and of one whose
+    logits are all wanted. No piece but the last has outputs. The pieces compute the bits of the step: ggml multiplies
+    the last rows of a product, and a single row, with other kernels (`graph.plan`); so whole storage blocks are taken
+    from the head of each prompt, and everything whose logits are wanted remains in one piece, which has the step's last
+    rows and as many outputs.
+    """
+    pieces, rest = [], []
+    for each in slices:
+        end = 0 if each.outputs == "all" else max(0, len(each.tokens) // rows - 1) * rows
+        for first in range(0, end, rows):
+            tokens = each.tokens[first : first + rows]
+            pieces.append([SequenceSlice(tokens, each.start + first, each.block_table, "none")])
+        rest.append(SequenceSlice(each.tokens[end:], each.start + end, each.block_table, each.outputs))
+    return [*pieces, rest]
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:

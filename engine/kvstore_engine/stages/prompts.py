@@ -1,17 +1,21 @@
 """The prompts of one generator whose model is computed in stages: restored before their first step, stored after their
 answer.
 
-Owns the restorer, and the hidden states that are yet to be stored. It never schedules: the engine's steps find what was
-restored as blocks of a shared prefix. One prompt at a time. Invariant: no block is written once it is ready.
+Owns the restorer, the lifetime of the stages' sessions, and the hidden states that are yet to be stored. It never
+schedules: the engine's steps find what was restored as blocks of a shared prefix. One prompt at a time. Invariant: no
+block is written once it is ready.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,17 +24,18 @@ import numpy.typing as npt
 from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.restore.record import RestorationRecord
-from kvstore_engine.restore.report import RestoreReport, StoreReport
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
 from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restorer import Restored, StagedRestorer
-from kvstore_engine.stages.stores import StageStore
-from kvstore_engine.stages.storing import store_prefix
+from kvstore_engine.stages.stores import StageStore, stage_fingerprints, store_prefix
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.fingerprint import Fingerprint
 from kvstore_restore.learned import LearnedCosts
 
 _log = logging.getLogger(__name__)
 _TENANT = ""  # requests of a generator have none
+_STAGING_BLOCKS = 4  # of a session: the daemon copies some while the stage writes the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +176,41 @@ def _reason(records: Sequence[RestorationRecord]) -> str:
     if not any(each.stored for each in records):
         return "nothing resident"
     return f"each stage by a plan of its own: {', '.join(each.plan or 'compute' for each in records)}"
+
+
+Connect = Callable[[Fingerprint, int], KvSession]
+"""A session for a fingerprint, with so many bytes of staging memory."""
+
+
+@contextlib.contextmanager
+def open_staged_prompts(
+    pipeline: Pipeline,
+    whole: Fingerprint,
+    connect: Connect,
+    profiles: Sequence[Path],
+    *,
+    keeps_inputs: bool = True,
+    check: Callable[[], bool] = lambda: True,
+) -> Iterator[StagedPrompts]:
+    """Open what restores and stores the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
+
+    `profiles`: the file of each stage's costs. `check`: as of `StagedPrompts`. A stage has two sessions, the first
+    stage one. Each may fill a few blocks of its own size at a time: the daemon has memory for all of them where it had
+    enough for one engine.
+    """
+    layers = [stage.layers for stage in pipeline.stages]
+    with ExitStack() as stack:
+
+        def opened(fingerprint: Fingerprint) -> KvSession:
+            session = connect(fingerprint, _STAGING_BLOCKS * slot_bytes(fingerprint.payload_bytes()))
+            stack.callback(session.close)
+            return session
+
+        stores = [
+            StageStore(opened(kv), None if inputs is None else opened(inputs))
+            for kv, inputs in stage_fingerprints(whole, layers, pipeline.model.config.width)
+        ]
+        costs = [LearnedCosts.load(path) for path in profiles]
+        for each, path in zip(costs, profiles, strict=True):
+            stack.callback(each.save, path)
+        yield stack.enter_context(StagedPrompts(pipeline, stores, costs, keeps_inputs=keeps_inputs, check=check))

@@ -1,7 +1,8 @@
 """Restores a prompt's prefix in all stages of a pipeline at once: each loads and computes its own layers.
 
-Owns the loop: it gives chunks to the stages' threads to compute, and takes what they and the streams have brought
-(`run`). What to do next is decided by `kvstore_restore.stages`. Invariant: no stream or work is left behind.
+Owns the loop: it gives chunks to the stages' threads to compute, and takes what they and the streams have brought.
+What to do next is decided by `kvstore_restore.stages`. Invariants: no stream or work is left behind; a chunk counts as
+loaded only if its lease was still valid after it was copied; what a stage computes now is not copied over.
 Chunks are computed in steps of one storage block, so the K/V have the bits of `Executor.prefill`.
 """
 
@@ -11,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -21,16 +22,16 @@ import numpy.typing as npt
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.restore.fetcher import Fetcher, Stream
-from kvstore_engine.restore.link import Link
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.restore.fetcher import Arrival, Fetcher, Stream
+from kvstore_engine.restore.progress import ABSENT
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.session import KvSession, Tokens
-from kvstore_engine.stages.finding import ABSENT, look_up
 from kvstore_engine.stages.pipeline import Pipeline
 from kvstore_engine.stages.restoration import StageSide, Step
-from kvstore_engine.stages.run import Run
-from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore
-from kvstore_restore.learned import LearnedCosts
+from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore, look_up
+from kvstore_restore.learned import MAPPED, LearnedCosts
+from kvstore_restore.pointers import State
 from kvstore_restore.stages import Stages
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,81 @@ class Restored:
     lookup_s: float
     nbytes: int
     inputs: tuple[dict[int, FloatArray], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One restoration of all stages under way.
+
+    `table`: the prompt's engine blocks. `held`: for each stage the inputs that it will compute from, by chunk.
+    `kept`: those that were computed and are not stored, None if they are not kept.
+    """
+
+    tokens: Tokens
+    table: npt.NDArray[np.int32]
+    sides: list[StageSide]
+    stages: Stages
+    held: list[dict[int, FloatArray]]
+    kept: list[dict[int, FloatArray]] | None
+    steps: list[Step] = field(default_factory=list)
+
+    def take_computed(self, stage: int, chunk: int, states: FloatArray, *, is_lacking: bool) -> None:
+        """The stage has computed a chunk that ends in `states`, which the next one lacks, or has already."""
+        self.held[stage].pop(chunk, None)
+        following = stage + 1
+        if following == len(self.sides):
+            return
+        if is_lacking:
+            self.held[following][chunk] = states
+        if self.kept is not None and chunk >= self.sides[following].stored_inputs:
+            self.kept[following][chunk] = states
+
+    def continued_inputs(self) -> tuple[dict[int, FloatArray], ...]:
+        """Return, of what is kept, the chunks that follow the stored ones without a gap."""
+        runs = []
+        for side, kept in zip(self.sides, self.kept or (), strict=False):
+            end = side.stored_inputs
+            while end in kept:
+                end += 1
+            runs.append({chunk: kept[chunk] for chunk in range(side.stored_inputs, end)})
+        return tuple(runs)
+
+    def take_kv(self, side: StageSide, pool: BlockPool, arrival: Arrival, clock: Callable[[], float]) -> None:
+        """Copy the K/V that are wanted to the stage's `pool`, and release the lease. Raises ValueError for a payload
+        of another size.
+        """
+        lease, per_block = arrival.lease, BLOCK_TOKENS // pool.block_tokens
+        side.note_arrival(arrival.first, side.found.kv[arrival.first : arrival.first + len(lease)], arrival.at_s)
+        begin_s, mapped = clock(), 0
+        for at in range(len(lease)):
+            chunk = arrival.first + at
+            if self.stages.computing(side.number) == chunk:
+                continue
+            if side.pointers.state(chunk) is not State.PRESENT:
+                table = self.table[chunk * per_block : (chunk + 1) * per_block]
+                pool.scatter_block(np.asarray(lease.payload(at)), table)
+                if not lease.valid:
+                    side.pointers.lose(chunk)
+                    side.lost += 1
+                    continue
+                mapped += side.found.kv[chunk] == MAPPED
+            side.pointers.loaded_chunk(chunk)
+        side.learned.observe_load(MAPPED, mapped * side.chunk_bytes, clock() - begin_s)
+        lease.__exit__(None, None, None)
+
+    def take_states(self, side: StageSide, arrival: Arrival) -> None:
+        """Keep the hidden states that are wanted, and release the lease. Raises as `take_kv`."""
+        lease = arrival.lease
+        side.note_inputs(arrival.first, len(lease), arrival.at_s)
+        for at in range(len(lease)):
+            chunk = arrival.first + at
+            if chunk < side.pointers.head and self.stages.wanted(side.number) != chunk:
+                continue
+            states = np.array(lease.payload(at)).view(np.float32).reshape(BLOCK_TOKENS, -1)
+            if lease.valid and self.stages.loaded_input(side.number, chunk):
+                self.held[side.number][chunk] = states
+                side.inputs_loaded += 1
+        lease.__exit__(None, None, None)
 
 
 class StagedRestorer:
@@ -97,11 +173,11 @@ class StagedRestorer:
     ) -> Restored:
         """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, one way or other.
 
-        `keeps_inputs`: to store them (`storing`); a chunk's hidden states have 4 bytes for each token and value.
+        `keeps_inputs`: to store them (`store_prefix`); a chunk's hidden states have 4 bytes for each token and value.
         `request_id`: of the records. Raises what computing raised; nothing of the prefix counts then.
         """
         begun_s = self._clock()
-        run = self._begin(tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS], table)
+        run = self._begin(tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS], table, begun_s)
         run.kept = [{} for _ in run.sides] if keeps_inputs else None
         planned_s = self._clock()
         try:
@@ -112,7 +188,7 @@ class StagedRestorer:
             self._end(run)
         ended_s = self._clock()
         return Restored(
-            tuple(side.record(request_id, begun_s, ended_s) for side in run.sides),
+            tuple(side.record(request_id, ended_s) for side in run.sides),
             ended_s - begun_s,
             planned_s - begun_s,
             sum(side.loaded_bytes for side in run.sides),
@@ -131,24 +207,25 @@ class StagedRestorer:
 
     # ---- beginning ---------------------------------------------------------------------------------------------
 
-    def _begin(self, tokens: Tokens, table: npt.NDArray[np.int32]) -> Run:
+    def _begin(self, tokens: Tokens, table: npt.NDArray[np.int32], begun_s: float) -> Run:
         pipeline = self.pipeline
         found = [stage.submit(partial(look_up, self._stores[stage.number], tokens)) for stage in pipeline.stages]
         sides = [
             StageSide(
-                stage.number,
-                stage.layers,
-                answer.result(),
-                BLOCK_TOKENS,
-                stage.pool.payload_bytes(BLOCK_TOKENS // stage.pool.block_tokens),
-                HIDDEN_BYTES * self._width * BLOCK_TOKENS,
-                self._costs[stage.number],
+                chunk_tokens=BLOCK_TOKENS,
+                chunk_bytes=stage.pool.payload_bytes(BLOCK_TOKENS // stage.pool.block_tokens),
+                learned=self._costs[stage.number],
+                begun_s=begun_s,
+                number=stage.number,
+                layers=stage.layers,
+                found=answer.result(),
+                input_bytes=HIDDEN_BYTES * self._width * BLOCK_TOKENS,
             )
             for stage, answer in zip(pipeline.stages, found, strict=True)
         ]
         for before, side in zip([None, *sides], sides, strict=False):
             side.make_plan(before, loads_all=self._loads_all)
-        inputs = [["" if tier == ABSENT else tier for tier in side.found.inputs] for side in sides[1:]]
+        inputs = [[tier != ABSENT for tier in side.found.inputs] for side in sides[1:]]
         stages = Stages([side.pointers for side in sides], inputs)
         held: list[dict[int, FloatArray]] = [{} for _ in sides]
         run = Run(tokens, table, sides, stages, held, None)
@@ -157,8 +234,7 @@ class StagedRestorer:
             side.stages, side.now_s, side.planned_s = stages, now, now
             session = self._stores[side.number].kv
             if session is not None and side.stored and side.plan is not None and side.plan.axis != "compute":
-                side.kv = self._stream(session, tokens, side.stored)
-                side.link = Link(now, now)
+                side.open(self._stream(session, tokens, side.stored), now)
         return run
 
     @property
@@ -200,7 +276,7 @@ class StagedRestorer:
                 side.inputs, side.inputs_end = self._stream(session, run.tokens, end, from_front=True), end
                 side.inputs_at_s = now
         if not run.stages.is_done:
-            streams = [stream for side in run.sides for stream in (side.kv, side.inputs) if stream is not None]
+            streams = [stream for side in run.sides for stream in (side.stream, side.inputs) if stream is not None]
             self._fetcher.wait([*run.steps, *streams], _PATIENCE_S)
 
     def _begin_step(self, run: Run, side: StageSide) -> None:
@@ -217,7 +293,10 @@ class StagedRestorer:
         for step in [each for each in run.steps if each.has_news]:
             run.steps.remove(step)
             side, result = run.sides[step.stage], step.done.result()
-            side.note_step(step.chunk, step.begun_s, self._clock(), beside_loading=side.kv is not None)
+            first, now = step.chunk * BLOCK_TOKENS, self._clock()
+            side.note_step(first, BLOCK_TOKENS, step.begun_s, now)
+            is_beside = side.stream is not None
+            side.learned.observe_batch([(BLOCK_TOKENS, first)], now - step.begun_s, beside_loading=is_beside)
             before = run.stages.forwarded
             is_lacking = run.stages.computed(step.stage, step.chunk)
             side.forwarded += run.stages.forwarded - before
@@ -226,38 +305,31 @@ class StagedRestorer:
             run.take_computed(step.stage, step.chunk, result, is_lacking=is_lacking)
 
     def _take_kv(self, run: Run, side: StageSide) -> None:
-        stream = side.kv
-        if stream is None:
-            return
-        is_over = stream.done  # before the rest is taken
-        try:
-            for arrival in self._fetcher.take(stream):
-                run.take_kv(side, self.pipeline.stages[side.number].pool, arrival, self._clock)
-        except Exception as error:  # a payload of another size, for instance: the rest is computed
-            _log.warning("stage %d loads no more K/V: %s: %s", side.number, type(error).__name__, error)
-            is_over = True
-        if is_over or side.pointers.is_done:
-            self._fetcher.drop(stream)
-            side.kv = None
+        pool = self.pipeline.stages[side.number].pool
+        if self._take(side, side.stream, "K/V", lambda arrival: run.take_kv(side, pool, arrival, self._clock)):
             side.learn_link()
             side.lose_kv()
 
     def _take_inputs(self, run: Run, side: StageSide) -> None:
-        stream = side.inputs
+        if self._take(side, side.inputs, "hidden states", lambda arrival: run.take_states(side, arrival)):
+            side.inputs = None
+            side.lose_inputs()
+
+    def _take(self, side: StageSide, stream: Stream | None, what: str, use: Callable[[Arrival], None]) -> bool:
+        """`use` what a stream has brought. Returns whether it has ended now."""
         if stream is None:
-            return
-        is_over = stream.done
+            return False
+        is_over = stream.done  # before the rest is taken
         try:
             for arrival in self._fetcher.take(stream):
-                run.take_states(side, arrival)
-        except Exception as error:  # as above
-            _log.warning("stage %d loads no more hidden states: %s: %s", side.number, type(error).__name__, error)
+                use(arrival)
+        except Exception as error:  # a payload of another size, for instance: the rest is computed
+            _log.warning("stage %d loads no more %s: %s: %s", side.number, what, type(error).__name__, error)
             is_over = True
         if is_over or side.pointers.is_done:
             self._fetcher.drop(stream)
-            side.inputs = None
-            for chunk in range(side.inputs_end):
-                run.stages.lose_input(side.number, chunk)
+            return True
+        return False
 
     def _note_done(self, side: StageSide) -> None:
         if side.done_s is None and side.pointers.is_done:
@@ -267,7 +339,7 @@ class StagedRestorer:
         wait([step.done for step in run.steps])  # none may write to the pool any more
         for side in run.sides:
             self._note_done(side)
-            for stream in (side.kv, side.inputs):
+            for stream in (side.stream, side.inputs):
                 if stream is not None:
                     self._fetcher.drop(stream)
             side.learn_link()

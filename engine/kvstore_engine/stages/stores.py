@@ -1,19 +1,30 @@
-"""Where a stage's state is stored: the K/V of its layers, and the hidden states from which it computes.
+"""The daemon's share in each stage: the K/V of its layers, and the hidden states from which it computes.
 
-Owns the fingerprints. K/V of a stage are a shard: other cuts of the model do not find them. Hidden states belong to the
-layer that they are the input of, so stages that begin there share them, in any number of stages.
+Owns the fingerprints, the look-ups and the order of puts. K/V of a stage are a shard: other cuts of the model do not
+find them. Hidden states belong to the layer that they are the input of, so stages that begin there share them, in any
+number of stages. A store that cannot be reached, or does not answer in time, has nothing; a failure to store is a
+reason, never an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from kvstore_engine.restore.session import KvSession
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.executors.logits import FloatArray
+from kvstore_engine.graph.plan import BLOCK_TOKENS
+from kvstore_engine.restore.progress import ABSENT
+from kvstore_engine.restore.session import Bytes, KvSession, Tokens
+from kvstore_engine.stages.pipeline import Pipeline, Stage
 from kvstore_proto.fingerprint import Fingerprint
 
 HIDDEN_BYTES = 4  # float32, as they pass between stages: what is restored has the bits of what was computed
 _HIDDEN_LAYOUT = "hidden-states-f32/token-major"
+_DEADLINE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +38,8 @@ class StageStore:
 def stage_fingerprints(
     whole: Fingerprint, layers: Sequence[range], width: int
 ) -> list[tuple[Fingerprint, Fingerprint | None]]:
-    """For each stage the fingerprints of its K/V and of its inputs, which the first stage has not. `whole` is that of
-    the model in one piece, `width` the number of values of a hidden state.
+    """Return the fingerprints of each stage's K/V and of its inputs, which the first stage has not. `whole` is the
+    fingerprint of the model in one piece, `width` the number of values of a hidden state.
     """
     (group,) = whole.groups
     count = len(layers)
@@ -38,3 +49,121 @@ def stage_fingerprints(
         states = replace(group, layers=(own.start,), bytes_per_token_per_layer=HIDDEN_BYTES * width)
         found.append((kv, replace(whole, layout=_HIDDEN_LAYOUT, groups=(states,)) if number else None))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tier of each chunk's K/V and of its input, "absent" where there is none; always so for the first stage's
+    inputs. `load_s`: for each tier the seconds that the daemon expects of loading a chunk's K/V.
+    """
+
+    kv: tuple[str, ...]
+    inputs: tuple[str, ...]
+    load_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def look_up(store: StageStore, tokens: Tokens) -> Found:
+    """Return what `store` has of the whole chunks of `tokens`."""
+    kv, load_s = _tiers(store.kv, tokens)
+    inputs, _ = _tiers(store.inputs, tokens)
+    return Found(kv, inputs, load_s)
+
+
+def leading(tiers: tuple[str, ...]) -> int:
+    """Count the chunks that are stored before the first that is not."""
+    return next((at for at, tier in enumerate(tiers) if tier == ABSENT), len(tiers))
+
+
+def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Return where each chunk of `tokens` is, and what loading one from each tier is expected to take."""
+    chunks = len(tokens) // BLOCK_TOKENS
+    tiers: tuple[str, ...] = ()
+    seconds: dict[str, list[float]] = {}
+    if chunks and session is not None and session.state == "connected":
+        try:
+            answer = session.lookup(tokens, deadline_s=_DEADLINE_S)
+            tiers = answer.tiers[: leading(answer.tiers)]
+            for tier, load_s in zip(answer.tiers, answer.load_s, strict=False):
+                seconds.setdefault(tier, []).append(load_s)
+        except Exception:  # what cannot be looked up is computed
+            tiers = ()
+    means = {tier: sum(each) / len(each) for tier, each in seconds.items()}
+    return (tiers + (ABSENT,) * chunks)[:chunks], means
+
+
+@dataclass(frozen=True, slots=True)
+class StageStored:
+    """Says what became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of
+    them were stored.
+    """
+
+    kv: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """The statuses of a put's blocks, and why one of them was not stored."""
+
+    statuses: tuple[str, ...] = ()
+    failure: str = ""
+
+
+def store_prefix(
+    pipeline: Pipeline,
+    stores: Sequence[StageStore],
+    tokens: Tokens,
+    table: npt.NDArray[np.int32],
+    inputs: Sequence[Mapping[int, FloatArray]] = (),
+) -> list[StageStored]:
+    """Put all whole storage blocks of `tokens`, whose K/V are in the blocks of `table`: of each stage what `stores` has
+    sessions for. `inputs`: `Restored.inputs`; of each stage the run from its first chunk on is put.
+    """
+    whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
+    given = [*inputs] or [{}] * len(pipeline.stages)
+    puts = [
+        stage.submit(partial(_store, stage, store, whole, table, states))
+        for stage, store, states in zip(pipeline.stages, stores, given, strict=True)
+    ]
+    return [put.result() for put in puts]
+
+
+def _store(
+    stage: Stage,
+    store: StageStore,
+    tokens: Tokens,
+    table: npt.NDArray[np.int32],
+    inputs: Mapping[int, FloatArray],
+) -> StageStored:
+    per_block = BLOCK_TOKENS // stage.pool.block_tokens
+    tables = table[: len(tokens) // BLOCK_TOKENS * per_block].reshape(-1, per_block)
+    first = end = min(inputs, default=0)
+    while end in inputs and end < len(tables):
+        end += 1
+    # The states first: K/V without them can be loaded, but not computed in part.
+    given = [partial(_copy, inputs[chunk]) for chunk in range(first, end)]
+    states = _put(store.inputs, "hidden states", tokens, first, given)
+    kv = _put(store.kv, "K/V", tokens, 0, [partial(stage.pool.gather_block, each) for each in tables])
+    return StageStored(kv.statuses, states.statuses, states.failure or kv.failure)
+
+
+def _put(
+    session: KvSession | None, what: str, tokens: Tokens, first: int, payloads: Sequence[Callable[[Bytes], None]]
+) -> _Put:
+    if session is None or session.state != "connected" or not payloads:
+        return _Put()
+    try:
+        receipt = session.put(tokens[: (first + len(payloads)) * BLOCK_TOKENS], first_block=first, payloads=payloads)
+    except Exception as error:  # a failure to store must not end an answer
+        return _Put(failure=f"storing failed: {type(error).__name__}: {error}")
+    statuses = tuple(receipt.statuses)
+    lost = next((at for at, status in enumerate(statuses) if status not in ("stored", "present")), None)
+    if lost is None:
+        return _Put(statuses)
+    why = f": {receipt.reason}" if receipt.reason else ""
+    return _Put(statuses, f"block {first + lost} of the {what} was {statuses[lost]}{why}")
+
+
+def _copy(states: FloatArray, dest: Bytes) -> None:
+    np.copyto(dest, states.view(np.uint8).reshape(-1))

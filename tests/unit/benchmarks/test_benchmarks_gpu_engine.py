@@ -102,7 +102,7 @@ def test_an_answer_that_ends_before_its_time_is_no_figure() -> None:
             raise StepFailed("nothing can be computed", (0,))
 
     pool = twin_pool(64)
-    engine = BatchEngine(Broken(pool), pool, TwinTokenizer(frozenset()))
+    engine = BatchEngine(Broken(pool), TwinTokenizer(frozenset()))
     with pytest.raises(RuntimeError, match="an answer has ended: failed, nothing can be computed"):
         decoded_by(engine, np.array([[5, 6], [7, 8]]), 4, 2)
     engine.close()

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
-from kvstore_engine.batching.answer import Answer, StopStrings
-from kvstore_engine.batching.token_choice import log_probabilities
+from kvstore_engine.batching.answer import Answer, StopStrings, log_probabilities
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore_engine.batching import BatchEngine, EngineSettings
-from kvstore_engine.batching.restoration import MAPPED
-from kvstore_restore.learned import LearnedCosts
+from kvstore_restore.learned import MAPPED, LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.late_copies import LateCopies
@@ -27,10 +27,9 @@ def _engine(session: MemorySession, lost: Collection[int] = ()) -> tuple[BatchEn
     copies = LateCopies(compute.pool, lost)
     compute.on_step = lambda slices: (copies.arrive(), clock.step(slices))[1]
     costs = LearnedCosts()
-    costs.compute.restore(1, [10.0, 10.0, 0.0])  # computing looks slow: restore all that is stored
+    assume(costs)  # computing looks slow: restore all that is stored
     engine = BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(max_queue_s=1e9),
         sessions=lambda tenant: session,
@@ -55,10 +54,10 @@ def session() -> MemorySession:
 
 def test_the_step_behind_arriving_blocks_computes_the_tail_alone(session: MemorySession) -> None:
     engine, compute, copies = _engine(session)
-    before = engine.costs.compute.samples
+    before = engine.costs.steps.count
     engine.add(request("asks", _prompt(200), 4, store=False))
     outcome = run(engine)
-    assert (compute.steps, engine.costs.compute.samples - before) == (4, 3), "one waited for copies: nothing is learned"
+    assert (compute.steps, engine.costs.steps.count - before) == (4, 3), "one waited for copies: nothing is learned"
     assert outcome.tokens["asks", 0] == answer_alone(_prompt(200), 4)
     usage = outcome.finished["asks", 0].usage
     assert (usage.daemon_tokens, usage.computed_tokens, compute.computed_tokens) == (192, 8, 8 + 3)

@@ -11,6 +11,7 @@ import pytest
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.restore import KvSession, RestoreReport
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.block_invariants import check_blocks
 from tests.reference.memory_session import MemorySession
@@ -30,11 +31,10 @@ def _engine(*sessions: KvSession, blocks: int = 256, observer: Observer | None =
     clock = StepClock()
     compute = TwinCompute(twin_pool(blocks), on_step=clock.step)
     costs = LearnedCosts()
-    costs.compute.restore(1, [10.0, 10.0, 0.0])
+    assume(costs)
     names = {str(index) if index else "": session for index, session in enumerate(sessions)}
     return BatchEngine(
         compute,
-        compute.pool,
         TwinTokenizer(),
         settings=EngineSettings(**settings),
         sessions=names.get,

@@ -126,9 +126,7 @@ class Waiting:
 def driven(name: str, arrivals: Arrivals, load: LoadSettings = SMALL, **settings: Any) -> tuple[Workload, Run]:
     clock, profiler = Waiting(), Profiler()
     compute = TwinCompute(twin_pool(512), on_step=clock.steps.step)
-    engine = BatchEngine(
-        compute, compute.pool, TwinTokenizer(), settings=EngineSettings(**settings), observer=profiler, clock=clock
-    )
+    engine = BatchEngine(compute, TwinTokenizer(), settings=EngineSettings(**settings), observer=profiler, clock=clock)
     workload = make_load(name, load)
     run = run_in_process(engine, workload, arrivals, clock=clock, sleep=clock.sleep)
     return workload, Run(run.outcomes, run.seconds, profiler.as_json())

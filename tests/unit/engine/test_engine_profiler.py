@@ -23,9 +23,7 @@ from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, 
 def observed(observer: Observer, blocks: int = 256, **settings: Any) -> tuple[BatchEngine, StepClock]:
     clock = StepClock()
     compute = TwinCompute(twin_pool(blocks), on_step=clock.step)
-    engine = BatchEngine(
-        compute, compute.pool, TwinTokenizer(), settings=EngineSettings(**settings), observer=observer, clock=clock
-    )
+    engine = BatchEngine(compute, TwinTokenizer(), settings=EngineSettings(**settings), observer=observer, clock=clock)
     return engine, clock
 
 

@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore_engine.policies import Candidate, LengthPredictor, StepBudget, VirtualTokens, choose_policy
+from kvstore_engine.batching.policies import Candidate, choose_policy
+from kvstore_engine.batching.scheduling_statistics import LengthPredictor, VirtualTokens
+from kvstore_engine.batching.step_budget import StepBudget
 from kvstore_restore.learned import LearnedCosts
+from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.open_loop import Arrival, mixed_load, run_load
 from tests.reference.twin_compute import TwinCompute, answer_alone
@@ -158,7 +161,7 @@ def budget_of(costs: LearnedCosts, floor_s: float = 0.0) -> StepBudget:
 def exact_costs() -> LearnedCosts:
     """4 ms and 1 ms a row."""
     costs = LearnedCosts()
-    costs.compute.restore(1, [0.004, 0.512, 0.0])
+    assume(costs, [0.004, 0.512, 0.0])
     return costs
 
 

@@ -23,11 +23,12 @@ from kvstore_engine.stages import (
     stage_layers,
     store_prefix,
 )
-from kvstore_engine.stages.finding import Found, look_up
 from kvstore_engine.stages.restoration import StageSide
+from kvstore_engine.stages.stores import Found, look_up
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from kvstore_restore.stages import Stages
+from tests.reference.assumed_costs import assume
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.memory_session import MemorySession, MemoryStream
 from tests.reference.skips import skip_without_ggml
@@ -176,34 +177,41 @@ def test_payloads_of_another_size_cost_computing_alone(two: Stored) -> None:
 def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
     """Computing looks slow to the first stage and loading to the second."""
     costs = [LearnedCosts(), LearnedCosts()]
-    costs[0].compute.restore(1, [10.0, 10.0, 0.0])
-    costs[1].compute.restore(1, [1e-6, 1e-6, 0.0])
+    assume(costs[0])
+    assume(costs[1], [1e-6, 1e-6, 0.0])
     for each in costs:
         each.expect_load("nvme", two.kv(0).block_bytes, 0.1)
     first, second = two.again(costs=costs, loads_all=False).stages
     assert (first.plan, first.loaded, second.plan, second.computed) == ("load", _CHUNKS, "compute", _CHUNKS)
     assert first.forwarded == 0 and second.inputs == _CHUNKS
     two.inputs(1).blocks.clear()
-    costs[1].compute.restore(1, [1e-6, 1e-6, 0.0])
+    assume(costs[1], [1e-6, 1e-6, 0.0])
     _, second = two.again(costs=costs, loads_all=False).stages
     assert (second.plan, second.loaded) == ("load", _CHUNKS)  # computing would want the first stage to compute
 
 
+def _side(found: Found, costs: LearnedCosts, number: int = 0) -> StageSide:
+    return StageSide(
+        chunk_tokens=64, chunk_bytes=1000, learned=costs, number=number, layers=range(number, number + 1), found=found,
+        input_bytes=100,
+    )  # fmt: skip
+
+
 def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before_did_again() -> None:
     costs = LearnedCosts()
-    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    assume(costs, [0.0, 1.0, 0.0])
     costs.expect_load("nvme", 1000, 0.125)  # a chunk takes as long either way
 
     def side(number: int) -> StageSide:
         found = Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS)
-        made = StageSide(number, range(number, number + 1), found, 64, 1000, 100, costs)
+        made = _side(found, costs, number)
         made.make_plan(None if number == 0 else first)
         return made
 
     first = side(0)
     second = side(1)
     assert first.plan is not None and second.plan is not None and first.plan.axis == second.plan.axis == "tokens"
-    first.stages = second.stages = stages = Stages([first.pointers, second.pointers], [[""] * _CHUNKS])
+    first.stages = second.stages = stages = Stages([first.pointers, second.pointers], [[False] * _CHUNKS])
     assert second.pointers.computable(1) == range(1)  # it waits for the first stage
     assert stages.next_compute(0) == 0 and stages.computed(0, 0) and stages.next_compute(1) == 0
     for chunk in (1, 2):
@@ -216,9 +224,9 @@ def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before
 
 def test_a_chunk_that_is_being_computed_when_the_loads_end_is_not_lost() -> None:
     costs = LearnedCosts()
-    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    assume(costs, [0.0, 1.0, 0.0])
     costs.expect_load("nvme", 1000, 0.125)
-    side = StageSide(0, range(2), Found(("nvme",) * _CHUNKS, ()), 64, 1000, 100, costs)
+    side = _side(Found(("nvme",) * _CHUNKS, ()), costs)
     side.make_plan(None)
     side.stages = Stages([side.pointers], [])
     assert side.stages.next_compute(0) == 0
@@ -406,20 +414,20 @@ def test_stages_have_fingerprints_of_their_own_and_boundaries_those_of_their_lay
 
 def test_before_the_first_load_from_a_tier_the_daemon_is_believed() -> None:
     costs = LearnedCosts()
-    costs.compute.restore(1, [0.0, 1.0, 0.0])
+    assume(costs, [0.0, 1.0, 0.0])
     prefix, session = _TOKENS[: 64 * _CHUNKS], MemorySession(1000, mapped_blocks=0, estimated_load_s=5.0 * _CHUNKS)
     session.put(prefix, first_block=0, payloads=[lambda dest: dest.fill(0)] * _CHUNKS)
     found = look_up(StageStore(session), prefix)
     assert found == Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS, {"nvme": 5.0})
     believed = replace(found, load_s={**found.load_s, "host": 1e-6})
-    side = StageSide(0, range(2), believed, 64, 1000, 100, costs)
+    side = _side(believed, costs)
     side.make_plan(None)
     assert side.alone == pytest.approx((5.0 * _CHUNKS, _CHUNKS / 8))
     assert side.plan is not None and side.plan.axis == "compute"
     assert "host" not in costs.links and costs.links["nvme"].samples == 0
     known = LearnedCosts()
-    known.compute.restore(1, [0.0, 1.0, 0.0])
+    assume(known, [0.0, 1.0, 0.0])
     known.observe_load("nvme", 1000, 0.001)
-    side = StageSide(0, range(2), found, 64, 1000, 100, known)
+    side = _side(found, known)
     side.make_plan(None)
     assert side.plan is not None and side.plan.axis == "load"

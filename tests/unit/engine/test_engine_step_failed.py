@@ -34,6 +34,10 @@ class _Poisoned:
     def limits(self) -> StepLimits:
         return self._executor.limits
 
+    @property
+    def pool(self) -> BlockPool:
+        return self._executor.pool
+
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         blamed = tuple(index for index, piece in enumerate(slices) if _POISON in piece.tokens)
         if blamed:
@@ -49,7 +53,7 @@ def engine(tmp_path: Path) -> Iterator[BatchEngine]:
     with load_model(file) as model:
         pool = BlockPool(model.config, 64)
         with Executor(model, pool, threads=1, max_tokens_per_step=128, max_sequences=4, max_context=256) as executor:
-            made = BatchEngine(_Poisoned(executor), pool, tokenizer)
+            made = BatchEngine(_Poisoned(executor), tokenizer)
             yield made
             made.close()
 

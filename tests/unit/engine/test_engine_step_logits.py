@@ -16,6 +16,7 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.pool import BlockPool
 from kvstore_engine.sampler import SamplingSettings
 from tests.reference.batch_runs import request, run
 from tests.reference.twin_compute import TwinCompute, TwinTokenizer, answer_alone, twin_pool
@@ -71,13 +72,17 @@ class _WatchedCompute:
     def limits(self) -> StepLimits:
         return self.twin.limits
 
+    @property
+    def pool(self) -> BlockPool:
+        return self.twin.pool
+
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
         return _Watched(self.twin.step(slices), whole, self.copied)
 
 
 def _engine() -> tuple[BatchEngine, _WatchedCompute]:
     compute = _WatchedCompute()
-    return BatchEngine(compute, compute.twin.pool, TwinTokenizer(frozenset())), compute
+    return BatchEngine(compute, TwinTokenizer(frozenset())), compute
 
 
 def test_greedy_answers_copy_no_row() -> None:

@@ -13,6 +13,7 @@ from kvstore_engine.gguf import FileChanged
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.worker import StepFailed
+from tests.reference.twin_compute import twin_pool
 
 _SLICES = [SequenceSlice(np.zeros(1, np.int32), 0, np.zeros(1, np.int32))]
 
@@ -21,6 +22,7 @@ class _Compute:
     """Notes its steps in `order`; the first `failures` of them fail."""
 
     limits = StepLimits(10, 4, 16, 32, 4, 64)
+    pool = twin_pool(4)
 
     def __init__(self, order: list[str], failures: int = 0) -> None:
         self._order, self._failures = order, failures

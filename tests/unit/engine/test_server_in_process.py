@@ -61,8 +61,8 @@ def test_a_step_that_fails_costs_its_answers_and_no_other(computing: Any) -> Non
         if failures:
             raise failures.pop()
 
-    twin, compute = computing(fail_once)
-    engine = BatchEngine(compute, twin.pool, TwinTokenizer())
+    _, compute = computing(fail_once)
+    engine = BatchEngine(compute, TwinTokenizer())
     engine.add(request("first", range(20), 5))
     outcome = Outcome()
     outcome.take(engine.step())
@@ -80,7 +80,7 @@ def test_a_device_that_has_failed_for_good_ends_the_process(computing: Any) -> N
     with pytest.raises(OperationError, match=r"^cuda:0 computes nothing more"):
         compute.warm_up()
     assert twin.pool.free_blocks == 64
-    engine = BatchEngine(compute, twin.pool, TwinTokenizer())
+    engine = BatchEngine(compute, TwinTokenizer())
     engine.add(request("first", range(20), 5))
     with pytest.raises(OperationError, match=r"^cuda:0 computes nothing more"):
         engine.step()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_restore.choice import TRIAL_EVERY, Chosen, Hit, LoadChoice
+from kvstore_restore.learned import LearnedCosts
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 1 << 20
 
@@ -58,7 +59,7 @@ class Machine:
 
 def _knowing(machine: Machine) -> LoadChoice:
     """A choice that saw a few prompts computed."""
-    choice = LoadChoice(clock=lambda: machine.now_s)
+    choice = LoadChoice(LearnedCosts(lambda: machine.now_s))
     for tokens in (64, 512, 128, 1024, 256, 2048) * 3:
         choice.observe_compute(0, tokens, machine.compute_s(tokens))
     return choice
@@ -115,7 +116,7 @@ RATIOS = (0.1, 0.3, 0.7, 0.9, 1.1, 1.5, 3.0, 10.0)
 def test_over_many_requests_it_takes_little_more_than_the_better_path(ratio: float, believed: float) -> None:
     random.seed(1)
     machine = Machine(block_s=ratio * 1e-3 * BLOCK_TOKENS, believed=believed, noise=0.1)
-    choice = LoadChoice(clock=lambda: machine.now_s)
+    choice = LoadChoice(LearnedCosts(lambda: machine.now_s))
     choice.observe_compute(0, 1000, machine.compute_s(1000))  # who stored the prefix computed it
     spent = better = 0.0
     for number in range(400):
@@ -130,7 +131,7 @@ def test_a_first_step_that_warms_the_engine_up_misleads_for_a_few_requests_alone
     is_restarted: bool, tmp_path: Path
 ) -> None:
     machine = Machine(block_s=1.3 * 1e-3 * BLOCK_TOKENS)
-    choice = LoadChoice(clock=lambda: machine.now_s)
+    choice = LoadChoice(LearnedCosts(lambda: machine.now_s))
     if is_restarted:
         choice = _knowing(machine)
         choice.save(tmp_path / "costs")
@@ -146,7 +147,7 @@ def test_a_first_step_that_warms_the_engine_up_misleads_for_a_few_requests_alone
 def test_where_the_paths_are_close_all_of_the_other_one_is_tried(all_or_none: bool) -> None:
     """A step has a cost of its own here, so that a short one says computing is slow, and so it is thought to be."""
     machine = Machine(fixed_s=0.15, block_s=1.3 / 15)
-    choice = LoadChoice(clock=lambda: machine.now_s)
+    choice = LoadChoice(LearnedCosts(lambda: machine.now_s))
     hit = machine.hit(15)
     for _ in range(4):
         choice.observe_compute(0, hit.tokens, 1.3 * machine.compute_s(hit.tokens))
@@ -156,7 +157,7 @@ def test_where_the_paths_are_close_all_of_the_other_one_is_tried(all_or_none: bo
 
 def test_short_steps_say_what_is_left_behind_a_load_and_change_nothing_else() -> None:
     machine = Machine(fixed_s=0.2, token_s=1e-3)
-    choice = LoadChoice(clock=lambda: machine.now_s)
+    choice = LoadChoice(LearnedCosts(lambda: machine.now_s))
     hit = machine.hit(15)
     for _ in range(3):
         choice.observe_compute(0, hit.tokens, machine.compute_s(hit.tokens))
@@ -255,7 +256,7 @@ def test_what_was_learned_outlives_the_process(tmp_path: Path) -> None:
         lambda kept: json.dumps({**kept, "version": 99}),
         lambda kept: json.dumps({**kept, "biases": {"nvme": 3}}),
         lambda kept: json.dumps({**kept, "biases": {"nvme": [2.0, 1.0]}}),
-        lambda kept: json.dumps({**kept, "own": {"samples": 1, "coefficients": [1.0], "scale": 1.0}}),
+        lambda kept: json.dumps({**kept, "links": {"host": {"samples": 1, "coefficients": [1.0], "scale": 1.0}}}),
         lambda kept: json.dumps([]),
     ],
 )

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
-from kvstore_restore.optimum import optimum_s
 from kvstore_restore.plan import Prefix, plan, plans_by_axis
 
 CHUNK_TOKENS, CHUNK_BYTES = 512, 1 << 20
@@ -69,7 +68,6 @@ def test_two_tiers_are_loaded_at_once() -> None:
 
 def test_nothing_stored_takes_no_time() -> None:
     assert plan(_prefix(0), _costs()).finish_s == 0.0
-    assert optimum_s(_prefix(0), _costs()) == 0.0
     with pytest.raises(ValueError, match="at least one"):
         Prefix((), 0, 1)
 
@@ -94,12 +92,10 @@ def test_no_plan_is_predicted_worse_than_a_single_path(
     plans = plans_by_axis(prefix, costs)
     chosen = plan(prefix, costs)
     assert chosen.finish_s <= min(plans["load"].finish_s, plans["compute"].finish_s)
-    optimum = optimum_s(prefix, costs)
-    assert optimum <= chosen.finish_s * (1 + 1e-9)
 
 
 @given(costs_of_any_machine, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), bytes_of_any_input)
-def test_the_optimum_is_the_best_of_all_staircases(
+def test_a_plan_is_a_staircase_and_close_to_the_best_of_all(
     costs: RestoreCosts, chunks: int, layers: int, slow: int, input_bytes: int
 ) -> None:
     prefix = _prefix(chunks, layers, slow=min(slow, chunks), input_bytes=input_bytes)
@@ -114,7 +110,8 @@ def test_the_optimum_is_the_best_of_all_staircases(
             links[prefix.tiers[chunk]] += prefix.load_s(chunk, layers - height, costs)
         computing = sum(prefix.compute_s(chunk, height, costs) for chunk, height in enumerate(heights))
         best = min(best, costs.contention.finish_s(computing, max(links.values())))
-    assert optimum_s(prefix, costs) == pytest.approx(best)
+    planned = plan(prefix, costs, error=0.0).finish_s
+    assert best * (1 - 1e-9) <= planned <= 1.5 * best
 
 
 def test_sharing_that_saves_little_is_left_where_wrong_costs_would_make_it_a_loss() -> None:

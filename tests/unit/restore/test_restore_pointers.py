@@ -5,31 +5,24 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_restore.batch import DEFAULT, FCFS, LONGEST_LOADS, SHORTEST, Remaining, Turn, in_turn
-from kvstore_restore.pointers import Pointers, State
+from kvstore_restore.pointers import Pointers, State, turn
 
 
 def test_the_two_meet() -> None:
-    pointers = Pointers(["host"] * 4)
-    assert pointers.next_compute() == 0
-    assert pointers.next_compute() is None  # one step at a time
-    assert pointers.next_load("host") == 3
+    pointers = Pointers(4)
+    assert pointers.computable(1) == range(1) and pointers.stored() == [0, 1, 2, 3]
     assert pointers.loaded_chunk(3)
-    assert pointers.next_load("host") == 2
     assert pointers.computed_chunk(0)
-    assert pointers.next_compute() == 1
-    assert pointers.next_load("host") is None
+    assert pointers.computable(1) == range(1, 2) and pointers.computable(9) == range(1, 3)
     assert pointers.loaded_chunk(2)
-    assert not pointers.is_done
+    assert not pointers.is_done and pointers.stored() == [1] and pointers.stored(2) == []
     assert pointers.computed_chunk(1)
-    assert pointers.is_done
+    assert pointers.is_done and not pointers.computable(1)
     assert (pointers.computed, pointers.loaded, pointers.wasted) == (2, 2, 0)
 
 
 def test_the_last_chunk_under_load_is_computed_as_well_and_counts_once() -> None:
-    pointers = Pointers(["host"])
-    assert pointers.next_load("host") == 0
-    assert pointers.next_compute() == 0
+    pointers = Pointers(1)
     assert pointers.computed_chunk(0)
     assert pointers.is_done
     assert not pointers.loaded_chunk(0)
@@ -37,90 +30,54 @@ def test_the_last_chunk_under_load_is_computed_as_well_and_counts_once() -> None
 
 
 def test_computing_leaves_a_chunk_that_it_cannot_overtake_to_the_load() -> None:
-    pointers = Pointers(["host"], overtakes=lambda chunk: False)
-    pointers.next_load("host")
-    assert pointers.next_compute() is None
+    pointers = Pointers(1, overtakes=lambda chunk: False)
+    assert not pointers.computable(1)
     pointers.lose(0)  # it stalls
     assert pointers.state(0) is State.LOST
-    assert pointers.next_compute() == 0
+    assert pointers.computable(1)
 
 
-def test_a_tier_has_its_own_pointer() -> None:
-    pointers = Pointers(["nvme", "host", "nvme", "host"])
-    assert pointers.next_load("host") == 3
-    assert pointers.next_load("nvme") == 2
-    assert pointers.stored("host") == [1]
-    assert pointers.next_load("nvme") == 0
-    assert pointers.next_load("s3") is None
-
-
-def test_a_plan_of_one_path_keeps_to_it_until_a_chunk_is_lost() -> None:
-    loads = Pointers(["host"] * 3, computes=False)
-    assert loads.next_compute() is None
-    loads.lose_all()
-    assert loads.next_load("host") is None
-    assert loads.next_compute() == 0
-    computes = Pointers(["host"] * 3, loads=False)
-    assert computes.next_load("host") is None
-    assert computes.next_compute() == 0
+def test_what_cannot_be_loaded_is_computed() -> None:
+    lost, computes = Pointers(3, overtakes=lambda chunk: False), Pointers(3, loads=False)
+    assert not lost.computable(3)
+    lost.lose_all()
+    assert lost.computable(3) == computes.computable(3) == range(3) and lost.stored() == computes.stored() == []
 
 
 def test_what_is_cancelled_does_nothing_more() -> None:
-    pointers = Pointers(["host"] * 3)
-    pointers.next_compute()
+    pointers = Pointers(3)
     pointers.cancel()
     assert pointers.is_done
-    assert pointers.next_load("host") is None
-    assert pointers.next_compute() is None
+    assert not pointers.stored() and not pointers.computable(1)
     assert not pointers.computed_chunk(0)
     assert pointers.wasted == 0
 
 
-def test_a_step_that_failed_is_begun_again() -> None:
-    pointers = Pointers(["host"])
-    assert pointers.next_compute() == 0
-    pointers.abandon(0)
-    assert pointers.next_compute() == 0
-
-
-@given(st.lists(st.sampled_from(["host", "nvme"]), max_size=12), st.integers(0, 1 << 30))
-def test_every_chunk_is_present_once_whatever_becomes_of_the_loads(tiers: list[str], seed: int) -> None:
+@given(st.integers(0, 12), st.integers(0, 1 << 30))
+def test_every_chunk_is_present_once_whatever_becomes_of_the_loads(chunks: int, seed: int) -> None:
     random = Random(seed)
-    pointers = Pointers(tiers, overtakes=lambda chunk: random.random() < 0.5)
-    loading: list[int] = []
-    computing: int | None = None
+    pointers = Pointers(chunks, overtakes=lambda chunk: random.random() < 0.5)
+    computing: range = range(0)
     counted: list[int] = []
     for _ in range(2000):
         if pointers.is_done:
             break
-        what = random.randrange(5)
-        if what == 0 and (chunk := pointers.next_load(random.choice(["host", "nvme"]))) is not None:
-            loading.append(chunk)
-        elif what == 1 and computing is None:
-            computing = pointers.next_compute()
-            assert computing is None or computing == pointers.head
-        elif what == 2 and computing is not None:
-            counted += [computing] * pointers.computed_chunk(computing)
-            computing = None
-        elif what == 3 and loading:
-            chunk = loading.pop(random.randrange(len(loading)))
-            counted += [chunk] * pointers.loaded_chunk(chunk)
-        elif what == 4 and loading:
-            pointers.lose(loading.pop(random.randrange(len(loading))))
+        what, stored = random.randrange(4), pointers.stored()
+        if what == 0 and not computing:
+            computing = pointers.computable(1)
+            assert not computing or computing.start == pointers.head
+        elif what == 1 and computing:
+            counted += [computing.start] * pointers.computed_chunk(computing.start)
+            computing = range(0)
+        elif what == 2 and stored:
+            counted += [stored[-1]] * pointers.loaded_chunk(stored[-1])
+        elif what == 3 and stored:
+            pointers.lose(random.choice(stored))
     assert pointers.is_done
-    assert sorted(counted) == list(range(len(tiers)))
-    assert pointers.computed + pointers.loaded == len(tiers)
+    assert sorted(counted) == list(range(chunks))
+    assert pointers.computed + pointers.loaded == chunks
 
 
-def test_the_rules_order_requests() -> None:
-    old, short, long = Remaining(0, 0.0, 10), Remaining(1, 1.0, 2), Remaining(2, 1.5, 30)
-    requests = [long, short, old]
-
-    def served(turn: Turn, now_s: float = 2.0) -> list[int]:
-        return [request.number for request in in_turn(requests, turn, now_s)]
-
-    assert served(FCFS.compute) == [0, 1, 2]
-    assert served(LONGEST_LOADS.load) == [2, 0, 1]
-    assert served(LONGEST_LOADS.compute) == [0, 1, 2]
-    assert served(SHORTEST.load) == [1, 0, 2]
-    assert served(DEFAULT.load) == [0, 1, 2]  # two seconds of waiting count for 32 chunks
+def test_the_shortest_is_first_and_waiting_counts() -> None:
+    assert turn(2, 1.0) < turn(10, 1.0) < turn(30, 1.0)
+    assert turn(10, 2.0) < turn(2, 1.0), "a second of waiting counts for 16 chunks"

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside the decodes.
+"""Limits how many prompt tokens a step may compute beside the decodes.
 
 Owns the limit on a step's length. It never chooses whose tokens they are. All decodes are in every step; the rest goes
 to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and no prompt, however long,

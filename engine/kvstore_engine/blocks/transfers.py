@@ -1,12 +1,18 @@
-"""What it costs on this machine to copy blocks, by bytes and by pieces; refitted with every transfer.
+"""The costs of copying blocks on this machine, by bytes and by pieces; refitted with every transfer.
 
 Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
 pool takes longer by a factor: its target is not in a cache, and it must be found and entered in tables and counts.
+The pieces measure fragmentation: scattered free blocks cost nothing; scattered blocks of a sequence do, since each
+contiguous piece is a separate copy in every plane whenever the sequence is stored, swapped or restored.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
-from kvstore_restore.regression import RecursiveLeastSquares
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_restore.fit import Fit
 
 # Scaled to be of one order of magnitude: seconds per transfer, per 16 MiB, per 100 pieces.
 _BYTES, _RUNS = 16.0 * 1024 * 1024, 100.0
@@ -16,11 +22,26 @@ _LEARN = 0.5  # at once: a wrong factor is a loss with every move
 _FORGET = 1e-3  # with each transfer: a factor learnt from an interrupted move fades
 
 
+def count_runs(blocks: Sequence[int] | npt.NDArray[np.int32]) -> int:
+    """Count the contiguous pieces of `blocks`, in the order of the transfer: 1 is best, len(blocks) worst."""
+    ids = np.asarray(blocks, np.int64)
+    return int(np.count_nonzero(np.diff(ids) != 1)) + 1 if len(ids) else 0
+
+
+def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return the first block and the length of each piece of `blocks`, in the order of the transfer."""
+    first = 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            yield blocks[first], index - first
+            first = index
+
+
 class TransferCosts:
     """Costs of copies between the pool and other memory, or within it. Not safe for use by two threads at once."""
 
     def __init__(self) -> None:
-        self.copy = RecursiveLeastSquares(_PRIOR, uncertainty=1.0)
+        self.copy = Fit(_PRIOR, uncertainty=1.0, memory=0.98, patience=4)
         self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
