@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstored.lifecycle import Cause
 from kvstored.store.policies import Policy, PolicySettings, create
-from kvstored.store.policies.sketch import FrequencySketch
+from kvstored.store.policies.w_tinylfu import FrequencySketch
 from tests.reference.blocks import Shelf, key
 
 S = 1_000_000_000

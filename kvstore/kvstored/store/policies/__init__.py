@@ -11,9 +11,9 @@ from kvstored.store.policies.base import (
     RequestContext,
     ResidencyClass,
     Share,
+    deliver_hint,
 )
 from kvstored.store.policies.factory import create, create_admission, joined, succeed
-from kvstored.store.policies.hints import deliver_hint
 
 __all__ = [
     "ADMISSIONS",

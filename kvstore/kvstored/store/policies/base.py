@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -254,3 +254,30 @@ class Policy(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Rows the policy knows: those with a readable copy in the tier."""
+
+
+_NOTHING = ChainHint()
+
+
+def deliver_hint(
+    policies: Sequence[Policy],
+    residency: ResidencyView,
+    tenant: int,
+    key: bytes,
+    rows: Sequence[int],
+    hint: ChainHint,
+    now_ns: int,
+) -> None:
+    """Pass an engine's `hint` to `policies`, from a daemon's clients and from a recording alike.
+
+    It is of the chain that ends with block `key`; of a request that is due, down to the last of `rows`, the leading run
+    of the chain that is stored: a queued prompt ends with blocks that are new.
+    """
+    of_the_end = replace(hint, due_ns=None)
+    if of_the_end != _NOTHING:
+        row = residency.find(tenant, key)
+        for policy in policies:
+            policy.on_hint(tenant, row, key, of_the_end, now_ns)
+    if hint.due_ns is not None and rows:
+        for policy in policies:
+            policy.on_hint(tenant, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=hint.due_ns), now_ns)

@@ -36,13 +36,12 @@ from kvstored.store.policies.base import (
     Share,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
-from kvstored.store.policies.chains.expiry import worth_of
 from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
-from kvstored.store.policies.classes import Masks, count_classes, sum_classes
-from kvstored.store.policies.tenants import choose_tenant
+from kvstored.store.policies.chains.worth import worth_of
+from kvstored.store.policies.ordered import Masks, choose_tenant, count_classes, sum_classes
 
 _HOT_RANK = HOT_WORTH / HOUR_S  # worth one use a minute of holding it
 _WARM_RANK = WARM_WORTH / HOUR_S
@@ -207,7 +206,10 @@ class ChainHazard(Policy):
         if victim != follower.named and not self._is_by_worth(tenant, theirs, victim, now_ns):
             return False
         if not self._is_sure:
-            if book.requests < follower.learning.declining_min or book.returns < follower.learning.returns_min:
+            if (
+                book.learning.requests < follower.learning.declining_min
+                or book.learning.returns < follower.learning.returns_min
+            ):
                 return False  # what a client asks to be stored is refused on evidence alone
             self._is_sure = True
         ours = book.promised_owner(key, tenant)

@@ -15,9 +15,8 @@ from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import Origin, Policy, PolicySettings
-from kvstored.store.policies.discipline import Discipline
 from kvstored.store.policies.ordered import together
-from kvstored.store.policies.queued import QueuedPolicy
+from kvstored.store.policies.queued import Discipline, QueuedPolicy
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:

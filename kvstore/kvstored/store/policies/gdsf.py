@@ -17,8 +17,7 @@ import numpy as np
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
-from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
+from kvstored.store.policies.ordered import OUT, QUEUED, Masks, OrderedPolicy
 
 _DEPTH_OF_TWICE = 64  # costs are in parts of the first block's: so many
 _USES_MAX = 64

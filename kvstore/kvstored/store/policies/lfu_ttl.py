@@ -24,8 +24,7 @@ import numpy.typing as npt
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
 from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
-from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy, together
+from kvstored.store.policies.ordered import OUT, QUEUED, Masks, OrderedPolicy, together
 from kvstored.store.policies.rowqueue import Links, RowQueue
 
 _USES_MAX = 64

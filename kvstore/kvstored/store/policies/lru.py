@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
-from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
+from kvstored.store.policies.ordered import OUT, QUEUED, Masks, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
 
 _HOT_SHARE = 0.25  # of a tier's worth of accesses

@@ -1,5 +1,5 @@
-"""What every policy with a total order of rows shares: parking what cannot be evicted, and the precedence between
-tenants.
+"""Policies with a total order of rows: parking what cannot be evicted, classes, and the precedence between tenants:
+what they are owed and allowed goes before the order of their blocks.
 
 A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
 leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -20,9 +20,69 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Mask, Masks, count_classes, sum_classes
-from kvstored.store.policies.tenants import choose_tenant
+from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass, Share
+
+_NO_SHARE = Share()
+
+
+def choose_tenant(
+    policy: Policy,
+    tenants: int,
+    *,
+    first: Callable[[int], int],
+    is_expired: Callable[[int], bool],
+    standing: Callable[[int], float],
+) -> int:
+    """Return the row that leaves the policy's tier next, over all tenants, or -1.
+
+    `first`: a tenant's row that would be evicted first, or -1. Of the first rows of two tenants that are otherwise
+    equal, the one of lower `standing` leaves.
+    """
+    residency, tier = policy.residency, policy.tier
+    chosen = -1
+    smallest: tuple[bool, int, bool, float] | None = None
+    for number in range(tenants):
+        share = policy.shares.get(number, _NO_SHARE)
+        held_bytes = residency.tenant_bytes(number, tier)
+        row = first(number)
+        if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
+            continue
+        within = share.max_bytes is None or held_bytes <= share.max_bytes
+        order = (within, share.priority, not is_expired(row), standing(row))
+        if smallest is None or order < smallest:
+            chosen, smallest = row, order
+    return chosen
+
+
+Mask = npt.NDArray[np.bool_]
+Masks = tuple[Mask, Mask]  # is it hot; is it hot or warm: of rows outside the tier, anything
+
+
+def count_classes(here: Mask, masks: Masks) -> dict[ResidencyClass, int]:
+    """Rows by class. `here`: which rows are in the tier."""
+    hot, warm = masks
+    n_hot = int(np.count_nonzero(here & hot))
+    n_warm = int(np.count_nonzero(here & warm)) - n_hot
+    return {
+        ResidencyClass.HOT: n_hot,
+        ResidencyClass.WARM: n_warm,
+        ResidencyClass.COLD: int(np.count_nonzero(here)) - n_hot - n_warm,
+    }
+
+
+def sum_classes(here: Mask, masks: Masks, nbytes: array[int]) -> dict[ResidencyClass, int]:
+    """Bytes of slots by class. `nbytes`: by row, u32; rows beyond it have no copy."""
+    sizes = np.frombuffer(nbytes, np.uint32)
+    known = min(len(here), len(sizes))
+    sizes, here = sizes[:known], here[:known]
+    hot, warm = (mask[:known] for mask in masks)
+    all_bytes, hot_bytes, warm_bytes = (int(sizes[rows].sum()) for rows in (here, here & hot, here & (hot | warm)))
+    return {
+        ResidencyClass.HOT: hot_bytes,
+        ResidencyClass.WARM: warm_bytes - hot_bytes,
+        ResidencyClass.COLD: all_bytes - warm_bytes,
+    }
+
 
 OUT, QUEUED, PARKED, RETURNED = range(4)
 _GROWTH_MIN_ROWS = 1024

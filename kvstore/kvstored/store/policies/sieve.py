@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import Discipline, Queues, first_of
 
 
 class Sieve(Discipline):

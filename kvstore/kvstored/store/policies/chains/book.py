@@ -23,13 +23,20 @@ from kvstore_predictor.gittins import Floats, Ints, leaning
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
-from kvstored.store.policies.chains.collector import Collector
-from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
-from kvstored.store.policies.chains.learner import Learner
-from kvstored.store.policies.chains.path import Path, is_near_end, next_above, path_of
-from kvstored.store.policies.chains.table import ChainTable
-from kvstored.store.policies.chains.touches import SharedTouches
-from kvstored.store.policies.chains.upkeep import Upkeep
+from kvstored.store.policies.chains.ghost import (
+    FAN_BITS,
+    FAN_MAX,
+    NOTHING,
+    SHARD_MASK,
+    ChainGhost,
+    Path,
+    ghost_limit,
+    is_near_end,
+    next_above,
+    path_of,
+)
+from kvstored.store.policies.chains.learning import Collector, Learner, Upkeep
+from kvstored.store.policies.chains.table import ChainTable, SharedTouches
 
 NS = 1e-9
 UNOWNED, UNKNOWN = -1, -2  # not owned: new; there before the policy was
@@ -65,14 +72,6 @@ class ChainBook:
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self.left_blocks = 0  # so many have left the tier
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
-
-    @property
-    def requests(self) -> int:
-        return self.learning.requests
-
-    @property
-    def returns(self) -> int:
-        return self.learning.returns
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)

@@ -17,10 +17,9 @@ from kvstore_predictor.prior import shipped
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
-from kvstored.store.policies.chains.candidates import Candidates
-from kvstored.store.policies.chains.expiry import WorthExpiry
 from kvstored.store.policies.chains.guard import LruGuard
-from kvstored.store.policies.chains.upkeep import US_A_BLOCK
+from kvstored.store.policies.chains.learning import US_A_BLOCK
+from kvstored.store.policies.chains.worth import Candidates, WorthExpiry
 from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 
@@ -92,7 +91,7 @@ class ChainFollower:
     @property
     def is_lru(self) -> bool:
         """Whether LRU's order is in force: too little is known, or LRU leads."""
-        return self.book.requests < self.learning.requests_min or self.guard.is_lru_ahead
+        return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
 

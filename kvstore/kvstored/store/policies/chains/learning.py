@@ -1,14 +1,15 @@
-"""What is learned from the uses of chains, and when it begins to count: a bounded step at a time.
+"""The work that no request waits for: learning from the uses of chains, and freeing chains, a bounded step at a time.
 
-Chains age all the time, and what each has got through without a return is counted now and then. Once so many requests
-more have been seen, a renewal begins: all chains' ages are counted, what was seen is folded into the counts, the ranks
-are made anew. Each of these goes slice by slice, so that no request waits for a whole one.
+Chains age all the time, and what each has got through without a return is counted now and then. After a number of
+requests that grows with those seen, a renewal begins: all chains' ages are counted, what was seen is folded into the
+counts, the ranks are made anew. Each of these goes slice by slice, so that no request waits for a whole one.
 
-Owns the tables and the chances by distance from the end. Never knows rows.
+Owns the tables, the chances by distance from the end, and the collector's marks. Never decides what is evicted.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore_predictor.gittins import BINS, Ints, passed, passed_by
 from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstored.store.policies.chains.ghost import SHARDS, ChainGhost, Chains
 from kvstored.store.policies.chains.table import ChainTable
 
 FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks are used again alike
@@ -31,7 +33,7 @@ _Column = npt.NDArray[np.int32]
 
 
 class Learner:
-    """`step` it while `is_due`."""
+    """Counts what chains do; `step` it while `is_due`."""
 
     def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
         self._chains = chains
@@ -159,3 +161,95 @@ def _count_ages(tables: HazardTables, cells: _Column, reached: _Column, live: In
             return
         tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
         reached[live] += 1
+
+
+US_A_BLOCK = 2.0  # what a request may take for it, about
+_US_MAX = 500.0
+_LATE, _US_LATE = 12, 150.0  # after so many requests without a step one takes so long
+_COLLECTING_US = 100.0
+
+
+class Upkeep:
+    """Decides when the steps are done; call `requested` for every request.
+
+    What a request may take for it grows with its blocks, so that it is little for each of them: long requests bear most
+    of it. Where none is long, one request in some dozens bears a step.
+    """
+
+    def __init__(self, learning: Learner, collector: Collector) -> None:
+        self._learning = learning
+        self._collector = collector
+        self._waited = 0  # requests since the last step
+        self._is_collectors = False  # the next step, if both have something to do
+
+    def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
+        """Do the steps that a request of `blocks` blocks can bear, of whose share `taken_us` is spent."""
+        self._waited += 1
+        collector, learning = self._collector, self._learning
+        if not (learning.is_due or collector.is_due):
+            return
+        budget_us = min(blocks * US_A_BLOCK, _US_MAX) - taken_us
+        if self._waited >= _LATE:
+            budget_us = max(budget_us, _US_LATE)
+        if collector.is_due and budget_us >= _COLLECTING_US and (self._is_collectors or not learning.is_due):
+            self._is_collectors = False
+            collector.step()
+            self._waited = 0
+        elif learning.is_due and learning.step(now_s, budget_us):
+            self._is_collectors = True
+            self._waited = 0
+
+
+_ROWS, _SLOTS = 1 << 16, 1 << 12  # looked at in a step
+_SLACK = 1024  # chains that are not worth a cycle
+
+
+class Collector:
+    """Frees the chains that no block names, here or in a ghost, by mark and sweep; `step` it while `is_due`.
+
+    Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a
+    ghost (the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the
+    ghost keeps it; what a ghost forgets meanwhile is marked as it goes, and so is every chain that is used, taken or
+    inherited.
+    """
+
+    def __init__(self, chains: ChainTable, owner: array[int], ghosts: Sequence[ChainGhost]) -> None:
+        self._chains = chains
+        self._owner = owner
+        self._ghosts = ghosts
+        self._start_at = _SLACK
+        self._row = self._shard = self._slot = 0
+        self._is_running = False
+
+    @property
+    def is_due(self) -> bool:
+        return self._is_running or self._chains.in_use >= self._start_at
+
+    def step(self) -> None:
+        chains = self._chains
+        if not self._is_running:
+            self._is_running = True
+            self._row = self._shard = self._slot = 0
+            chains.marks[:] = bytes(len(chains.marks))
+        elif self._row < len(self._owner):
+            owners = np.frombuffer(self._owner, np.int32)[self._row : self._row + _ROWS]
+            self._mark(owners[owners >= 0])
+            self._row += _ROWS
+        elif self._shard < SHARDS * len(self._ghosts):
+            tenant, shard = divmod(self._shard, SHARDS)
+            self._mark(self._ghosts[tenant].chains(shard))
+            self._shard += 1
+        elif self._slot < chains.slots:
+            chains.free_unmarked(self._slot, self._slot + _SLOTS)
+            self._slot += _SLOTS
+        else:
+            self._is_running = False
+            self._start_at = 2 * chains.in_use + _SLACK
+
+    def forgotten(self, chains: Chains) -> None:
+        """Mark `chains`, of which a ghost forgets keys."""
+        if self._is_running and len(chains):
+            self._mark(chains)
+
+    def _mark(self, chains: Chains | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        np.frombuffer(self._chains.marks, np.uint8)[chains] = 1
