@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvstore_predictor.hazards import Ladder
 from kvstore_predictor.prior import Prior, write
+from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace
-from kvstored.policy_names import POLICIES
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard

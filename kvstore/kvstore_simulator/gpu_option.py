@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from kvstore_console.command_line import one_of
 from kvstore_console.units import parse_size
 from kvstore_simulator.machine import MediumSpec
+from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.simulated_remote import parse_seconds
 from kvstored.config.tiers.base import AUTO
 from kvstored.config.tiers.gpu import BOUNCE, OFF
-from kvstored.policy_names import ADMISSIONS, POLICIES
+from kvstored.policy_names import ADMISSIONS
 
 _FORM = "--gpu policy=lru,admission=always,rate=5GB/s,to-gpu=25GB/s,from-gpu=26GB/s,latency=10us"
 _CHOICES = {"policy": POLICIES, "admission": ADMISSIONS, "from_nvme": (BOUNCE, OFF)}

@@ -17,14 +17,13 @@ from functools import partial
 from kvstore_simulator.engine_reports import ANSWER_TOKEN_NS
 from kvstore_simulator.hints import made_up
 from kvstore_simulator.machine import ENGINE
-from kvstore_simulator.media import Medium
 from kvstore_simulator.node_store import NodeSettings, NodeStore
 from kvstore_simulator.plan import Plan
 from kvstore_simulator.pool import EnginePool
-from kvstore_simulator.served import Served
+from kvstore_simulator.simulated_tiers import Medium
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
-from kvstore_simulator.visit import Visit
+from kvstore_simulator.visit import Served, Visit
 from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
 from kvstored.store.policies import ChainHint, Policy
 

@@ -17,11 +17,10 @@ from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
 from kvstore_simulator.hints import NO_HINTS, Hints
 from kvstore_simulator.machine import GPU, Machine
-from kvstore_simulator.media import Medium, SimulatedLane
+from kvstore_simulator.policies import address_of
 from kvstore_simulator.simulated_client import client_of, offer_of
-from kvstore_simulator.simulated_gpu import SimulatedGpuTier
 from kvstore_simulator.simulated_remote import SharedObjects, SimulatedRemoteTier
-from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.simulated_tiers import Medium, SimulatedGpuTier, SimulatedLane, SimulatedTier
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_simulator.visit import Visit
@@ -96,12 +95,13 @@ def config_of(settings: NodeSettings, block_bytes: int) -> Config:
         for number, nbytes in enumerate(more, 1)
     )  # fmt: skip
     host = replace(
-        config.host, capacity_bytes=first_bytes, policy=settings.policy, ttl_s=ttl_s, keep_worth=settings.keep_worth,
-        verify_reads="off",
+        config.host, capacity_bytes=first_bytes, policy=address_of(settings.policy), ttl_s=ttl_s,
+        keep_worth=settings.keep_worth, verify_reads="off",
     )  # fmt: skip
     nvme = replace(
         config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
-        policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
+        policy=address_of(settings.policy_below or config.nvme.policy), admission=settings.admission,
+        endurance_bytes_per_day=0,
     )  # fmt: skip
     listed: list[TierSection] = [host, *memory, nvme]
     for position, (name, nbytes) in enumerate(settings.tiers):
@@ -120,7 +120,8 @@ def config_of(settings: NodeSettings, block_bytes: int) -> Config:
 
 def _gpu_section(settings: NodeSettings, capacity_bytes: int) -> GpuSection:
     table = {**GpuSection.DEFAULTS, **settings.gpu, "capacity": str(capacity_bytes), "ttl_s": settings.ttl_s or 0}
-    return GpuSection.read(GPU, table, Host(capacity_bytes, Path()))
+    section = GpuSection.read(GPU, table, Host(capacity_bytes, Path()))
+    return replace(section, policy=address_of(section.policy))
 
 
 class NodeStore:

@@ -15,8 +15,7 @@ from kvstore_console.axes import PERCENT
 from kvstore_console.charts import Curve, empty_chart, line_chart
 from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
-from kvstore_predictor.chain_rows import COLUMNS
-from kvstore_predictor.return_trees import ReturnTrees
+from kvstore_predictor.return_trees import COLUMNS, ReturnTrees
 from kvstore_simulator.judging import Judged
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.training import CHOSEN, FITTED, Trained

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.identity import NO_PARENT
-from kvstore_simulator.engine_reports import EngineReports
-from kvstore_simulator.future import Clairvoyant, next_uses
+from kvstore_simulator.engine_reports import EngineReports, hints_before, replay_hint
 from kvstore_simulator.hints import NO_HINTS, Hints
-from kvstore_simulator.recorded_hints import hints_before, replay_hint
+from kvstore_simulator.policies import create
+from kvstore_simulator.policies.clairvoyant import Clairvoyant, next_uses
 from kvstore_simulator.trace import Op, Trace
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
@@ -29,7 +29,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
-from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
+from kvstored.store.policies import Policy, PolicySettings, RequestContext, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote.compute import ComputeTimes
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from kvstore_console.units import parse_size
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_simulator.machine import MediumSpec
-from kvstore_simulator.media import Medium, SimulatedLane
-from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.simulated_tiers import Medium, SimulatedLane, SimulatedTier
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_tiers.base import Completion, MemoryKind, Outcome, OutcomeKind, Segment, Slot, TierInfo
 from kvstored.clock import NS_PER_S

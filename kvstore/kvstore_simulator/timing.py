@@ -16,9 +16,8 @@ from kvstore_simulator.machine import ENGINE, Machine
 from kvstore_simulator.node import Node, serve_trace
 from kvstore_simulator.node_store import MakePredictor, NodeSettings
 from kvstore_simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ON_ARRIVAL, ORCHESTRATED, Plan
-from kvstore_simulator.served import Sample
 from kvstore_simulator.trace import Trace
-from kvstore_simulator.visit import Visit
+from kvstore_simulator.visit import Sample, Visit
 from kvstore_simulator.worth import Model, worth_of_served
 from kvstored.clock import NS_PER_S
 from kvstored.policy_names import ALWAYS, LRU

@@ -22,11 +22,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.ages import (
+    BINS,
+    CHANCE_MEANS,
+    NEXT_STEP_MEANS,
+    Floats,
+    HintFactors,
+    Ints,
+    fading,
+    places_of,
+    ranks,
+    shrunk,
+)
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
-from kvstore_predictor.gittins import BINS, Floats, Ints, fading, places_of, ranks
-from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
-from kvstore_predictor.shrinkage import shrunk
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features

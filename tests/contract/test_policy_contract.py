@@ -2,8 +2,10 @@
 
 import pytest
 
+from kvstore_simulator.policies import POLICIES, create
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import POLICIES, WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, create
+from kvstored.store.policies import POLICIES as DAEMON
+from kvstored.store.policies import WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once, victims
 
@@ -38,6 +40,7 @@ def test_it_names_every_block_leaves_first(name: str) -> None:
     assert policy.next_victim(shelf.now_ns) == -1
 
 
+@pytest.mark.parametrize("name", DAEMON)
 def test_its_name_is_the_one_it_is_known_by(name: str) -> None:
     assert create(name, Shelf().residency, HOST).name == name
 

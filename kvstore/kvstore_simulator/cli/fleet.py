@@ -61,8 +61,7 @@ def simulate(arguments: argparse.Namespace, study_of: Callable[[argparse.Namespa
 
 def _study(arguments: argparse.Namespace, study_of: Any, progress: Any) -> FleetStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstore_simulator.fleet import FleetStudy
-    from kvstore_simulator.routing import ROUTINGS
+    from kvstore_simulator.fleet import ROUTINGS, FleetStudy
     from kvstore_simulator.simulated_remote import parse_remote
 
     for option in _NO_MEANING:
@@ -85,8 +84,7 @@ def _study(arguments: argparse.Namespace, study_of: Any, progress: Any) -> Fleet
 
 def _print(arguments: argparse.Namespace, study: FleetStudy, rows: list[dict[str, Any]]) -> None:
     from kvstore_console.units import human_bytes
-    from kvstore_simulator.fleet_text import fleet_table
-    from kvstore_simulator.text import as_csv
+    from kvstore_simulator.report import as_csv, fleet_table
 
     trace, settings = study.trace, study.settings
     if arguments.json:

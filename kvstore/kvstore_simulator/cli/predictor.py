@@ -84,9 +84,8 @@ def add_predictor(commands: Commands) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     from kvstore_console.progress import Progress
-    from kvstore_simulator.fitting import need_scikit_learn
     from kvstore_simulator.predictor_card import card, card_page, table
-    from kvstore_simulator.training import train
+    from kvstore_simulator.training import need_scikit_learn, train
     from kvstored.store.prefetch.model_file import write_model
 
     out: Path = arguments.out

@@ -153,8 +153,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstore_simulator.future import Clairvoyant
     from kvstore_simulator.hints import NO_HINTS, parse_hints
+    from kvstore_simulator.policies.clairvoyant import Clairvoyant
     from kvstore_simulator.study import UNBOUNDED, Study
     from kvstore_simulator.worth import load_prices, models
 
@@ -175,7 +175,8 @@ def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Policies and admissions that were asked for. Raises ValueError with one line."""
-    from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
+    from kvstore_simulator.policies import POLICIES
+    from kvstored.policy_names import ADMISSIONS, BEST, WITH_WORTH, resolve
 
     policies = some_of(
         "--policy",
@@ -206,7 +207,7 @@ def _capacities(text: str) -> tuple[float, ...]:
 
 
 def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any]], found: list[Any]) -> None:
-    from kvstore_simulator.text import as_csv, replay_table, reuse_table
+    from kvstore_simulator.report import as_csv, replay_table, reuse_table
 
     if arguments.json:
         trace = study.trace
@@ -229,7 +230,7 @@ def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any
 
 
 def _page(study: Study, rows: list[dict[str, Any]], found: list[Any]) -> str:
-    from kvstore_simulator.page import study_page
+    from kvstore_simulator.report import study_page
 
     trace = study.trace
     subtitle = (

@@ -206,8 +206,8 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
 
 
 def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Timed]) -> None:
-    from kvstore_simulator.text import as_csv
-    from kvstore_simulator.timing_text import report
+    from kvstore_simulator.report import as_csv
+    from kvstore_simulator.timing_report import report
 
     rows = [result.row for result in results]
     if arguments.json:
@@ -241,6 +241,6 @@ def _subtitle(study: TimingStudy) -> str:
 
 
 def _page(study: TimingStudy, results: list[Timed]) -> str:
-    from kvstore_simulator.timing_page import timing_page
+    from kvstore_simulator.timing_report import timing_page
 
     return timing_page(f"Time to first token on {study.trace.name}", _subtitle(study), results)

@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from kvstore_predictor.base import Array, Piece
-from kvstore_predictor.pieces import within
+from kvstore_predictor.base import Array, Piece, within
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.replaced_file import replaced_file
 from kvstored.clock import NS_PER_S, Clock

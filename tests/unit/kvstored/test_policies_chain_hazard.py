@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore_predictor import prior
+from kvstore_predictor.ages import EDGES_S
 from kvstore_predictor.features import features_of, with_answer
-from kvstore_predictor.gittins import EDGES_S
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from kvstore_predictor.ages import HintFactors
 from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
 from kvstore_predictor.hazards import HazardTables, Ladder
-from kvstore_predictor.hint_factors import HintFactors
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstore_simulator.hints import Hints
 from kvstore_simulator.replay import Replay, ReplaySettings

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_simulator.policies import POLICIES, create
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.store.policies import POLICIES, Origin, Policy, create, joined, succeed
+from kvstored.store.policies import Origin, Policy, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
 from kvstored.telemetry import Counters

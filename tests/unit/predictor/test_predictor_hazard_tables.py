@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore_predictor import hazards
-from kvstore_predictor.features import Features, features_of
-from kvstore_predictor.gittins import (
+from kvstore_predictor.ages import (
     BINS,
     EDGES_S,
     WIDTHS_S,
@@ -18,9 +17,10 @@ from kvstore_predictor.gittins import (
     passed_by,
     places_of,
     ranks,
+    shrunk,
 )
+from kvstore_predictor.features import Features, features_of
 from kvstore_predictor.hazards import HazardTables, Ladder
-from kvstore_predictor.shrinkage import shrunk
 
 
 def cell_features(turn: int) -> Features:

@@ -20,9 +20,10 @@ from kvstored.store.policies.queued import Discipline, QueuedPolicy
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
-    """The policy `name` for a tier, listening to residency and knowing the blocks that are there already.
+    """Return the policy `name` for a tier, listening to residency and knowing the blocks that are there already.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
+    unknown name, listing the known ones.
     """
     make: Any = _load(name, POLICIES, "policy")
     if inspect.isclass(make) and issubclass(make, Discipline):
@@ -30,7 +31,7 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
     else:
         policy = make(residency, tier, settings, name)
     if not isinstance(policy, Policy):
-        raise RuntimeError(f"{POLICIES[name]} is no Policy")
+        raise RuntimeError(f"{name} is no Policy")
     _adopt(policy)
     residency.listen(tier, policy)
     return policy
@@ -62,7 +63,7 @@ def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
 
 
 def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
-    address = known.get(name)
+    address = known.get(name, name if ":" in name else None)
     if address is None:
         near = get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

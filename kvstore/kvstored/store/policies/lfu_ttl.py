@@ -235,10 +235,3 @@ class LfuTtl(OrderedPolicy):
         if self._ttl_ns is not None:
             self._held.extend(bytes(more))
             self._use_links.grow(rows)
-
-
-def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
-    """Without the clock: `settings.ttl_s` is ignored. It shows what the time to live is worth: what was used often and
-    is over is kept until as much else has passed.
-    """
-    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)

@@ -23,23 +23,18 @@ _HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """O(1) an event; 16 bytes a row. With `counts_uses` False a use changes nothing: first in, first out (`fifo`).
+    """Evicts what was used longest ago. O(1) an event; 16 bytes a row.
 
-    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than `warm_share` of it.
+    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than a tier's worth.
     """
 
     def __init__(
-        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "",
-        *, counts_uses: bool = True, warm_share: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
         super().__init__(residency, tier, settings, name)
         self.queues = TenantQueues()
-        self._counts_uses = counts_uses
-        self._warm_share = warm_share
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        if not self._counts_uses:
-            return
         where, stamp = self.where, self.stamp
         accesses = self.accesses
         tenant_of = self.residency.tenant_of
@@ -78,8 +73,6 @@ class Lru(OrderedPolicy):
         where, stamp, accesses = self.where, self.stamp, self.accesses
         queue = self.queues.of[tenant]
         befores, afters, back = self.queues.links.before, self.queues.links.after, queue.back
-        if not self._counts_uses:  # else the use that follows moves the tail before the head
-            rows = rows[::-1]
         if back < 0:
             queue.front = rows[0]
         for row in rows:
@@ -145,11 +138,11 @@ class Lru(OrderedPolicy):
         age = self.accesses - self.stamp[row]
         if age < _HOT_SHARE * self.rows:
             return ResidencyClass.HOT
-        return ResidencyClass.WARM if age < self._warm_share * self.rows else ResidencyClass.COLD
+        return ResidencyClass.WARM if age < self.rows else ResidencyClass.COLD
 
     def class_masks(self, now_ns: int) -> Masks:
         age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)
-        return age < _HOT_SHARE * self.rows, age < self._warm_share * self.rows
+        return age < _HOT_SHARE * self.rows, age < self.rows
 
     # The order: a row goes to the back when its stamp is set, so the front has the smallest rank
 

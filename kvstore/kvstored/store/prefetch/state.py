@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Piece, State
-from kvstore_predictor.pieces import within
+from kvstore_predictor.base import Array, Piece, State, within
 from kvstored.clock import NS_PER_S
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.credit import CREDIT, PrefetchCredit

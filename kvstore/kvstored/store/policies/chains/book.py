@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore_predictor.ages import Floats, Ints, leaning
 from kvstore_predictor.features import Features, features_of, grown, with_answer, with_hint
-from kvstore_predictor.gittins import Floats, Ints, leaning
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
@@ -35,7 +35,7 @@ from kvstored.store.policies.chains.ghost import (
     next_above,
     path_of,
 )
-from kvstored.store.policies.chains.learning import Collector, Learner, Upkeep
+from kvstored.store.policies.chains.learning import ChainLearner, Collector, Upkeep
 from kvstored.store.policies.chains.table import ChainTable, SharedTouches
 
 NS = 1e-9
@@ -53,7 +53,7 @@ class ChainBook:
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
         self.chains = ChainTable()
-        self.learning = Learner(self.chains, ladders, forgets=forgets)
+        self.learning = ChainLearner(self.chains, ladders, forgets=forgets)
         self.tables = self.learning.tables
         self.end_reuse = self.learning.end_reuse
         self.owner = array("i")
@@ -231,7 +231,7 @@ class ChainBook:
         pace = math.log(max(gap_s, _GAP_MIN_S))
         if turn > 2:  # half of it is the last gap's
             pace = 0.5 * (pace + chains.pace[prev])
-        self.learning.returned(prev, chains.length[prev] - reach, gap_s)
+        self.learning.continued(prev, chains.length[prev] - reach, gap_s)
         chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another chain's, or awaits no request
         if prompt_tokens is None or chains.tokens[prev] < 0:
             return turn, gap_s, pace, None

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.ages import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features
-from kvstore_predictor.gittins import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.hazards import LATE, STEP, Ladder, ladders_of
 from kvstored.store.policies.base import Origin
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook

@@ -108,6 +108,10 @@ class ChainTable:
         np.frombuffer(self.tail, np.int32)[free] = -1
         self._free += free[::-1].tolist()
 
+    def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return those of the slots `live` that have a block in the tier: their ranks will be asked for."""
+        return live[self.ints(self.tail)[live] >= 0]
+
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
         """One use, when the queued request is due, of the chain's block in that depth; a last block may be partial. 0:
         none is queued. A request that does not come when it was due is forgotten.

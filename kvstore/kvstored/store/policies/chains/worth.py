@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.learning import CELL_US, MAKING_US
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.chains.book import ChainBook
-from kvstored.store.policies.chains.learning import CELL_US, MAKING_US
 from kvstored.store.policies.chains.table import TAU_S
 
 _TWICE_DEPTH = (
