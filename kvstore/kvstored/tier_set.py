@@ -1,0 +1,81 @@
+"""Sets of tiers: where a block has copies, which tiers a client reads in place, which take no new lease.
+
+Owns the arithmetic on their bits, so that no other file has any. A tier is named by its position in the residency, 0
+the fastest. A set is an int whose bit t stands for tier t, the form of the columns `mask` and `filling` of the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_TIERS = 8
+
+
+class TierSet(int):
+    """A set of tier positions, which may be entered into a column as it is. The operators are those of an int: `one &
+    other` is a quick test for a common member. `TIER_SETS[mask]` is the set for an int, faster than making one."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, *tiers: int) -> TierSet:
+        """Return the set of these tiers."""
+        return cls(sum(_BITS[tier] for tier in frozenset(tiers)))
+
+    @property
+    def first(self) -> int:
+        """The fastest of the tiers; -1 where the set is empty."""
+        return next(iter(MEMBERS[self]), -1)
+
+    def __contains__(self, tier: int) -> bool:
+        return tier in MEMBERS[self]
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the tiers, the fastest first."""
+        return iter(MEMBERS[self])
+
+    def __len__(self) -> int:
+        return len(MEMBERS[self])
+
+    def with_tier(self, tier: int) -> TierSet:
+        """Return the set with `tier` in it."""
+        return TIER_SETS[self | _BITS[tier]]
+
+    def without(self, tier: int) -> TierSet:
+        """Return the set without `tier`, which need not be in it."""
+        return TIER_SETS[self & ~_BITS[tier]]
+
+    def union(self, other: int) -> TierSet:
+        """Return the tiers that are in this set or in `other`."""
+        return TIER_SETS[self | other]
+
+    def intersection(self, other: int) -> TierSet:
+        """Return the tiers that are in `other` too."""
+        return TIER_SETS[self & other]
+
+    def difference(self, other: int) -> TierSet:
+        """Return the tiers that are not in `other`."""
+        return TIER_SETS[self & ~other]
+
+
+_BITS = tuple(1 << tier for tier in range(MAX_TIERS))
+TIER_SETS = tuple(map(TierSet, range(1 << MAX_TIERS)))
+MEMBERS = tuple(tuple(tier for tier in range(MAX_TIERS) if mask >> tier & 1) for mask in range(1 << MAX_TIERS))
+"""By set, or an int of a column: its tiers, the fastest first. `tier in MEMBERS[mask[row]]` is the fastest test."""
+NO_TIERS = TIER_SETS[0]
+ALL_TIERS = TIER_SETS[-1]
+
+
+def holding(column: npt.NDArray[Any], tier: int) -> npt.NDArray[np.bool_]:
+    """Return for each row of a `column` of sets whether `tier` is in its set."""
+    return holding_any(column, _BITS[tier])
+
+
+def holding_any(column: npt.NDArray[Any], tiers: int) -> npt.NDArray[np.bool_]:
+    """Return for each row of a `column` of sets whether one of `tiers` is in its set."""
+    found: npt.NDArray[np.bool_] = column & column.dtype.type(tiers) != 0
+    return found
