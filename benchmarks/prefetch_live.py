@@ -36,8 +36,7 @@ from kvstore_proto.v1 import admin_pb2
 from kvstore_simulator.hints import Hints
 from kvstore_simulator.machine import Compute, Machine, load_machine
 from kvstore_simulator.node import serve_trace
-from kvstore_simulator.node_store import NodeSettings
-from kvstore_simulator.plan import Plan
+from kvstore_simulator.node_settings import NodeSettings, ServingPlan
 from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstore_simulator.worth import Model
 from kvstored.policy_names import CHAIN_HAZARD
@@ -51,7 +50,7 @@ DELAY_S = 0.02  # of each read from NVMe
 STAGING_BYTES, NVME_BYTES, ARENA_BLOCKS = 16 * MIB, 2 << 30, 4
 SLOT_BYTES = slot_bytes(BLOCK_BYTES)
 PROBE_BYTES, PROBE_BLOCKS = 96 * MIB, 120  # of DRAM, and more blocks than that has room for
-PLAN = Plan("live", has_store=True, writes_behind=True)
+PLAN = ServingPlan("live", has_store=True, writes_behind=True)
 LIMIT_PERCENT = 15.0
 
 

@@ -48,8 +48,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_simulator.hints import NO_HINTS, Hints
 from kvstore_simulator.machine import Machine, load_machine
 from kvstore_simulator.node import Node, serve_trace
-from kvstore_simulator.node_store import MakePredictor, NodeSettings
-from kvstore_simulator.plan import ABLATIONS, ORCHESTRATED
+from kvstore_simulator.node_settings import ABLATIONS, ORCHESTRATED, MakePredictor, NodeSettings
 from kvstore_simulator.predictors import FOR_STUDIES, shipped
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.trace import Trace, TraceError
@@ -63,10 +62,10 @@ ENGINE_BLOCKS = 480  # of 512 tokens: the longest prompt, and a little more
 ON_ARRIVAL, ORACLE = "on-arrival", "oracle"
 PAUSES = {"+pause": 0.0, "+pause20": 0.2}
 _WITHOUT_MODEL = tuple(name for name in PREDICTORS if name != LEARNED)
-_ALONE = (NONE, ORACLE, ON_ARRIVAL, *(name for name in FOR_STUDIES if name != ORACLE), *_WITHOUT_MODEL)
+_ALONE = (NONE, ORACLE, ON_ARRIVAL, *_WITHOUT_MODEL)
 NAMES = tuple(dict.fromkeys((*_ALONE, *(name + pause for name in (NONE, ORACLE, *_WITHOUT_MODEL) for pause in PAUSES))))
 USUAL = (
-    NONE, ORACLE, ON_ARRIVAL, "fixed-lead", "moving-average", "session-return", "none+pause", "oracle+pause",
+    NONE, ORACLE, ON_ARRIVAL, "session-return", "none+pause", "oracle+pause",
     "on-hint+pause", "none+pause20", "on-hint+pause20",
 )  # fmt: skip
 SESSIONS, WINDOW_S = 28, 6000.0

@@ -39,8 +39,8 @@ WANTED = {"lru": 250_000.0, "best": 100_000.0}
 DECISION_LIMIT_US = 5.0
 BLOCKS_MIN = 8
 _CALLS = (
-    "expect", "answered", "inserted", "inserted_run", "accessed", "requested", "next_victim", "next_victims", "removed",
-    "removed_run", "released",
+    "expect", "answered", "inserted", "accessed", "requested", "next_victim", "next_victims", "removed",
+    "released",
 )  # fmt: skip
 
 

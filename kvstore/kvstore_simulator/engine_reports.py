@@ -12,7 +12,7 @@ from operator import attrgetter
 from kvstore_simulator.hints import Hints, made_up
 from kvstore_simulator.trace import Op, RecordedHint, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
+from kvstored.store.policies import ChainHint, Listens, Policy, RequestContext, deliver_hint
 
 FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 ANSWER_TOKEN_NS = 20_000_000
@@ -22,7 +22,7 @@ class EngineReports:
     """`tenant_of`: the residency's number of a tenant of the trace."""
 
     def __init__(
-        self, trace: Trace, hints: Hints, policy: Policy, residency: ResidencyView, tenant_of: Callable[[int], int]
+        self, trace: Trace, hints: Hints, policy: Listens, residency: ResidencyView, tenant_of: Callable[[int], int]
     ) -> None:
         self._trace = trace
         self._policy = policy

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_simulator.node import Node, visit_of
-from kvstore_simulator.node_store import NodeSettings
-from kvstore_simulator.plan import ORCHESTRATED
+from kvstore_simulator.node_settings import ORCHESTRATED, NodeSettings
 from kvstore_simulator.simulated_remote import RemoteSpec, SharedObjects
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual

@@ -29,9 +29,10 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
-from kvstored.store.policies import Policy, PolicySettings, RequestContext, create_admission
+from kvstored.store.policies import Learns, Listens, Policy, PolicySettings, RequestContext, Weighs, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote.compute import ComputeTimes
+from kvstored.tier_set import TierSet
 
 TIER = 0
 _PROGRESS_EVERY = 512  # requests
@@ -92,7 +93,7 @@ class Replay:
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
         self._reports: EngineReports | None = None
-        if type(self.policy).expect is not Policy.expect:  # other policies make no use of it
+        if isinstance(self.policy, Listens):
             self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenant)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
@@ -163,7 +164,7 @@ class Replay:
         rows = residency.find_keys(tenant, keys)
         if op != Op.REQUEST and not isinstance(self.policy, Clairvoyant):
             if op == Op.GET:
-                if prompt_tokens and keys:
+                if prompt_tokens and keys and isinstance(self.policy, Listens):
                     self.policy.expect(RequestContext(first_access, prompt_tokens))
                 residency.pin_run(rows)  # the lease, which is given back before the next request
                 residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
@@ -193,7 +194,7 @@ class Replay:
     def _count(self, stored: list[int], refused: int) -> None:
         """Blocks that a request stored and that were evicted at once count as not stored (bypass)."""
         mask = self.residency.rows.mask
-        kept = [mask[row] for row in stored].count(1 << TIER)
+        kept = [mask[row] for row in stored].count(TierSet.of(TIER))
         bypassed = len(stored) - kept - refused
         self._stored += kept
         self._bypassed += bypassed
@@ -207,13 +208,16 @@ class Replay:
         is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)
         if not is_reported and not present:
             residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
-        policy.arriving(tenant, parent, keys[present:], now_ns)
+        if isinstance(policy, Learns):
+            policy.arriving(tenant, parent, keys[present:], now_ns)
         filling: list[int] = []
         for depth in range(present, len(keys)):
             parent = residency.find_any(tenant, keys[depth - 1]) if depth else -1
             while residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
                 victim = policy.next_victim(now_ns, exclude=(parent,))
-                if victim < 0 or policy.declines(tenant, keys[depth], depth, victim, now_ns):
+                if victim < 0 or (
+                    isinstance(policy, Weighs) and policy.declines(tenant, keys[depth], depth, victim, now_ns)
+                ):
                     break
                 self._take(victim, Cause.EVICTED, now_ns)
                 self._evicted += 1

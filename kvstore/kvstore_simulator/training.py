@@ -6,7 +6,7 @@ second part best, none if they gain less than that gain's standard error. Their 
 rows: an offset and a factor of the log odds, drawn towards none.
 
 The first part of a recording is for fitting, the next chooses how many trees are kept and straightens their chances,
-the last one judges, and nothing of it is seen before. Rows come from the predictor that will use the model.
+the last one judges, and nothing of it is seen before. Examples come from the predictor that will use the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NICE = 10
 _MARGIN = 0.5  # of a column's range, beyond which a row is unlike those seen
 
 
-class Rows(NamedTuple):
+class Examples(NamedTuple):
     """What was known of chains (float32, a row each), and whether each was requested within its horizon."""
 
     rows: Array
@@ -51,7 +51,7 @@ def need_scikit_learn() -> None:
         raise ValueError(f"training needs scikit-learn: pip install 'kvstored[{EXTRA}]'; serving does not")
 
 
-def fitted(first: Rows, second: Rows, progress: Callable[[int, int], None]) -> dict[str, Array]:
+def fitted(first: Examples, second: Examples, progress: Callable[[int, int], None]) -> dict[str, Array]:
     """The arrays of a model. Raises RuntimeError where the process that fits ended early."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -84,7 +84,7 @@ class _FromSessionReturn:
         return np.stack([1.0 - chances, chances], axis=1)
 
 
-def _work(out: Connection, first: Rows, second: Rows) -> None:
+def _work(out: Connection, first: Examples, second: Examples) -> None:
     from sklearn.ensemble import GradientBoostingClassifier
 
     os.nice(_NICE)
@@ -170,12 +170,12 @@ class Trained:
 
 def train(traces: Sequence[Trace], progress: Progress) -> Trained:
     """Raises ValueError with one line where there is too little to learn from; RuntimeError."""
-    parts: list[list[Rows]] = [[], []]
+    parts: list[list[Examples]] = [[], []]
     for trace in traces:
         for part, rows in zip(parts, _rows_of(trace, progress), strict=True):
             part.append(rows)
     first, second = (
-        Rows(np.concatenate([each.rows for each in part]), np.concatenate([each.came for each in part]))
+        Examples(np.concatenate([each.rows for each in part]), np.concatenate([each.came for each in part]))
         for part in parts
     )
     returned = int(first.came.sum())
@@ -191,7 +191,7 @@ def train(traces: Sequence[Trace], progress: Progress) -> Trained:
     return Trained(arrays, len(first.came), len(second.came), returned, learned, plain)
 
 
-def _rows_of(trace: Trace, progress: Progress) -> tuple[Rows, Rows]:
+def _rows_of(trace: Trace, progress: Progress) -> tuple[Examples, Examples]:
     """Of the first and of the second part of the recording."""
     predictor, uses, chance = Learned(without_trees()), Uses(trace), random.Random(0)
     ask_s = question_times(trace, 0.02, CHOSEN, QUESTIONS)
@@ -216,7 +216,7 @@ def _rows_of(trace: Trace, progress: Progress) -> tuple[Rows, Rows]:
             found[part][1].extend(uses.is_within(guess.key, now_s, horizon_s) for guess in guesses)
     width = without_trees().as_arrays()["low"].shape[0]
     first, second = (
-        Rows(np.concatenate([np.empty((0, width), np.float32), *rows]), np.array(came, np.bool_))
+        Examples(np.concatenate([np.empty((0, width), np.float32), *rows]), np.array(came, np.bool_))
         for rows, came in found
     )
     return first, second

@@ -53,7 +53,7 @@ COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
 STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
-_KINDS = 3
+KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
@@ -111,7 +111,7 @@ class HazardTables:
             self._learn_by(ladder)
         self._classless = [number for number, order in enumerate(self._orders) if not order]
         self.evidence[self._classless] = -_STARTS_BEHIND
-        for kind in range(_KINDS):
+        for kind in range(KINDS):
             self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
@@ -148,7 +148,7 @@ class HazardTables:
             part["seen"] = self._late[part["cell"]]
             yield "late", part
         yield "evidence", self.evidence.copy()
-        yield "kinds", np.append(self._estimates[:_KINDS], self._mixed[:_KINDS, None], axis=1)
+        yield "kinds", np.append(self._estimates[:KINDS], self._mixed[:KINDS, None], axis=1)
         for number, factors in enumerate(self._hint_factors):
             yield f"factors{number}", factors.numbers()
 
@@ -159,15 +159,15 @@ class HazardTables:
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
         self.evidence, kinds = state["evidence"].copy(), state["kinds"]
-        self._estimates[:_KINDS], self._mixed[:_KINDS] = kinds[:, :-1], kinds[:, -1]
-        self._ranks[:_KINDS] = ranks(self._mixed[:_KINDS])  # what stands in for new cells, as it was
+        self._estimates[:KINDS], self._mixed[:KINDS] = kinds[:, :-1], kinds[:, -1]
+        self._ranks[:KINDS] = ranks(self._mixed[:KINDS])  # what stands in for new cells, as it was
         for number, factors in enumerate(self._hint_factors):
             factors.restore(state[f"factors{number}"])
         late = state.get("late", np.empty(0, LATE))
         cells = numbers[late["cell"]]
         np.add.at(self._late, cells, late["seen"])
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
-        np.frombuffer(self._is_wanted, np.uint8)[_KINDS : len(self._features)] = 1
+        np.frombuffer(self._is_wanted, np.uint8)[KINDS : len(self._features)] = 1
         while self.make():
             pass
 
@@ -313,13 +313,13 @@ class HazardTables:
             self._gain = 1.0
 
     def _free_unused(self) -> None:
-        taken = self._used_in[_KINDS : len(self._features)]
+        taken = self._used_in[KINDS : len(self._features)]
         is_late, is_wanted = (
-            np.frombuffer(flags, np.uint8, len(self._features))[_KINDS:] for flags in (self._is_late, self._is_wanted)
+            np.frombuffer(flags, np.uint8, len(self._features))[KINDS:] for flags in (self._is_late, self._is_wanted)
         )
         unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
         unused &= (is_late | is_wanted) == 0
-        for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
+        for cell in (np.flatnonzero(unused)[:_FREED] + KINDS).tolist():
             del self._cells[self._features[cell]]
             self._used_in[cell] = 0  # of no chain
             self._free.append(cell)

@@ -31,7 +31,7 @@ _BEAM, _PATH_LEAST = 8, 0.01  # paths that are followed further, and of what cha
 FOLLOWER = np.dtype([("context", "i8", (ORDER,)), ("symbol", "i8"), ("count", "f8"), ("gap_s", "f8")])
 
 
-class Follower(NamedTuple):
+class Successor(NamedTuple):
     """`chance`: that it comes next; `gap_s`: how long after."""
 
     symbol: int
@@ -73,7 +73,7 @@ class Successors:
                 known[0] += 1.0
                 known[1] += (gap_s - known[1]) / min(known[0], 8.0)
 
-    def next(self, history: Sequence[int]) -> list[Follower]:
+    def next(self, history: Sequence[int]) -> list[Successor]:
         """Return what may come after `history`, by the longest contexts first."""
         left, found = 1.0, dict[int, tuple[float, float]]()
         for length in range(len(history), 0, -1):
@@ -85,11 +85,11 @@ class Successors:
                 known, own = found.get(symbol, (0.0, gap_s)), left * count / (total + _ESCAPE)
                 found[symbol] = (known[0] + own, known[1])
             left *= _ESCAPE / (total + _ESCAPE)
-        return [Follower(symbol, chance, gap_s) for symbol, (chance, gap_s) in found.items()]
+        return [Successor(symbol, chance, gap_s) for symbol, (chance, gap_s) in found.items()]
 
-    def ahead(self, history: Sequence[int], until_s: float) -> list[Follower]:
+    def ahead(self, history: Sequence[int], until_s: float) -> list[Successor]:
         """Return what may come by `until_s` after the last symbol of `history`, by the likeliest paths."""
-        best: dict[int, Follower] = {}
+        best: dict[int, Successor] = {}
         paths = [(1.0, 0.0, tuple(history))]
         for _ in range(4 * _BEAM):
             longer: list[tuple[float, float, tuple[int, ...]]] = []
@@ -100,7 +100,7 @@ class Successors:
                         continue
                     known = best.get(each.symbol)
                     if known is None or own > known.chance:
-                        best[each.symbol] = Follower(each.symbol, own, at_s)
+                        best[each.symbol] = Successor(each.symbol, own, at_s)
                         longer.append((own, at_s, (*path, each.symbol)[-ORDER:]))
             paths = sorted(longer, reverse=True)[:_BEAM]
             if not paths:

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore_predictor.ages import BINS, END_S, Floats, Ints, age_of, at_age, chance, cumulative
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request, State, parts
 from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
-from kvstore_predictor.hazards import STEP, HazardTables, Ladder, ladders_of
+from kvstore_predictor.hazards import KINDS, STEP, HazardTables, Ladder, ladders_of
 from kvstore_predictor.learning import Learner
 from kvstore_predictor.prior import shipped
 from kvstore_predictor.sessions import Sessions
@@ -247,10 +247,10 @@ def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[F
         sessions = Sessions(slots)
         learning = Learner(sessions, ladders_of(about["orders"], steps))
         learning.restore(state["numbers"].tolist())
-        cells = [Features(*each) for each in state["cells"].tolist()]
-        learning.tables.restore(state, np.array([learning.tables.cell(each) for each in cells], np.int64))
+        tables, cells = learning.tables, [Features(*each) for each in state["cells"].tolist()[KINDS:]]
+        tables.restore(state, np.array([*range(KINDS), *map(tables.cell, cells)], np.int64))
         known = [Features(*each) for each in chains["features"].tolist()]
-        _restore_chains(sessions, chains, known, learning.tables, later_s)
+        _restore_chains(sessions, chains, known, tables, later_s)
         sessions.restore_marks(marks.tolist())
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"the state of another version: {error}") from error

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import some_of
-from kvstore_simulator.cli import reading
-from kvstored.cli.exits import mistake
-from kvstored.cli.results import hand_over
+from kvstore_simulator.cli.results import Advance, Results, keep
 
 if TYPE_CHECKING:
     from kvstore_simulator.fleet import FleetStudy
@@ -42,27 +37,36 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def simulate(arguments: argparse.Namespace, study_of: Callable[[argparse.Namespace, Any], TimingStudy]) -> int:
-    """`study_of` reads what mode timing has too."""
-    from kvstore_console.progress import Progress
+def find(arguments: argparse.Namespace, timing: Callable[[Any], TimingStudy], advance: Advance) -> Results:
+    """Return what a study of several nodes finds; `timing` reads what mode timing has too."""
+    from kvstore_console.units import human_bytes
+    from kvstore_simulator.report import fleet_table
 
-    try:
-        with Progress("kvstored simulate") as progress:
-            study = _study(arguments, study_of, partial(progress.advance, "reading"))
-            gc.freeze()  # the trace stays: no collection need walk it
-            rows = list(study.rows(progress.advance))
-    except ValueError as error:
-        return mistake(str(error))
-    except OSError as error:
-        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    reading.warn_of_cut(study.trace)
-    return hand_over(lambda: _print(arguments, study, rows), None, lambda: "")
+    study = _study(arguments, timing, partial(advance, "reading"))
+    keep()
+    rows, trace, settings = list(study.rows(advance)), study.trace, study.settings
+    facts = {
+        "mode": "fleet", "seed": study.seed, "profile": settings.machine.name, "speed": settings.speed,
+        "tiers": dict(settings.tiers), "engine_bytes": settings.pool_bytes,
+    }  # fmt: skip
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in settings.tiers)
+    text = (
+        f"{trace.name}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {settings.model.name} on {study.nodes} x {settings.machine.name}, "
+        f"{human_bytes(settings.pool_bytes)} for each engine's own blocks; each store: {tiers}\n\n{fleet_table(rows)}"
+    )
+    if study.too_long:
+        text += (
+            f"\n\n{study.too_long:,} requests are longer than an engine's memory and left out of all rows; "
+            "--tiers engine=SIZE gives it more"
+        )
+    return Results(trace, settings.model.name, facts, rows, text)
 
 
 def _study(arguments: argparse.Namespace, study_of: Any, progress: Any) -> FleetStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
     from kvstore_simulator.fleet import ROUTINGS, FleetStudy
-    from kvstore_simulator.simulated_remote import parse_remote
+    from kvstore_simulator.options import parse_remote
 
     for option in _NO_MEANING:
         if getattr(arguments, option) is not None:
@@ -73,40 +77,10 @@ def _study(arguments: argparse.Namespace, study_of: Any, progress: Any) -> Fleet
         raise ValueError(f"--nodes {arguments.nodes}: 2 to {_NODES_MAX}")
     routings = some_of("--routing", arguments.routing or "all", ROUTINGS, every=ROUTINGS)
     remote = None if arguments.remote is None else parse_remote(arguments.remote)
-    timing = study_of(arguments, progress)
+    timing = study_of(progress)
     if any(name == "remote" for name, _ in timing.tiers):
         raise ValueError("--tiers remote is a node's own; what nodes share is --remote latency=2ms,bandwidth=1GB/s")
     settings = timing.settings(timing.policies[0], timing.admissions[0])
     return FleetStudy(
         timing.trace, settings, arguments.nodes, routings, remote, timing.count_from, arguments.seed
     )  # fmt: skip
-
-
-def _print(arguments: argparse.Namespace, study: FleetStudy, rows: list[dict[str, Any]]) -> None:
-    from kvstore_console.units import human_bytes
-    from kvstore_simulator.report import as_csv, fleet_table
-
-    trace, settings = study.trace, study.settings
-    if arguments.json:
-        document = {
-            "mode": "fleet", "trace": trace.name, "format": trace.format, "seed": study.seed, "part": arguments.part,
-            "block_tokens": trace.block_tokens, "model": settings.model.name, "profile": settings.machine.name,
-            "speed": settings.speed, "tiers": dict(settings.tiers), "engine_bytes": settings.pool_bytes, "rows": rows,
-        }  # fmt: skip
-        print(json.dumps(document))
-    elif arguments.csv:
-        print(as_csv(rows), end="")
-    else:
-        tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in settings.tiers)
-        print(
-            f"{trace.name}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
-            f"{trace.block_tokens} tokens; {settings.model.name} on {study.nodes} x {settings.machine.name}, "
-            f"{human_bytes(settings.pool_bytes)} for each engine's own blocks; each store: {tiers}\n\n"
-            f"{fleet_table(rows)}"
-        )
-        if study.too_long:
-            print(
-                f"\n{study.too_long:,} requests are longer than an engine's memory and left out of all rows; "
-                "--tiers engine=SIZE gives it more"
-            )
-    sys.stdout.flush()

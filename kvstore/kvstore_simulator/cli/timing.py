@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import some_of
 from kvstore_simulator.cli import reading
-from kvstored.cli.exits import mistake
-from kvstored.cli.results import hand_over
+from kvstore_simulator.cli.results import Advance, Results, keep
 
 if TYPE_CHECKING:
     from kvstore_simulator.machine import Machine
-    from kvstore_simulator.node_store import MakePredictor
-    from kvstore_simulator.timing import Timed, TimingStudy
+    from kvstore_simulator.node_settings import MakePredictor
+    from kvstore_simulator.timing import TimingStudy
 
 OPTIONS = ("profile", "devices", "tiers", "gpu", "speed", "without", "predictor", "predictor_model")
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
@@ -58,28 +54,37 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     timing.add_argument("--predictor-model", type=Path, metavar="MODEL.npz", help="of predictor learned")
 
 
-def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
-    """`policies` is what mode replay has too."""
-    from kvstore_console.progress import Progress
+def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
+    """Return what a study of the trace that `arguments` name finds; `policies` reads what mode replay has too."""
+    from kvstore_console.units import human_bytes
+    from kvstore_simulator.timing_report import report, timing_page
 
-    try:
-        with Progress("kvstored simulate") as progress:
-            study = study_of(arguments, policies, partial(progress.advance, "reading"))
-            gc.freeze()  # the trace stays: no collection need walk it
-            results = list(study.run(progress.advance))
-    except ValueError as error:
-        return mistake(str(error))
-    except OSError as error:
-        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    reading.warn_of_cut(study.trace)
-    return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
+    study = study_of(arguments, policies, partial(advance, "reading"))
+    keep()
+    results, trace, machine = list(study.run(advance)), study.trace, study.machine
+    facts = {
+        "mode": "timing", "warm": arguments.warm, "profile": machine.name, "devices": study.devices,
+        "speed": study.speed, "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes,
+        "timelines": [result.timeline() for result in results],
+    }  # fmt: skip
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
+    speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
+    subtitle = (
+        f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
+        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+    )
+    return Results(
+        trace, study.model.name, facts, [result.row for result in results], f"{subtitle}\n\n{report(results)}",
+        lambda: timing_page(f"Time to first token on {trace.name}", subtitle, results),
+    )  # fmt: skip
 
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstore_simulator.gpu_option import read_gpu
     from kvstore_simulator.machine import GPU, load_machine
-    from kvstore_simulator.plan import ABLATIONS
+    from kvstore_simulator.node_settings import ABLATIONS
+    from kvstore_simulator.options import read_gpu
     from kvstore_simulator.timing import TimingStudy
     from kvstore_simulator.worth import models
 
@@ -203,44 +208,3 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
         raise ValueError("--predictor learned and --predictor-model MODEL.npz belong together")
     model = arguments.predictor_model
     return {name: FOR_STUDIES[name] if name in FOR_STUDIES else shipped(name, model) for name in names}
-
-
-def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Timed]) -> None:
-    from kvstore_simulator.report import as_csv
-    from kvstore_simulator.timing_report import report
-
-    rows = [result.row for result in results]
-    if arguments.json:
-        trace, machine = study.trace, study.machine
-        document = {
-            "mode": "timing", "trace": trace.name, "format": trace.format, "seed": arguments.seed,
-            "part": arguments.part, "warm": arguments.warm, "block_tokens": trace.block_tokens,
-            "model": study.model.name, "profile": machine.name, "devices": study.devices, "speed": study.speed,
-            "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes, "rows": rows,
-            "timelines": [result.timeline() for result in results],
-        }  # fmt: skip
-        print(json.dumps(document))
-    elif arguments.csv:
-        print(as_csv(rows), end="")
-    else:
-        print(f"{_subtitle(study)}\n\n{report(results)}")
-    sys.stdout.flush()
-
-
-def _subtitle(study: TimingStudy) -> str:
-    from kvstore_console.units import human_bytes
-
-    trace, machine = study.trace, study.machine
-    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
-    speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
-    return (
-        f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
-        f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
-        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
-    )
-
-
-def _page(study: TimingStudy, results: list[Timed]) -> str:
-    from kvstore_simulator.timing_report import timing_page
-
-    return timing_page(f"Time to first token on {study.trace.name}", _subtitle(study), results)

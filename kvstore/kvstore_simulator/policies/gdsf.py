@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
+from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.lfu_ttl import LfuTtl
-from kvstored.store.policies.ordered import OUT, QUEUED, Masks, OrderedPolicy
+from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 
 _DEPTH_OF_TWICE = 64  # costs are in parts of the first block's: so many
 _USES_MAX = 64
@@ -107,17 +108,9 @@ class Gdsf(OrderedPolicy):
         super()._grow(rows)
         self._key.frombytes(bytes(8 * (rows - len(self._key))))
 
-    # Classes
-
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        lead = self._key[row] - self._age
-        if lead >= _HOT_LEAD:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if lead > 2 * _DEPTH_OF_TWICE else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        keys = np.frombuffer(self._key, dtype=np.uint64)
-        return keys >= self._age + _HOT_LEAD, keys > self._age + 2 * _DEPTH_OF_TWICE
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        keys = np.frombuffer(self._key, dtype=np.uint64)[rows]
+        return np.add(keys >= self._age + _HOT_LEAD, keys > self._age + 2 * _DEPTH_OF_TWICE, dtype=np.int64)
 
 
 def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:

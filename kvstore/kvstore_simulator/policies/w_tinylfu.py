@@ -31,12 +31,12 @@ class FrequencySketch:
 
     def __init__(self, keys: int) -> None:
         self._bits = max(10, (keys - 1).bit_length())
-        self._rows = [bytearray(1 << self._bits) for _ in _SEEDS]
+        self._rows = [bytearray(2**self._bits) for _ in _SEEDS]
         self._left = _SAMPLE << self._bits
 
     @property
     def keys(self) -> int:
-        return 1 << self._bits
+        return len(self._rows[0])
 
     def add(self, key: bytes) -> None:
         shift, hashed = 64 - self._bits, _hash(key)

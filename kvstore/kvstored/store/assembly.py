@@ -32,10 +32,9 @@ from kvstored.store.policies import Admission, Policy, PolicySettings, create, c
 from kvstored.store.policies.admission import Always, Reused
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
-from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, create_predictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.remote.absences import Absences
 from kvstored.store.remote.compute import ComputeTimes
 from kvstored.store.reservations import Reservations

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_predictor import prior
 from kvstore_predictor.ages import EDGES_S
-from kvstore_predictor.features import features_of, with_answer
+from kvstore_predictor.features import continued, with_answer
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause
@@ -272,10 +272,7 @@ def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
             pace = math.log(gap_s) if turn == 1 else 0.5 * (pace + math.log(gap_s))
         assert policy.follower.book.chains.pace[chain] == pytest.approx(pace)
     features = policy.follower.book.features[chain]
-    alike = dict.fromkeys(("new_blocks", "length", "turn"), 1)
-    same = features_of(
-        is_continued=True, gap_s=64.0, pace_s=math.exp(pace), text_tokens=None, type_number=0, **alike
-    )  # fmt: skip
+    same = continued(1, 1, 1, 64.0, math.exp(pace), None)
     assert (features.gap, features.pace) == (same.gap, same.pace)
     assert features.gap != features.pace, "one long pause does not make a slow session"
 

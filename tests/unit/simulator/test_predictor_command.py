@@ -42,8 +42,6 @@ def test_train_writes_a_model_that_evaluate_and_simulate_take(
     assert facts["trees"] == read_model(out).trees
     assert facts["recordings"][0]["requests"] >= 1500
     assert facts["rows"]["of them requested again"] > 100
-    page = (tmp_path / "m.card.html").read_text()
-    assert page.count("Calibration within") >= 3 and "session-return (" in page
     losses = {row["predictor"]: row["log_loss"] for row in facts["held_out"] if row["horizon_s"] == 60.0}
     assert losses["learned"] < losses["session-return"] + 0.01
     monkeypatch.setattr(training, "find_spec", lambda name: None)  # what follows needs no scikit-learn

@@ -53,7 +53,11 @@ class AccessLog:
             last_access_ns[row] = now_ns
             accesses[row] = min(accesses[row] + 1, _ACCESSES_MAX)
         for tier, listener in enumerate(self._listeners.by_tier):
-            listener.requested([row for row in rows if mask[row] >> tier & 1], missing, tenant, now_ns)
+            here = [row for row in rows if mask[row] >> tier & 1]
+            if tier in self._listeners.by_key:
+                self._listeners.by_key[tier].requested(here, missing, tenant, now_ns)
+            elif here:
+                listener.accessed(here, now_ns)
         if self._listeners.uses is not None:
             self._listeners.uses(rows, device_tiers)
 

@@ -141,7 +141,7 @@ class Arrival:
         rows.live += len(found)
         copies.put_run(found, slots, tenant)
         index.fingerprints.add(fingerprint_id)
-        self._listeners.by_tier[tier].inserted_run(found, now_ns)
+        self._listeners.by_tier[tier].inserted(found, now_ns)
         if self._listeners.is_followed:
             for row in found:
                 self._listeners.presence_changed(row)
@@ -176,7 +176,7 @@ class Arrival:
             index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
         rows.mask[row] = others | 1 << tier
         rows.filling[row] &= ~(1 << tier)
-        self._listeners.by_tier[tier].inserted(row, now_ns)
+        self._listeners.by_tier[tier].inserted((row,), now_ns)
         if self._listeners.is_followed:
             self._listeners.presence_changed(row)
         if others:
@@ -204,7 +204,7 @@ class Arrival:
         if isinstance(listener, NullListener) and presence is None and noted is None:
             return
         for row in rows:
-            listener.inserted(row, now_ns)
+            listener.inserted((row,), now_ns)
             if noted is not None:
                 noted(row)
             if presence is not None:

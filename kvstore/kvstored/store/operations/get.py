@@ -21,7 +21,7 @@ from kvstored.store.leases import LeaseTable
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Question
 from kvstored.store.operations.loader import Loader, Loading
-from kvstored.store.policies import RequestContext
+from kvstored.store.policies import Listens, RequestContext
 from kvstored.store.prefetch.feed import MISSING_MAX, Feed
 from kvstored.store.remote.value import DEADLINE_MS
 from kvstored.telemetry import Counters, Flows
@@ -355,7 +355,8 @@ class Get:
         missing = self._missing(client, wanted, found)
         if wanted.context is not None and (rows or missing):
             for policy in self._feed.policies:
-                if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
+                is_asked = missing or any(residency.has(row, policy.tier) for row in rows)  # else another request's
+                if is_asked and isinstance(policy, Listens):
                     policy.expect(wanted.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
 

@@ -14,9 +14,10 @@ from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import Origin, Policy, PolicySettings
+from kvstored.store.policies.base import Learns, Origin, Policy, PolicySettings
 from kvstored.store.policies.ordered import together
 from kvstored.store.policies.queued import Discipline, QueuedPolicy
+from kvstored.tier_set import holding
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
@@ -57,8 +58,8 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
 
 def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
     """Let a new policy go on from what `former`, which had its place, has learned, if they are of one kind."""
-    state = joined(former.export_state()) if policy.name == former.name else {}
-    if state:
+    if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
+        state = joined(former.export_state())
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
 
 
@@ -76,7 +77,7 @@ def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
 def _adopt(policy: Policy) -> None:
     """Let a new policy adopt the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
-    rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
+    rows = np.flatnonzero(holding(np.frombuffer(residency.rows.mask, np.uint8), tier))
     if len(rows):
         here = together(rows)
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.ordered import OUT, QUEUED, Masks, OrderedPolicy
+from kvstored.store.policies.base import PolicySettings, Rows
+from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
 
 _HOT_SHARE = 0.25  # of a tier's worth of accesses
@@ -68,7 +68,7 @@ class Lru(OrderedPolicy):
         queue.back = back
         self.accesses = accesses
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
         tenant = self.know(rows)
         where, stamp, accesses = self.where, self.stamp, self.accesses
         queue = self.queues.of[tenant]
@@ -88,14 +88,7 @@ class Lru(OrderedPolicy):
         self.accesses = accesses
         self.rows += len(rows)
 
-    def removed(self, row: int) -> None:
-        if self.where[row] == QUEUED:
-            queues = self.queues.of
-            (queues[0] if len(queues) == 1 else queues[self.residency.tenant_of(row)]).unlink(row)
-        self.where[row] = OUT
-        self.rows -= 1
-
-    def removed_run(self, rows: Sequence[int]) -> None:
+    def removed(self, rows: Sequence[int]) -> None:
         queue = self.queues.of[0]
         where, afters = self.where, self.queues.links.after
         befores = self.queues.links.before
@@ -134,15 +127,9 @@ class Lru(OrderedPolicy):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        age = self.accesses - self.stamp[row]
-        if age < _HOT_SHARE * self.rows:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if age < self.rows else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)
-        return age < _HOT_SHARE * self.rows, age < self.rows
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)[rows]
+        return np.add(age < _HOT_SHARE * self.rows, age < self.rows, dtype=np.int64)
 
     # The order: a row goes to the back when its stamp is set, so the front has the smallest rank
 

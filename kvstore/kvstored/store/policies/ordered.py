@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass, Share
+from kvstored.store.policies.base import Policy, PolicySettings, Share
 
 _NO_SHARE = Share()
 
@@ -52,36 +52,6 @@ def choose_tenant(
         if smallest is None or order < smallest:
             chosen, smallest = row, order
     return chosen
-
-
-Mask = npt.NDArray[np.bool_]
-Masks = tuple[Mask, Mask]  # is it hot; is it hot or warm: of rows outside the tier, anything
-
-
-def count_classes(here: Mask, masks: Masks) -> dict[ResidencyClass, int]:
-    """Rows by class. `here`: which rows are in the tier."""
-    hot, warm = masks
-    n_hot = int(np.count_nonzero(here & hot))
-    n_warm = int(np.count_nonzero(here & warm)) - n_hot
-    return {
-        ResidencyClass.HOT: n_hot,
-        ResidencyClass.WARM: n_warm,
-        ResidencyClass.COLD: int(np.count_nonzero(here)) - n_hot - n_warm,
-    }
-
-
-def sum_classes(here: Mask, masks: Masks, nbytes: array[int]) -> dict[ResidencyClass, int]:
-    """Bytes of slots by class. `nbytes`: by row, u32; rows beyond it have no copy."""
-    sizes = np.frombuffer(nbytes, np.uint32)
-    known = min(len(here), len(sizes))
-    sizes, here = sizes[:known], here[:known]
-    hot, warm = (mask[:known] for mask in masks)
-    all_bytes, hot_bytes, warm_bytes = (int(sizes[rows].sum()) for rows in (here, here & hot, here & (hot | warm)))
-    return {
-        ResidencyClass.HOT: hot_bytes,
-        ResidencyClass.WARM: warm_bytes - hot_bytes,
-        ResidencyClass.COLD: all_bytes - warm_bytes,
-    }
 
 
 OUT, QUEUED, PARKED, RETURNED = range(4)
@@ -141,13 +111,14 @@ class OrderedPolicy(Policy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        tenant = self.know((row,))
-        self.accesses += 1
-        self.stamp[row] = self.accesses
-        self._enqueue(row, tenant)
-        self.where[row] = QUEUED
-        self.rows += 1
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        tenant = self.know(rows)
+        for row in rows:
+            self.accesses += 1
+            self.stamp[row] = self.accesses
+            self._enqueue(row, tenant)
+            self.where[row] = QUEUED
+        self.rows += len(rows)
 
     def know(self, rows: Sequence[int]) -> int:
         """Make room for `rows` of one tenant, which are about to be stored; the tenant."""
@@ -176,11 +147,13 @@ class OrderedPolicy(Policy):
         self.accesses += len(rows)
         self.rows += len(rows)
 
-    def removed(self, row: int) -> None:
-        if self.where[row] == QUEUED:
-            self._dequeue(row, self.residency.tenant_of(row))
-        self.where[row] = OUT
-        self.rows -= 1
+    def removed(self, rows: Sequence[int]) -> None:
+        tenant = self.residency.tenant_of(rows[0])
+        for row in rows:
+            if self.where[row] == QUEUED:
+                self._dequeue(row, tenant)
+            self.where[row] = OUT
+        self.rows -= len(rows)
 
     def released(self, row: int) -> None:
         if self.where[row] == PARKED:
@@ -204,9 +177,6 @@ class OrderedPolicy(Policy):
             is_expired=lambda row: self._is_expired(row, now_ns),
             standing=self._rank,
         )
-
-    def expired(self, now_ns: int, limit: int) -> list[int]:
-        return []
 
     def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         """The tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
@@ -244,22 +214,10 @@ class OrderedPolicy(Policy):
             heappush(heap, entry)
         return found
 
-    # Classes
-
-    def here(self) -> Mask:
-        """By row number: is it in the tier."""
-        found: Mask = np.frombuffer(self.where, dtype=np.uint8) != OUT
+    def here(self) -> npt.NDArray[np.bool_]:
+        """Return by row number whether it is in the tier."""
+        found: npt.NDArray[np.bool_] = np.frombuffer(self.where, dtype=np.uint8) != OUT
         return found
-
-    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return count_classes(self.here(), self.class_masks(now_ns))
-
-    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return sum_classes(self.here(), self.class_masks(now_ns), self.residency.copies[self.tier].nbytes)
-
-    @abstractmethod
-    def class_masks(self, now_ns: int) -> Masks:
-        """Of every row number."""
 
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:

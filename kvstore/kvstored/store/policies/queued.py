@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.ordered import OUT, PARKED, QUEUED, Masks, OrderedPolicy
+from kvstored.store.policies.base import PolicySettings, Rows
+from kvstored.store.policies.ordered import OUT, PARKED, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import Links, RowQueue
 
 
@@ -146,15 +146,12 @@ class QueuedPolicy(OrderedPolicy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        self.inserted_run((row,), now_ns)
-
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
         self.discipline.arriving()
         self._let_in()
         self._stored_by = tenant = self.know(rows)
         for row in reversed(rows):
-            super().inserted(row, now_ns)
+            super().inserted((row,), now_ns)
             self.queues.uses[row] = 0
             self._is_new[row] = 1
             if self._room:
@@ -184,11 +181,15 @@ class QueuedPolicy(OrderedPolicy):
                 self._let_in_one(row, tenant)
             used(row, tenant)
 
-    def removed(self, row: int) -> None:
-        queues, tenant = self.queues, self.residency.tenant_of(row)
+    def removed(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._removed(row, self.residency.tenant_of(row))
+
+    def _removed(self, row: int, tenant: int) -> None:
+        queues = self.queues
         queue = queues.queue_of[row]
         self.discipline.leaving(row, tenant)
-        super().removed(row)
+        super().removed((row,))
         if queue != queues.door:
             queues.sizes[tenant][queue] -= 1
             waiting = queues.of[self._stored_by][queues.door].front
@@ -262,14 +263,6 @@ class QueuedPolicy(OrderedPolicy):
         self.queues.grow(rows)
         self._is_new.extend(bytes(rows - len(self._is_new)))
 
-    # Classes
-
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        uses = self.queues.uses[row]
-        if uses >= _HOT_USES:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if uses else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        uses = np.frombuffer(self.queues.uses, dtype=np.uint8)
-        return uses >= _HOT_USES, uses > 0
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        uses = np.frombuffer(self.queues.uses, dtype=np.uint8)[rows]
+        return np.add(uses >= _HOT_USES, uses > 0, dtype=np.int64)

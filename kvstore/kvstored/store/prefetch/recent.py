@@ -157,7 +157,7 @@ def _tidied(recent: _Tenant) -> Iterator[None]:
 
 def _ladder(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     """The last key, twice, then those 1, 2, 4, … before it."""
-    steps = (1 << step for step in range(len(keys).bit_length()))
+    steps = (2**step for step in range(len(keys).bit_length()))
     return (keys[-1], keys[-1], *(keys[-1 - step] for step in steps if step < len(keys)))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.copies import TierCopies
-from kvstored.store.policies import Policy
+from kvstored.store.policies import Learns, Policy, Weighs
 from kvstored.store.transfer.orphan_queue import OrphanQueue
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
@@ -44,11 +44,15 @@ class Victims:
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
         """Whether the policy would rather keep `victim`, which `next` has just named, than store the block of this key
         and depth. An orphan is evicted in any case."""
-        return victim == self._named and self._policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
+        policy = self._policy
+        if victim != self._named or not isinstance(policy, Weighs):
+            return False
+        return policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Blocks `keys`, which continue row `parent`, are about to ask for room."""
-        self._policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
+        if isinstance(self._policy, Learns):
+            self._policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
     def is_over_quota(self, tenant: int, nbytes: int) -> bool:
         """Whether `nbytes` more would take the tenant over its quota: it has to make room from its own blocks."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore_predictor.ages import Floats, Ints, leaning
-from kvstore_predictor.features import Features, features_of, grown, with_answer, with_hint
+from kvstore_predictor.features import Features, begun, continued, grown, with_answer, with_hint
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
@@ -202,12 +202,13 @@ class ChainBook:
             owner[row] = slot
         if missing:
             self.ghosts[tenant].remember_run(missing, slot, path.fans)
-        features = features_of(
-            is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
-            gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
-            type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
-            if context is not None and self._uses_types else 0,
-        )  # fmt: skip
+        kind = 0
+        if context is not None and self._uses_types:
+            kind = self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
+        if prev >= 0:
+            features = continued(count - known, length, turn, gap_s, math.exp(pace), text, kind)
+        else:
+            features = begun(count - known, length, text, kind, is_branch=reach >= _BRANCH_MIN)
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
             self._promise(slot, order)
@@ -389,11 +390,7 @@ class ChainBook:
             chains.marks[chain] = 1
             return chain
         slot = chains.take()
-        features = features_of(
-            is_continued=False, new_blocks=1, length=depth + 1, turn=1, gap_s=0.0, pace_s=0.0,
-            text_tokens=None, type_number=0,
-        )  # fmt: skip
-        self._set(slot, features, row, depth + 1, order, used_s)
+        self._set(slot, begun(1, depth + 1, None), row, depth + 1, order, used_s)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
         chains.pace[slot], chains.answer[slot] = 0.0, 0
         self.owner[row] = slot

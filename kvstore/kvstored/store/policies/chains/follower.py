@@ -95,10 +95,11 @@ class ChainFollower:
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        fresh, tenant = self.fresh, self.residency.tenant_of(row)
-        if len(fresh) > _FRESH_MAX or row >= len(self.lru.where) or tenant >= len(self.lru.queues.of):
-            self.inserted_run((row,), now_ns)
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        fresh, row, tenant = self.fresh, rows[0], self.residency.tenant_of(rows[0])
+        is_new = len(fresh) > _FRESH_MAX or row >= len(self.lru.where) or tenant >= len(self.lru.queues.of)
+        if is_new or len(rows) > 1:
+            self._inserted_run(rows, now_ns)
             return
         self.next = self.named = -1
         self.lru.accesses += 1
@@ -109,11 +110,11 @@ class ChainFollower:
         self.book.met_one(row, tenant)
         fresh.append(row)
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def _inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
         if len(self.fresh) > _FRESH_MAX:
             self.settle(_FRESH_SETTLED + len(rows))
         self.next = self.named = -1
-        self.lru.inserted_run(rows, now_ns)
+        self.lru.inserted(rows, now_ns)
         self._make_room()
         self.book.met(rows, self.residency.tenant_of(rows[0]))
         self.fresh += rows
@@ -214,8 +215,11 @@ class ChainFollower:
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
 
-    def removed(self, row: int) -> None:
-        book, where = self.book, self.lru.where
+    def removed(self, rows: Sequence[int]) -> None:
+        if len(rows) > 1:
+            self._removed_run(rows)
+            return
+        book, where, row = self.book, self.lru.where, rows[0]
         chain = book.owner[row]
         chains = book.chains
         if chain < 0 or self.fresh or chains.tail[chain] != row or book.shared[row] or where[row] != QUEUED:
@@ -248,21 +252,21 @@ class ChainFollower:
         self.next = self.named = -1
         if self.fresh and row in self.fresh:
             self.fresh.remove(row)
-        self.lru.removed(row)
+        self.lru.removed((row,))
         if chain >= 0:
             self._left((row,), chain)
         elif chain == UNKNOWN:
             self.unknown -= 1
             self.book.owner[row] = UNOWNED
 
-    def removed_run(self, rows: Sequence[int]) -> None:
+    def _removed_run(self, rows: Sequence[int]) -> None:
         owner = self.book.owner
         chain = owner[rows[0]]
         if self.fresh or chain < 0 or [owner[row] for row in rows] != [chain] * len(rows):
             for row in rows:
-                self.removed(row)
+                self.removed((row,))
         else:
-            self.lru.removed_run(rows)
+            self.lru.removed(rows)
             self._left(rows, chain)
 
     def _left(self, rows: Sequence[int], chain: int) -> None:

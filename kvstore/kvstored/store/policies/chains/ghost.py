@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvstored.store.blocks.rows import Rows
 
 FAN_BITS = 3
-FAN_MAX = (1 << FAN_BITS) - 1
+FAN_MAX = 2**FAN_BITS - 1
 NOTHING = -1
 SHARDS = 64
 GENERATIONS = ("young", "old")
