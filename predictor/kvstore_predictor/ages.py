@@ -164,6 +164,16 @@ class HintFactors:
     which tables by value would have to learn again. Values are 0 (not said) and up; `means` are the factors of 1 and up
     before anything was seen."""
 
+    @classmethod
+    def of_chances(cls) -> HintFactors:
+        """Make those of a chance to go on, by fifths."""
+        return cls(CHANCE_MEANS)
+
+    @classmethod
+    def of_next_steps(cls) -> HintFactors:
+        """Make those of the wire's NextStep."""
+        return cls(NEXT_STEP_MEANS)
+
     def __init__(self, means: Sequence[float]) -> None:
         self._means: Floats = np.array([1.0, *means])
         self._predicted, self._seen = np.zeros((2, len(self._means), BINS))

@@ -22,18 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_predictor.ages import (
-    BINS,
-    CHANCE_MEANS,
-    NEXT_STEP_MEANS,
-    Floats,
-    HintFactors,
-    Ints,
-    fading,
-    places_of,
-    ranks,
-    shrunk,
-)
+from kvstore_predictor.ages import BINS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 
@@ -45,7 +34,7 @@ EVIDENCE_DECAY = 2.0
 _BEHIND_MAX = 120.0  # how far a ladder falls behind the best: when the workload changes it has to catch up
 _FAST_DECAY = 10.0  # times the others', of a ladder of no features
 _STARTS_BEHIND = 30.0  # such a ladder: it is believed once it has foretold better than the others
-_LEAN = 1.5  # `gittins.leaning`, where ages alone are believed
+_LEAN = 1.5  # `ages.leaning`, where ages alone are believed
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 GAIN_MAX = 1e12
@@ -104,7 +93,7 @@ class HazardTables:
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
-        self._hint_factors = (HintFactors(CHANCE_MEANS), HintFactors(NEXT_STEP_MEANS))
+        self._hint_factors = HintFactors.of_chances(), HintFactors.of_next_steps()
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:

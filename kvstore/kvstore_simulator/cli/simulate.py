@@ -1,5 +1,5 @@
 """`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds; with --mode timing, which is
-`timing`, the latency on a machine; with --nodes, which is `fleet`, on several.
+`timing`, the latency on a machine or several.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
-from kvstore_simulator.cli import fleet, reading, timing
+from kvstore_simulator.cli import reading, timing
 from kvstore_simulator.cli.results import Advance, Results, carry_out, keep
 from kvstored.cli.exits import failure, mistake
 
@@ -76,7 +76,7 @@ def add_simulate(commands: Commands) -> None:
     )  # fmt: skip
     reading.add_options(simulate)
     timing.add_options(simulate)
-    fleet.add_options(simulate)
+    timing.add_fleet_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument(
         "--reuse-distance", action="store_true", help="also: how far apart uses of a block are (mode replay)"
@@ -93,7 +93,7 @@ def add_simulate(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        has_nodes = any(getattr(arguments, option) is not None for option in fleet.OPTIONS)
+        has_nodes = any(getattr(arguments, option) is not None for option in timing.FLEET_OPTIONS)
         mode = "timing" if has_nodes else one_of("--mode", arguments.mode, ("replay", "timing"))
         others = timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return failure(f"cannot write {arguments.plot}: {error.strerror}")
     if has_nodes:
-        return carry_out(arguments, partial(fleet.find, arguments, partial(timing.study_of, arguments, _policies)))
+        return carry_out(arguments, partial(timing.find_fleet, arguments, _policies))
     return carry_out(
         arguments, partial(timing.find, arguments, _policies) if mode == "timing" else partial(_replay, arguments)
     )

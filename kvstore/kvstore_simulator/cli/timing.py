@@ -1,4 +1,6 @@
-"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine."""
+"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine; with
+--nodes, on several that share a remote store.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from kvstore_simulator.cli import reading
 from kvstore_simulator.cli.results import Advance, Results, keep
 
 if TYPE_CHECKING:
+    from kvstore_simulator.fleet import FleetStudy
     from kvstore_simulator.machine import Machine
     from kvstore_simulator.node_settings import MakePredictor
     from kvstore_simulator.timing import TimingStudy
@@ -22,6 +25,9 @@ OPTIONS = ("profile", "devices", "tiers", "gpu", "speed", "without", "predictor"
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
 _PROFILE, _POLICY = "h100", "best"
 _DEVICES_MAX = 4096
+FLEET_OPTIONS = ("nodes", "remote", "routing")
+_NODES_MAX = 64
+_NO_MEANING = ("without", "predictor", "plot")
 
 
 def add_options(simulate: argparse.ArgumentParser) -> None:
@@ -52,6 +58,24 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
         "request arrives; oracle knows the trace",
     )  # fmt: skip
     timing.add_argument("--predictor-model", type=Path, metavar="MODEL.npz", help="of predictor learned")
+
+
+def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
+    fleet = simulate.add_argument_group("mode timing, several nodes")
+    fleet.add_argument(
+        "--nodes", type=int, metavar="N",
+        help="so many nodes, each as --profile and --tiers say, against one of N times the size",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--remote", metavar="LIST",
+        help="the store that they share: latency=2ms,jitter=1ms,bandwidth=1GB/s,loss=0.01,capacity=1TiB,"
+        "share=evicted, reused or all (default: none is shared)",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--routing", metavar="LIST",
+        help="random, sticky (where the conversation was) or events (where the blocks are, weighed against the queue); "
+        "or all (default all)",
+    )  # fmt: skip
 
 
 def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
@@ -208,3 +232,52 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
         raise ValueError("--predictor learned and --predictor-model MODEL.npz belong together")
     model = arguments.predictor_model
     return {name: FOR_STUDIES[name] if name in FOR_STUDIES else shipped(name, model) for name in names}
+
+
+def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
+    """Return what a study of several nodes finds; `policies` reads what mode replay has too."""
+    from kvstore_console.units import human_bytes
+    from kvstore_simulator.report import fleet_table
+
+    study = _fleet_study(arguments, policies, partial(advance, "reading"))
+    keep()
+    rows, trace, settings = list(study.rows(advance)), study.trace, study.settings
+    facts = {
+        "mode": "fleet", "seed": study.seed, "profile": settings.machine.name, "speed": settings.speed,
+        "tiers": dict(settings.tiers), "engine_bytes": settings.pool_bytes,
+    }  # fmt: skip
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in settings.tiers)
+    text = (
+        f"{trace.name}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {settings.model.name} on {study.nodes} x {settings.machine.name}, "
+        f"{human_bytes(settings.pool_bytes)} for each engine's own blocks; each store: {tiers}\n\n{fleet_table(rows)}"
+    )
+    if study.too_long:
+        text += (
+            f"\n\n{study.too_long:,} requests are longer than an engine's memory and left out of all rows; "
+            "--tiers engine=SIZE gives it more"
+        )
+    return Results(trace, settings.model.name, facts, rows, text)
+
+
+def _fleet_study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> FleetStudy:
+    """Raises ValueError (TraceError) with one line; OSError."""
+    from kvstore_simulator.fleet import ROUTINGS, FleetStudy
+    from kvstore_simulator.options import parse_remote
+
+    for option in _NO_MEANING:
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} has no meaning with --nodes; leave it out")
+    if arguments.nodes is None:
+        raise ValueError("--remote and --routing are for several nodes: add --nodes 8")
+    if not 2 <= arguments.nodes <= _NODES_MAX:
+        raise ValueError(f"--nodes {arguments.nodes}: 2 to {_NODES_MAX}")
+    routings = some_of("--routing", arguments.routing or "all", ROUTINGS, every=ROUTINGS)
+    remote = None if arguments.remote is None else parse_remote(arguments.remote)
+    timing = study_of(arguments, policies, progress)
+    if any(name == "remote" for name, _ in timing.tiers):
+        raise ValueError("--tiers remote is a node's own; what nodes share is --remote latency=2ms,bandwidth=1GB/s")
+    settings = timing.settings(timing.policies[0], timing.admissions[0])
+    return FleetStudy(
+        timing.trace, settings, arguments.nodes, routings, remote, timing.count_from, arguments.seed
+    )  # fmt: skip

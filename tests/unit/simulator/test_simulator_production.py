@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_simulator import replay
+from kvstore_simulator import policies, replay
 from kvstore_simulator.machine import load_machine
 from kvstore_simulator.node import serve_trace
 from kvstore_simulator.node_settings import BASELINE, ORCHESTRATED, NodeSettings, ServingPlan
@@ -66,7 +66,7 @@ def test_policy_and_residency_are_the_daemons(policy: str, tmp_path: Path) -> No
 
 def test_admissions_come_from_where_the_daemon_has_them() -> None:
     assert replay.create_admission is assembly.create_admission
-    assert replay.create is assembly.create
+    assert policies.create_by_address is assembly.create
 
 
 # Mode timing
