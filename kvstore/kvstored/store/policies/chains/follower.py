@@ -24,12 +24,8 @@ from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 
 # What is known only later, the answer, comes last: until then the step above stands for it.
-_BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
-_BY_TEXT = ("kind", "text", "length", "answer")
-_BY_PACE = ("kind", "pace", "gap", "new_blocks", "answer")
-_BY_GAP = ("kind", "gap", "pace", "text", "answer")
-UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE, ())  # the last knows ages alone
-PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_PACE, _BY_GAP)}
+BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
+UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (BY_SHAPE, ())  # the last knows ages alone
 HOUR_S = 3600.0
 APART = 1  # so many blocks at the end of a chain are evicted one by one: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
@@ -128,9 +124,6 @@ class ChainFollower:
 
     def expect(self, context: RequestContext) -> None:
         self._context = context
-
-    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        self.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
         self.next = self.named = -1
