@@ -1,5 +1,5 @@
 """What an engine could report to the policy while a trace is replayed: of each request its prompt, when it ends its
-answer, and hints: made up, or those that engines gave a daemon while it was recorded.
+answer, and hints: made up, or given by engines to a daemon while it was recorded.
 """
 
 from __future__ import annotations

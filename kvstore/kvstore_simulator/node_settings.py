@@ -31,7 +31,7 @@ MakePredictor = Callable[[Trace, float], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """`prefetches`: blocks below DRAM move up while the request queues, and those of the next one all the way.
+    """`prefetches`: blocks below DRAM move up while the request queues, and the blocks of the next one all the way.
     `overlaps`: a layer computes while the next one's blocks arrive. `weighs`: computing from the head races loading
     from the tail. `writes_behind`: new blocks go below DRAM at once, so that room is there when it is needed.
     `uses_gpu`: the store has its tier of device memory, if there is one; else the engine has that room."""

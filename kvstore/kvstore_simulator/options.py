@@ -24,7 +24,7 @@ _RATES = {"to-gpu": "write_bytes_per_s", "from-gpu": "read_bytes_per_s"}
 
 @dataclass(frozen=True, slots=True)
 class GpuOption:
-    """`settings`: as in the daemon's configuration, those that were given."""
+    """`settings`: as in the daemon's configuration, as far as they were given."""
 
     settings: dict[str, str]
     link: MediumSpec

@@ -133,7 +133,7 @@ _RETURNS = 1.0
 
 
 def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
-    """Return the chance of return by the last step, shrunk towards that of the steps above.
+    """Return the chance of return by the last step, shrunk towards what the steps above say.
 
     `exposed` and `events` have a row for each step, coarse to fine, and count `gain` for each chain. A step's own
     counts weigh as much as the step above once they have enough exposures, and once the step above lets expect enough
@@ -166,12 +166,12 @@ class HintFactors:
 
     @classmethod
     def of_chances(cls) -> HintFactors:
-        """Make those of a chance to go on, by fifths."""
+        """Make the factors for a chance to go on, by fifths."""
         return cls(CHANCE_MEANS)
 
     @classmethod
     def of_next_steps(cls) -> HintFactors:
-        """Make those of the wire's NextStep."""
+        """Make the factors for the wire's NextStep."""
         return cls(NEXT_STEP_MEANS)
 
     def __init__(self, means: Sequence[float]) -> None:

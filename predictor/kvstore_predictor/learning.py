@@ -39,7 +39,7 @@ class Aging(Protocol):
     slots: int
 
     def wanted(self, live: Ints) -> Ints:
-        """Return those of the slots `live` whose ranks will be asked for."""
+        """Return the slots among `live` whose ranks will be asked for."""
 
 
 class Learner:

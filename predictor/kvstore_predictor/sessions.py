@@ -60,7 +60,7 @@ class Sessions:
         self._marks = 0
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return those of the slots `live` that may be asked about: all."""
+        """Return the slots among `live` that may be asked about: all."""
         return live
 
     def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:

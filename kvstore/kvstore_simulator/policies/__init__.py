@@ -1,4 +1,4 @@
-"""Policies for studies: what no daemon is configured with, beside those that it may have."""
+"""Policies for studies: the daemon's, and others that no daemon is configured with."""
 
 from __future__ import annotations
 

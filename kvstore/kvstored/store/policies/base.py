@@ -259,7 +259,7 @@ class Listens(ABC):
 
     @abstractmethod
     def expect(self, context: RequestContext) -> None:
-        """Take the next `accessed` for that of this request. A caller that knows nothing leaves it out."""
+        """Take the next `accessed` for a part of this request. A caller that knows nothing leaves it out."""
 
     @abstractmethod
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:

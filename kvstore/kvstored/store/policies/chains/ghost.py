@@ -173,7 +173,7 @@ _GAP_MAX = 64  # blocks that are not in the tier
 
 
 class Path(NamedTuple):
-    """A request's blocks as they were known before it came: rows, then those that are missing.
+    """A request's blocks as they were known before it came: rows, then the missing ones.
 
     The first `known` had an owner; where they end, `chain` owned the block,
     which `fan` others follow. `pivot` is its row, or -1.

@@ -109,7 +109,7 @@ class ChainTable:
         self._free += free[::-1].tolist()
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return those of the slots `live` that have a block in the tier: their ranks will be asked for."""
+        """Return the slots among `live` that have a block in the tier: their ranks will be asked for."""
         return live[self.ints(self.tail)[live] >= 0]
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:

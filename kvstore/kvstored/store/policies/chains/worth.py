@@ -243,8 +243,8 @@ class _Poor(NamedTuple):
 class WorthExpiry:
     """Lists chains that bring less than their place costs, whether or not the place is needed.
 
-    `least`: what holding a block has to bring, in uses a second. A look at all chains now and then lists those that
-    have fallen below; what has been used, shared or hinted at since is judged again before it is named. A chain is
+    `least`: what holding a block has to bring, in uses a second. A look at all chains now and then lists the ones
+    that have fallen below; what has been used, shared or hinted at since is judged again before it is named. A chain is
     named by its tail: when that was removed, the block above is its tail.
     """
 
