@@ -46,7 +46,7 @@ MANY, MANY_QUICK = 1_000_000, 100_000
 _CHAIN_BLOCKS = 16
 _MEASURED = 3000  # requests, once the large tier is full
 _BURST_NS = 60_000_000_000
-_OF_THE_REQUEST = ("inserted", "inserted_run", "accessed", "requested", "arriving", "expect", "answered")
+_OF_THE_REQUEST = ("inserted", "accessed", "requested", "arriving", "expect", "answered")
 _OF_A_VICTIM = ("next_victim", "declines", "removed", "released")
 _CALIBRATION = 20_000  # timed calls of nothing
 

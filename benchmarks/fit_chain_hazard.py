@@ -16,20 +16,24 @@ from pathlib import Path
 
 from kvstore_predictor.hazards import Ladder
 from kvstore_predictor.prior import Prior, write
+from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace
-from kvstored.policy_names import POLICIES
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.follower import PRIOR_ORDERS, UNTRAINED_ORDERS, LearningSettings
+from kvstored.store.policies.chains.follower import BY_SHAPE, UNTRAINED_ORDERS, LearningSettings
 
 _ROOMY = 0.2
 _LEAST_USES = 4
 
 
 NAME = "chain-hazard-fitting"
+PRIOR_ORDERS = {  # what is known only later, the answer, comes last
+    "chat": (BY_SHAPE, ("kind", "text", "length", "answer")),
+    "agent": (("kind", "pace", "gap", "new_blocks", "answer"), ("kind", "gap", "pace", "text", "answer")),
+}
 
 
 def _empty_tables() -> list[Ladder]:

@@ -41,8 +41,8 @@ from study.words import as_csv, hits_text, lines_text
 from support.report import progress
 
 from kvstore_simulator.hints import parse_hints
+from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.trace import TraceError
-from kvstored.store.policies import POLICIES
 
 HITS, COMPUTE, HINTED, ORACLE, REFERENCE = SECTIONS = ("hits", "compute", "hints", "oracle", "reference")
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.25)

@@ -35,7 +35,7 @@ MODULES = {  # module -> its public names, in the order of the page
     ),
     "kvstore_client.aio": ("connect", "AsyncSession", "AsyncLeaseStream"),
     "kvstore_tiers.base": ("Tier", "Slot", "Segment", "Outcome"),
-    "kvstored.store.policies.base": ("Policy",),
+    "kvstored.store.policies.base": ("Policy", "Learns", "Listens", "Weighs"),
 }
 _HEAD = """# API reference
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvstore_predictor.hazards import Ladder
-from kvstore_simulator.future import next_uses
+from kvstore_simulator.policies import POLICIES
+from kvstore_simulator.policies.clairvoyant import next_uses
 from kvstore_simulator.trace import Trace
-from kvstored.policy_names import POLICIES
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard

@@ -1,16 +1,18 @@
 """What an engine could report to the policy while a trace is replayed: of each request its prompt, when it ends its
-answer, and hints that are made up. Hints that a daemon recorded are in `recorded_hints`.
+answer, and hints: made up, or given by engines to a daemon while it was recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from kvstore_simulator.hints import Hints, made_up
-from kvstore_simulator.trace import Op, Trace
+from kvstore_simulator.trace import Op, RecordedHint, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
+from kvstored.store.policies import ChainHint, Listens, Policy, RequestContext, deliver_hint
 
 FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 ANSWER_TOKEN_NS = 20_000_000
@@ -20,7 +22,7 @@ class EngineReports:
     """`tenant_of`: the residency's number of a tenant of the trace."""
 
     def __init__(
-        self, trace: Trace, hints: Hints, policy: Policy, residency: ResidencyView, tenant_of: Callable[[int], int]
+        self, trace: Trace, hints: Hints, policy: Listens, residency: ResidencyView, tenant_of: Callable[[int], int]
     ) -> None:
         self._trace = trace
         self._policy = policy
@@ -71,3 +73,19 @@ class EngineReports:
             rows = self._residency.find_keys(tenant, keys)
             if rows:
                 deliver_hint((self._policy,), self._residency, tenant, keys[-1], rows, ChainHint(due_ns=its_ns), now_ns)
+
+
+def hints_before(trace: Trace, request: int) -> Sequence[RecordedHint]:
+    """Return the recorded hints given after the request before number `request`, and before that one."""
+    place = attrgetter("before")
+    return trace.hints[bisect_left(trace.hints, request, key=place) : bisect_left(trace.hints, request + 1, key=place)]
+
+
+def replay_hint(
+    recorded: RecordedHint, trace: Trace, tenant: int, residency: ResidencyView, policies: Sequence[Policy], now_ns: int
+) -> None:
+    """Deliver a recorded hint as the daemon does."""
+    due_ns = None if recorded.due_in_ns is None else now_ns + recorded.due_in_ns
+    hint = ChainHint(recorded.will_continue, due_ns, recorded.next_step, recorded.answer_tokens)
+    rows = residency.find_keys(tenant, map(trace.key, trace.chain(recorded.block)))
+    deliver_hint(policies, residency, tenant, trace.key(recorded.block), rows, hint, now_ns)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstore_simulator.future import next_uses
+from kvstore_simulator.policies.clairvoyant import next_uses
 from kvstore_simulator.trace import Trace
 from kvstored.store.policies import ChainHint
 

@@ -130,15 +130,6 @@ class Judged:
             found[f"recall {threshold}"] = float(true[named].sum() / max(true.sum(), 1.0))
         return found
 
-    def reliability(self) -> list[tuple[float, float, int]]:
-        """By bins of equally wide probability that have guesses: mean foretold, share that came, guesses."""
-        foretold, true = np.array(self.foretold), np.array(self.came, dtype=np.float64)
-        bins = np.minimum((foretold * BINS).astype(np.int64), BINS - 1)
-        return [
-            (float(foretold[bins == number].mean()), float(true[bins == number].mean()), int((bins == number).sum()))
-            for number in np.unique(bins).tolist()
-        ]
-
 
 def judge(
     trace: Trace, predictor: Predictor, learn: float, questions: int, progress: Progress = lambda done, total: None

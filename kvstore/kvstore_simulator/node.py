@@ -17,14 +17,12 @@ from functools import partial
 from kvstore_simulator.engine_reports import ANSWER_TOKEN_NS
 from kvstore_simulator.hints import made_up
 from kvstore_simulator.machine import ENGINE
-from kvstore_simulator.media import Medium
-from kvstore_simulator.node_store import NodeSettings, NodeStore
-from kvstore_simulator.plan import Plan
-from kvstore_simulator.pool import EnginePool
-from kvstore_simulator.served import Served
+from kvstore_simulator.node_settings import NodeSettings, ServingPlan
+from kvstore_simulator.node_store import EnginePool, NodeStore
+from kvstore_simulator.simulated_tiers import Medium
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
-from kvstore_simulator.visit import Visit
+from kvstore_simulator.visit import Served, Visit
 from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
 from kvstored.store.policies import ChainHint, Policy
 
@@ -34,7 +32,7 @@ FIRST_SAMPLES_S = 0.1  # apart; twice as far whenever there are too many
 MOST_SAMPLES = 256
 
 
-def serve_trace(trace: Trace, settings: NodeSettings, plan: Plan, progress: Callable[[int, int], None]) -> Node:
+def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progress: Callable[[int, int], None]) -> Node:
     """The whole trace under one plan; the node as it is at the end."""
     clock = ManualClock()
 
@@ -58,7 +56,9 @@ def visit_of(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> Visit
 class Node:
     """See the module."""
 
-    def __init__(self, trace: Trace, settings: NodeSettings, plan: Plan, loop: VirtualLoop, clock: ManualClock) -> None:
+    def __init__(
+        self, trace: Trace, settings: NodeSettings, plan: ServingPlan, loop: VirtualLoop, clock: ManualClock
+    ) -> None:
         self.trace, self.settings, self.plan, self.clock = trace, settings, plan, clock
         block_bytes = settings.model.kv_bytes_per_token * trace.block_tokens
         self.link = Medium(settings.machine.link)

@@ -1,4 +1,4 @@
-"""The store of a simulated node: the daemon's `Store` and its operations, on tiers without bytes.
+"""Where a simulated node keeps blocks: in the engine's own memory, and in the daemon's `Store`, on tiers without bytes.
 
 Owns what an engine does with them: what it asks for, and what it holds while it copies. Every get, put and decision is
 the production object's. Times come from the virtual clock alone.
@@ -10,118 +10,142 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import slot_bytes
-from kvstore_simulator.hints import NO_HINTS, Hints
-from kvstore_simulator.machine import GPU, Machine
-from kvstore_simulator.media import Medium, SimulatedLane
-from kvstore_simulator.simulated_client import client_of, offer_of
-from kvstore_simulator.simulated_gpu import SimulatedGpuTier
-from kvstore_simulator.simulated_remote import SharedObjects, SimulatedRemoteTier
-from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+from kvstore_simulator.machine import GPU
+from kvstore_simulator.node_settings import NodeSettings, config_of
+from kvstore_simulator.simulated_remote import SimulatedRemoteTier
+from kvstore_simulator.simulated_tiers import Medium, SimulatedGpuTier, SimulatedLane, SimulatedTier
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_simulator.visit import Visit
-from kvstore_simulator.worth import Model
-from kvstore_tiers.segments import MemoryKind
+from kvstore_tiers.base import Slot
+from kvstore_tiers.segments import MemoryKind, Segment
+from kvstored.clients.tenants import Tenant
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
-from kvstored.config import Config, load_config
-from kvstored.config.tiers import GpuSection, MemorySection, TierSection
-from kvstored.config.tiers import Machine as Host
+from kvstored.config.schema import TenantSection
+from kvstored.config.tiers import GpuSection, TierSection
 from kvstored.config.tiers.gpu import OFF
-from kvstored.policy_names import ALWAYS
+from kvstored.lifecycle import Cause
+from kvstored.policy_names import LRU
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
-from kvstored.store.operations import Operations
+from kvstored.store.blocks import Residency
+from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
-from kvstored.store.policies import ChainHint, RequestContext
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook
+from kvstored.store.policies import ChainHint, RequestContext, create
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.sharing import DELAY_S
 from kvstored.telemetry import DeletionLog
-from kvstored.tier_set import TierSet
+from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
-MakePredictor = Callable[[Trace, float], Predictor]
+POOL = 0
+
+
+class EnginePool:
+    """Holds the engine's own blocks, prefix cache and running requests: `capacity_blocks` of `block_bytes` each.
+
+    The production Residency and LRU over one tier, as engines have it. A request holds all of its blocks until it has
+    been served and what it stored has been copied out. Never more blocks than the capacity.
+    """
+
+    def __init__(self, capacity_blocks: int, block_bytes: int) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._block_bytes = block_bytes
+        self.residency = Residency((LRU,))
+        self.policy = create(LRU, self.residency, POOL)
+        self._free: list[Slot] = []
+        self._made = 0
+
+    def leading(self, tenant: int, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of the chain `keys` are here now."""
+        return len(self.residency.find_keys(tenant, keys))
+
+    def hold(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> tuple[int, list[int]] | None:
+        """Make room for the whole chain `keys`; return how many leading blocks were there already, and the rows of all,
+        pinned until `release`. None when there is no room beside the blocks that others hold.
+        """
+        residency = self.residency
+        rows = residency.find_keys(tenant, keys)
+        residency.pin_run(rows)
+        over = residency.tier_blocks(POOL) + len(keys) - len(rows) - self.capacity_blocks
+        if over > 0:
+            freed = residency.remove_chosen(POOL, self.policy.next_victim, over, Cause.EVICTED, now_ns)
+            self._free.extend(freed)
+            if len(freed) < over:
+                self.release(rows)
+                return None
+        here = len(rows)
+        if here < len(keys):
+            stored = residency.store_run(
+                tenant, keys[here:], rows[-1] if rows else -1, POOL, self._slots(len(keys) - here),
+                fingerprint_id=0, group=0, payload_bytes=self._block_bytes, now_ns=now_ns,
+            )  # fmt: skip
+            residency.pin_run(stored)
+            rows += stored
+        if rows:
+            residency.touch_run(rows, now_ns)
+        return here, rows
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let `rows`, which were held, be evicted again."""
+        for row in rows:
+            self.residency.unpin(row)
+
+    def _slots(self, count: int) -> list[Slot]:
+        while len(self._free) < count:
+            self._free.append(Slot(0, self._made, self._block_bytes, 1))
+            self._made += 1
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return taken
+
+
+_FINGERPRINT = Fingerprint("simulated", "none", groups=(LayerGroup(0),))
+_NO_EXTRA = bytes(KEY_BYTES)
+
+
+class NoBytes:
+    """Implements `Staged`: a payload is of its length, at no address, and has no tokens to check."""
+
+    def tokens_at(self, offset: int) -> bytes:
+        return b""
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        return Segment(0, nbytes, MemoryKind.FILE)
+
+
+_NO_BYTES = NoBytes()
+
+
+def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIERS) -> Client:
+    """Return the engine of tenant `number` of a trace; `device_tiers` are on the device that it computes on."""
+    name = f"tenant-{number}"
+    return Client(
+        session_id=number + 1, client_name=name, tenant=Tenant(name, bytes(16), b"", TenantSection(name)),
+        tenant_id=residency.tenant(name), fingerprint=_FINGERPRINT, fingerprint_digest=_FINGERPRINT.digest(),
+        fingerprint_id=0, roots={}, device_tiers=device_tiers,
+    )  # fmt: skip
+
+
+def offer_of(keys: Sequence[bytes], payload_bytes: int) -> Offer:
+    """Return the offer of a chain of blocks `keys` from its root."""
+    count = len(keys)
+    return Offer(
+        0, b"".join(keys), keys, [NO_PARENT, *keys[:-1]], [_NO_EXTRA] * count, [payload_bytes] * count, _NO_BYTES,
+        range(count),
+    )  # fmt: skip
+
+
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
 Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _EXPIRED_A_TICK = 320
 _SETTLE_S = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
-    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast.
-    `predictor(trace, speed)` makes the one that prefetch listens to. `gpu`: settings of the tier of that name, as in
-    the daemon's configuration."""
-
-    machine: Machine
-    model: Model
-    tiers: tuple[tuple[str, int], ...]
-    pool_bytes: int
-    policy: str
-    admission: str = ALWAYS
-    ttl_s: float | None = None
-    ghost_keys: int = DEFAULT_GHOST_KEYS
-    speed: float = 1.0
-    keep_worth: float = 0.0
-    policy_below: str | None = None  # of the second tier; None: the daemon's default
-    hints: Hints = NO_HINTS
-    predictor: MakePredictor | None = None  # None: nothing is predicted
-    remote: SharedObjects | None = None  # what this node shares with others
-    gpu: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def without_gpu(self) -> NodeSettings:
-        """With the memory of that tier for the engine's own blocks."""
-        tiers = dict(self.tiers)
-        return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
-
-
-def config_of(settings: NodeSettings, block_bytes: int) -> Config:
-    """The daemon's defaults, at the size of the simulated machine: what it runs on has nothing to do with this one."""
-    config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
-    ttl_s = settings.ttl_s or 0
-    first_bytes, *more = (nbytes for name, nbytes in settings.tiers if name != GPU)
-    below_bytes = more.pop() if more else 0
-    memory = tuple(
-        MemorySection(
-            name=f"memory-{number}", capacity_bytes=nbytes, arena_bytes=0, copy_threads=1, policy=config.nvme.policy,
-            ttl_s=ttl_s, numa_node=-1,
-        )
-        for number, nbytes in enumerate(more, 1)
-    )  # fmt: skip
-    host = replace(
-        config.host, capacity_bytes=first_bytes, policy=settings.policy, ttl_s=ttl_s, keep_worth=settings.keep_worth,
-        verify_reads="off",
-    )  # fmt: skip
-    nvme = replace(
-        config.nvme, enabled=below_bytes > 0, capacity_bytes=below_bytes, ttl_s=ttl_s,
-        policy=settings.policy_below or config.nvme.policy, admission=settings.admission, endurance_bytes_per_day=0,
-    )  # fmt: skip
-    listed: list[TierSection] = [host, *memory, nvme]
-    for position, (name, nbytes) in enumerate(settings.tiers):
-        if name == GPU:  # before the host's tier or right after it
-            listed.insert(position, _gpu_section(settings, nbytes))
-    return replace(
-        config,
-        listed=tuple(listed),
-        prefetch=replace(config.prefetch, enabled=settings.predictor is not None),
-        limits=replace(
-            config.limits, max_block_bytes=max(config.limits.max_block_bytes, block_bytes),
-            ghosts_per_tenant=settings.ghost_keys,
-        ),
-    )  # fmt: skip
-
-
-def _gpu_section(settings: NodeSettings, capacity_bytes: int) -> GpuSection:
-    table = {**GpuSection.DEFAULTS, **settings.gpu, "capacity": str(capacity_bytes), "ttl_s": settings.ttl_s or 0}
-    return GpuSection.read(GPU, table, Host(capacity_bytes, Path()))
 
 
 class NodeStore:
@@ -285,8 +309,8 @@ class NodeStore:
     def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
         """By position, of those of `rows` that are in the device's memory: the tier."""
         residency = self.store.residency
-        found = {at: residency.tier_mask(row).intersection(residency.exported) for at, row in rows.items()}
-        return {at: here.first for at, here in found.items() if here}
+        found = {at: residency.rows.mask[row] & residency.exported for at, row in rows.items()}
+        return {at: TIER_SETS[here].first for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
         """Copy so many blocks from host memory to the engine, and so many within the device's; when all are there."""

@@ -1,6 +1,4 @@
-"""What predictors were worth on recordings, as a table; and the card of a learned model, as a document and as a page
-with its calibration.
-"""
+"""The worth of predictors on recordings as a table, and the card of a learned model."""
 
 from __future__ import annotations
 
@@ -10,13 +8,9 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from kvstore_console import page as markup
-from kvstore_console.axes import PERCENT
-from kvstore_console.charts import Curve, empty_chart, line_chart
 from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
-from kvstore_predictor.chain_rows import COLUMNS
-from kvstore_predictor.return_trees import ReturnTrees
+from kvstore_predictor.return_trees import COLUMNS, ReturnTrees
 from kvstore_simulator.judging import Judged
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.training import CHOSEN, FITTED, Trained
@@ -31,7 +25,7 @@ Row = dict[str, Any]
 
 
 def rows_of(seen: Mapping[str, Mapping[float, Judged]]) -> list[Row]:
-    """One for each predictor and horizon, for machines; what is not defined is None."""
+    """Return a row for each predictor and horizon, for machines; what is not defined is None."""
     return [
         {"predictor": name, "horizon_s": horizon_s}
         | {
@@ -61,7 +55,7 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
-    """What the model is made of, and what it was worth where nothing was learned from."""
+    """Return what the model is made of, and what it was worth where nothing was learned from."""
     trees = ReturnTrees(trained.arrays).trees
     return {
         "model": "boosted trees upon session-return's chance of return",
@@ -86,41 +80,3 @@ def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
         "calibration": dict(zip(("offset", "factor"), trained.arrays["straight"].tolist(), strict=True)),
         "held_out": rows_of({"learned": trained.learned, "session-return": trained.plain}),
     }  # fmt: skip
-
-
-def card_page(facts: Mapping[str, Any], trained: Trained) -> str:
-    """The card with a calibration plot for each horizon."""
-    figures = [
-        _calibration(horizon_s, {"learned": trained.learned[horizon_s], "session-return": trained.plain[horizon_s]})
-        for horizon_s in trained.learned
-    ]
-    about = [
-        ("trees", f"{facts['trees']}" if facts["trees"] else "none: no gain over session-return was found"),
-        ("calibration", ", ".join(f"{name} {value:.3f}" for name, value in facts["calibration"].items())),
-        ("rows", ", ".join(f"{name} {count:,}" for name, count in facts["rows"].items())),
-        ("features", ", ".join(facts["features"])),
-        ("versions", ", ".join(f"{name} {each}" for name, each in facts["versions"].items())),
-    ]
-    data = [
-        (each["name"], f"{each['requests']:,} requests in {each['hours']:.1f} h, {each['tenants']} tenants")
-        for each in facts["recordings"]
-    ]
-    return markup.page(
-        "A learned predictor of return", f"Trained {facts['trained']}; {facts['split']}",
-        [
-            markup.charts(figures),
-            markup.html_table([heading.lower() for heading in HEADINGS], _lines(facts["held_out"])),
-            markup.pairs([("model", about), ("recordings", data)]),
-        ],
-    )  # fmt: skip
-
-
-def _calibration(horizon_s: float, seen: Mapping[str, Judged]) -> str:
-    title, note = f"Calibration within {human_seconds(horizon_s)}", "share that came true, by what was foretold"
-    curves = [Curve("as it should be", [(0.0, 0.0), (1.0, 1.0)], mark="limit")]
-    for name, judged in seen.items():
-        if judged.came:
-            points = [(foretold, came) for foretold, came, _ in judged.reliability()]
-            curves.append(Curve(f"{name} ({len(judged.came):,} guesses)", points, has_dots=True))
-    axis = PERCENT.axis([])
-    return line_chart(title, note, curves, axis, axis) if len(curves) > 1 else empty_chart(title, note)

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.identity import NO_PARENT
-from kvstore_simulator.engine_reports import EngineReports
-from kvstore_simulator.future import Clairvoyant, next_uses
+from kvstore_simulator.engine_reports import EngineReports, hints_before, replay_hint
 from kvstore_simulator.hints import NO_HINTS, Hints
-from kvstore_simulator.recorded_hints import hints_before, replay_hint
+from kvstore_simulator.policies import create
+from kvstore_simulator.policies.clairvoyant import Clairvoyant, next_uses
 from kvstore_simulator.trace import Op, Trace
 from kvstore_tiers.base import Slot
 from kvstored.clock import ManualClock
@@ -29,7 +29,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
-from kvstored.store.policies import Policy, PolicySettings, RequestContext, create, create_admission
+from kvstored.store.policies import Learns, Listens, Policy, PolicySettings, RequestContext, Weighs, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import ComputeTimes
 from kvstored.tier_set import TierSet
@@ -93,7 +93,7 @@ class Replay:
         self._slots: list[Slot] = []  # free
         self._slots_made = 0
         self._reports: EngineReports | None = None
-        if type(self.policy).expect is not Policy.expect:  # other policies make no use of it
+        if isinstance(self.policy, Listens):
             self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenant)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
@@ -164,7 +164,7 @@ class Replay:
         rows = residency.find_keys(tenant, keys)
         if op != Op.REQUEST and not isinstance(self.policy, Clairvoyant):
             if op == Op.GET:
-                if prompt_tokens and keys:
+                if prompt_tokens and keys and isinstance(self.policy, Listens):
                     self.policy.expect(RequestContext(first_access, prompt_tokens))
                 residency.pin_run(rows)  # the lease, which is given back before the next request
                 residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
@@ -208,13 +208,16 @@ class Replay:
         is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)
         if not is_reported and not present:
             residency.request_run(tenant, [], keys[:MISSING_MAX], now_ns)
-        policy.arriving(tenant, parent, keys[present:], now_ns)
+        if isinstance(policy, Learns):
+            policy.arriving(tenant, parent, keys[present:], now_ns)
         filling: list[int] = []
         for depth in range(present, len(keys)):
             parent = residency.find_any(tenant, keys[depth - 1]) if depth else -1
             while residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
                 victim = policy.next_victim(now_ns, exclude=(parent,))
-                if victim < 0 or policy.declines(tenant, keys[depth], depth, victim, now_ns):
+                if victim < 0 or (
+                    isinstance(policy, Weighs) and policy.declines(tenant, keys[depth], depth, victim, now_ns)
+                ):
                     break
                 self._take(victim, Cause.EVICTED, now_ns)
                 self._evicted += 1

@@ -11,19 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore_console.units import parse_size
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_simulator.machine import MediumSpec
-from kvstore_simulator.media import Medium, SimulatedLane
-from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.simulated_tiers import Medium, SimulatedLane, SimulatedTier
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_tiers.base import Completion, MemoryKind, Outcome, OutcomeKind, Segment, Slot, TierInfo
 from kvstored.clock import NS_PER_S
-from kvstored.policy_names import REUSED, SHARES
+from kvstored.policy_names import REUSED
 
 NAME = "remote"
 _PARALLEL = 64
-_FORM = "--remote latency=2ms,jitter=1ms,bandwidth=1GB/s,loss=0.01,capacity=1TiB,share=reused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,37 +124,3 @@ class SimulatedRemoteTier(SimulatedTier):
             self._loop.at_ns(self._loop.now_ns() + self._shared.jitter_ns(), done, outcome)
 
         return ended if self._shared.spec.jitter_s else done
-
-
-def parse_remote(text: str) -> RemoteSpec:
-    """Raises ValueError with one line."""
-    found: dict[str, object] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        try:
-            if name in ("latency", "jitter"):
-                found[f"{name}_s"] = parse_seconds(value)
-            elif name == "bandwidth":
-                found["bytes_per_s"] = float(parse_size(value.removesuffix("/s")))
-            elif name == "loss":
-                found["loss"] = float(value)
-            elif name == "capacity":
-                found["capacity_bytes"] = parse_size(value)
-            elif name == "share" and value in SHARES:
-                found["share"] = value
-            else:
-                raise ValueError(f"{name}{equals}{value} is not known here")
-        except ValueError as error:
-            raise ValueError(f"--remote {part.strip()!r}: {error}; such as {_FORM}") from None
-    spec = RemoteSpec(**found)  # type: ignore[arg-type]
-    if not (0 <= spec.loss <= 1 and spec.bytes_per_s > 0 and 0 <= spec.latency_s <= 60 and spec.capacity_bytes > 0):
-        raise ValueError(f"--remote {text}: loss is 0 to 1, latency 60s at most; such as {_FORM}")
-    return spec
-
-
-def parse_seconds(text: str) -> float:
-    """Of "2ms". Raises ValueError."""
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * scale
-    raise ValueError("a time has a unit: us, ms or s")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_simulator.future import Clairvoyant
 from kvstore_simulator.hints import NO_HINTS, Hints
+from kvstore_simulator.policies.clairvoyant import Clairvoyant
 from kvstore_simulator.replay import Replay, ReplayResult, ReplaySettings
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.worth import Model, Prices, money, worth

@@ -14,11 +14,18 @@ import numpy as np
 
 from kvstore_simulator.machine import ENGINE, Machine
 from kvstore_simulator.node import Node, serve_trace
-from kvstore_simulator.node_store import MakePredictor, NodeSettings
-from kvstore_simulator.plan import ABLATIONS, BASELINES, ENGINE_ALONE, ON_ARRIVAL, ORCHESTRATED, Plan
-from kvstore_simulator.served import Sample
+from kvstore_simulator.node_settings import (
+    ABLATIONS,
+    BASELINES,
+    ENGINE_ALONE,
+    ON_ARRIVAL,
+    ORCHESTRATED,
+    MakePredictor,
+    NodeSettings,
+    ServingPlan,
+)
 from kvstore_simulator.trace import Trace
-from kvstore_simulator.visit import Visit
+from kvstore_simulator.visit import Sample, Visit
 from kvstore_simulator.worth import Model, worth_of_served
 from kvstored.clock import NS_PER_S
 from kvstored.policy_names import ALWAYS, LRU
@@ -96,7 +103,7 @@ class TimingStudy:
             self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy), gpu=self.gpu,
         )  # fmt: skip
 
-    def _timed(self, plan: Plan, policy: str, admission: str, progress: Progress, predictor: str = "") -> Timed:
+    def _timed(self, plan: ServingPlan, policy: str, admission: str, progress: Progress, predictor: str = "") -> Timed:
         label = f"{plan.name}, {policy}" if plan.has_store else plan.name
         settings = replace(self.settings(policy, admission), predictor=self.predictors.get(predictor))
         settings = settings if plan.uses_gpu else settings.without_gpu
@@ -124,7 +131,7 @@ class TimingStudy:
             row["speedup"] = self._speedup(row)
         return timed
 
-    def _row(self, plan: Plan, policy: str, admission: str, node: Node, visits: Sequence[Visit]) -> Row:
+    def _row(self, plan: ServingPlan, policy: str, admission: str, node: Node, visits: Sequence[Visit]) -> Row:
         trace, served = self.trace, node.served
         value = worth_of_served(visits, trace.block_tokens, self.model)
         slots = sum(nbytes for _, nbytes in node.settings.tiers) // self._slot_bytes(node) if plan.has_store else 0

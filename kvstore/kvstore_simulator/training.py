@@ -1,25 +1,151 @@
 """What a learned model is trained with, and how good it is: rows from recordings, each split by its time.
 
+Boosted trees are fitted with scikit-learn, in a process of its own; this is the one file that needs it. They start from
+session-return's chance, so that no tree is the model that changes nothing; as many are kept as foretell the rows of the
+second part best, none if they gain less than that gain's standard error. Their chances are straightened on the same
+rows: an offset and a factor of the log odds, drawn towards none.
+
 The first part of a recording is for fitting, the next chooses how many trees are kept and straightens their chances,
-the last one judges, and nothing of it is seen before. Rows come from the predictor that will use the model.
+the last one judges, and nothing of it is seen before. Examples come from the predictor that will use the model.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore_predictor.ages import Floats
 from kvstore_predictor.base import Array, Predictor
 from kvstore_predictor.learned import Learned
-from kvstore_predictor.return_trees import ReturnTrees, without_trees
+from kvstore_predictor.return_trees import COLUMNS, LEAST, SESSION_RETURN, VERSION, ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
-from kvstore_simulator.fitting import Rows, fitted
 from kvstore_simulator.judging import ALL, Judged, Uses, events, judge_all, question_times
 from kvstore_simulator.trace import Trace
+
+EXTRA = "learned"
+TREES, DEPTH, RATE, LEAF_ROWS, SHARE = 80, 3, 0.05, 200, 0.5
+_DRAWN = 20.0  # rows that the calibration's start counts for
+_NICE = 10
+_MARGIN = 0.5  # of a column's range, beyond which a row is unlike those seen
+
+
+class Examples(NamedTuple):
+    """What was known of chains (float32, a row each), and whether each was requested within its horizon."""
+
+    rows: Array
+    came: Array
+
+
+def need_scikit_learn() -> None:
+    """Raises ValueError that names the extra."""
+    if find_spec("sklearn") is None:
+        raise ValueError(f"training needs scikit-learn: pip install 'kvstored[{EXTRA}]'; serving does not")
+
+
+def fitted(first: Examples, second: Examples, progress: Callable[[int, int], None]) -> dict[str, Array]:
+    """The arrays of a model. Raises RuntimeError where the process that fits ended early."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_work, args=(theirs, first, second), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            said = ours.recv()
+            if isinstance(said, dict):
+                return said
+            progress(*said)
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process that fits the model ended with status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+class _FromSessionReturn:
+    """What scikit-learn boosts from."""
+
+    def fit(self, rows: Array, came: Array, sample_weight: Array | None = None) -> _FromSessionReturn:
+        return self
+
+    def predict_proba(self, rows: Array) -> Floats:
+        chances = 1.0 / (1.0 + np.exp(-rows[:, SESSION_RETURN].astype(np.float64)))
+        return np.stack([1.0 - chances, chances], axis=1)
+
+
+def _work(out: Connection, first: Examples, second: Examples) -> None:
+    from sklearn.ensemble import GradientBoostingClassifier
+
+    os.nice(_NICE)
+    boosted = GradientBoostingClassifier(
+        init=_FromSessionReturn(), n_estimators=TREES, max_depth=DEPTH, learning_rate=RATE, subsample=SHARE,
+        min_samples_leaf=LEAF_ROWS, random_state=0,
+    )  # fmt: skip
+
+    def watch(number: int, *_: object) -> bool:
+        out.send((number + 1, TREES))
+        return False
+
+    boosted.fit(first.rows, first.came, monitor=watch)
+    stages = [second.rows[:, SESSION_RETURN].astype(np.float64)]
+    stages += [stage.reshape(-1) for stage in boosted.staged_decision_function(second.rows)]
+    losses = [_losses(stage, second.came) for stage in stages]
+    kept = int(np.argmin([each.mean() for each in losses]))
+    gain = losses[0] - losses[kept]
+    if gain.mean() * len(gain) ** 0.5 < gain.std():
+        kept = 0
+    trees = [estimator.tree_ for estimator in boosted.estimators_[:kept, 0]]
+    out.send(_arrays(trees, _straight(stages[kept], second.came), first.rows))
+
+
+def _arrays(trees: list[Any], straight: Floats, rows: Array) -> dict[str, Array]:
+    roots = np.cumsum([0, *(tree.node_count for tree in trees)])[:-1].astype(np.int32)
+    parts: dict[str, list[Array]] = {name: [] for name in ("column", "threshold", "left", "right", "value")}
+    for root, tree in zip(roots.tolist(), trees, strict=True):
+        own = np.arange(tree.node_count)
+        is_leaf = tree.children_left < 0
+        parts["column"].append(np.where(is_leaf, 0, tree.feature).astype(np.int32))
+        parts["threshold"].append(np.where(is_leaf, 0.0, tree.threshold))
+        parts["left"].append((root + np.where(is_leaf, own, tree.children_left)).astype(np.int32))
+        parts["right"].append((root + np.where(is_leaf, own, tree.children_right)).astype(np.int32))
+        parts["value"].append(RATE * tree.value[:, 0, 0].astype(np.float64))
+    kinds = {"column": np.int32, "threshold": np.float64, "left": np.int32, "right": np.int32, "value": np.float64}
+    nodes = {name: np.concatenate([np.empty(0, kind), *parts[name]]).astype(kind) for name, kind in kinds.items()}
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    margin = _MARGIN * (high - low) + np.float32(LEAST)
+    return {
+        "version": np.array(VERSION), "columns": np.array(COLUMNS), **nodes, "roots": roots, "straight": straight,
+        "low": (low - margin).astype(np.float32), "high": (high + margin).astype(np.float32),
+    }  # fmt: skip
+
+
+def _losses(odds: Floats, came: Array) -> Floats:
+    found: Floats = np.logaddexp(0.0, np.where(came, -odds, odds))
+    return found
+
+
+def _straight(odds: Floats, came: Array) -> Floats:
+    """Offset and factor of log odds under which the loss is least, by Newton's method."""
+    start = np.array([0.0, 1.0])
+    found, columns = start.copy(), np.stack([np.ones_like(odds), odds], axis=1)
+    for _ in range(30):
+        chances = 1.0 / (1.0 + np.exp(-np.clip(columns @ found, -30.0, 30.0)))
+        slope = columns.T @ (chances - came) + _DRAWN * (found - start)
+        bend = columns.T @ (columns * (chances * (1.0 - chances))[:, None]) + _DRAWN * np.eye(2)
+        found = found - np.linalg.solve(bend, slope)
+    return np.array([found[0], np.clip(found[1], 0.1, 3.0)])
+
 
 FITTED, CHOSEN = 0.6, 0.75  # of the requests: up to here for fitting, up to here for choosing; the rest judges
 QUESTIONS, A_QUESTION = 800, 128  # rows of one recording at most
@@ -44,12 +170,12 @@ class Trained:
 
 def train(traces: Sequence[Trace], progress: Progress) -> Trained:
     """Raises ValueError with one line where there is too little to learn from; RuntimeError."""
-    parts: list[list[Rows]] = [[], []]
+    parts: list[list[Examples]] = [[], []]
     for trace in traces:
         for part, rows in zip(parts, _rows_of(trace, progress), strict=True):
             part.append(rows)
     first, second = (
-        Rows(np.concatenate([each.rows for each in part]), np.concatenate([each.came for each in part]))
+        Examples(np.concatenate([each.rows for each in part]), np.concatenate([each.came for each in part]))
         for part in parts
     )
     returned = int(first.came.sum())
@@ -65,7 +191,7 @@ def train(traces: Sequence[Trace], progress: Progress) -> Trained:
     return Trained(arrays, len(first.came), len(second.came), returned, learned, plain)
 
 
-def _rows_of(trace: Trace, progress: Progress) -> tuple[Rows, Rows]:
+def _rows_of(trace: Trace, progress: Progress) -> tuple[Examples, Examples]:
     """Of the first and of the second part of the recording."""
     predictor, uses, chance = Learned(without_trees()), Uses(trace), random.Random(0)
     ask_s = question_times(trace, 0.02, CHOSEN, QUESTIONS)
@@ -90,7 +216,7 @@ def _rows_of(trace: Trace, progress: Progress) -> tuple[Rows, Rows]:
             found[part][1].extend(uses.is_within(guess.key, now_s, horizon_s) for guess in guesses)
     width = without_trees().as_arrays()["low"].shape[0]
     first, second = (
-        Rows(np.concatenate([np.empty((0, width), np.float32), *rows]), np.array(came, np.bool_))
+        Examples(np.concatenate([np.empty((0, width), np.float32), *rows]), np.array(came, np.bool_))
         for rows, came in found
     )
     return first, second

@@ -12,16 +12,11 @@ LRU: Final = "lru"
 CHAIN_HAZARD: Final = "chain-hazard"
 POLICIES: Final[dict[str, str]] = {
     LRU: "kvstored.store.policies.lru:Lru",
-    "fifo": "kvstored.store.policies.fifo:fifo",
-    "lfu": "kvstored.store.policies.lfu_ttl:lfu",
     "lfu-ttl": "kvstored.store.policies.lfu_ttl:LfuTtl",
     "s3-fifo": "kvstored.store.policies.s3fifo:S3Fifo",
-    "sieve": "kvstored.store.policies.sieve:Sieve",
-    "arc": "kvstored.store.policies.arc:Arc",
-    "w-tinylfu": "kvstored.store.policies.w_tinylfu:WTinyLfu",
-    "gdsf": "kvstored.store.policies.gdsf:Gdsf",
     CHAIN_HAZARD: "kvstored.store.policies.chain_hazard:ChainHazard",
 }
+FOR_STUDIES: Final = ("fifo", "lfu", "sieve", "arc", "w-tinylfu", "gdsf")  # the simulator has them
 ALWAYS: Final = "always"  # the admission of everything
 SECOND_TOUCH: Final = "second-touch"
 WITH_WORTH: Final = (CHAIN_HAZARD,)  # those that say what a block is worth

@@ -18,8 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 
@@ -115,3 +117,17 @@ class Predictor(ABC):
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
         """Go on from the joined pieces of a predictor of the same name whose clock is `later_s` behind. Raises
         ValueError, having changed nothing, for a state that this version cannot use."""
+
+
+def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) -> Iterator[Array]:
+    """Yield `rows` as arrays of `dtype` and at most `most` rows, each made when it is asked for; an empty one first, so
+    that a table without rows is there, too."""
+    yield np.empty(0, dtype)
+    left = iter(rows)
+    while part := list(islice(left, most)):
+        yield np.array(part, dtype)
+
+
+def within(state: State, prefix: str) -> dict[str, Array]:
+    """Return the tables of `state` whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): table for name, table in state.items() if name.startswith(prefix)}

@@ -16,11 +16,10 @@ from itertools import islice
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_predictor.ages import Floats
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request, within
 from kvstore_predictor.generations import Generations
-from kvstore_predictor.gittins import Floats
 from kvstore_predictor.markov import Markov
-from kvstore_predictor.pieces import within
 from kvstore_predictor.questions import HORIZONS_S, Name, OpenQuestions, nearest
 from kvstore_predictor.session_return import SessionReturn
 from kvstore_predictor.sessions import LOOKED_BACK, SHARED_FAN

@@ -19,7 +19,7 @@ AWAITED = -1  # may be known later: as long as it is not, the step above stands 
 CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
 
 
-class Expected(Protocol):
+class Expectation(Protocol):
     """What an engine expects of a chain, as a `Hint` has it: None and 0 are not said."""
 
     @property
@@ -47,50 +47,28 @@ class Features(NamedTuple):
     next_step: int = 0
 
 
-def features_of(
-    *,
-    is_continued: bool,
-    new_blocks: int,
-    length: int,
-    turn: int,
-    gap_s: float,
-    pace_s: float,
-    text_tokens: int | None,
-    type_number: int,
-    is_branch: bool = False,
-) -> Features:
-    """`gap_s`: since the chain was used before; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the
-    user added. The answer is not known yet, and never will be where no engine reports it.
-    """
-    return Features(
-        1 if is_continued else 2 if is_branch else 0,
-        bisect_right(_NEW_BLOCKS, new_blocks),
-        bisect_right(_LENGTH, length),
-        bisect_right(_TURNS, turn),
-        AWAITED,
-        1 + bisect_right(_GAP_S, gap_s) if is_continued else 0,
-        1 + bisect_right(_GAP_S, pace_s) if is_continued else 0,
-        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens),
-        type_number,
-    )
-
-
 def continued(
-    new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None
+    new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None, type_number: int = 0
 ) -> Features:
-    """As `features_of`, in half of the time."""
+    """Return the features of a chain that continues another one.
+
+    `gap_s`: since that was used; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the user added. The
+    answer is not known yet, and never will be where no engine reports it.
+    """
     return Features(
         1, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), bisect_right(_TURNS, turn), AWAITED,
         1 + bisect_right(_GAP_S, gap_s), 1 + bisect_right(_GAP_S, pace_s),
-        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), 0,
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number,
     )  # fmt: skip
 
 
-def begun(new_blocks: int, length: int, text_tokens: int | None, *, is_branch: bool) -> Features:
-    """Of a chain that continues none; as `features_of`, in half of the time."""
+def begun(
+    new_blocks: int, length: int, text_tokens: int | None, type_number: int = 0, *, is_branch: bool = False
+) -> Features:
+    """Return the features of a chain that continues none; `is_branch`: it shares two blocks or more with others."""
     return Features(
         2 if is_branch else 0, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), 0, AWAITED, 0, 0,
-        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), 0,
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number,
     )  # fmt: skip
 
 
@@ -103,7 +81,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
     return Features(*features[:4], 1 + bisect_right(_ANSWER_TOKENS, output_tokens), *features[5:])  # often called
 
 
-def with_hint(features: Features, hint: Expected) -> Features:
+def with_hint(features: Features, hint: Expectation) -> Features:
     """What a hint leaves out stays as it was."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:

@@ -22,11 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.ages import BINS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
-from kvstore_predictor.gittins import BINS, Floats, Ints, fading, places_of, ranks
-from kvstore_predictor.hint_factors import CHANCE_MEANS, NEXT_STEP_MEANS, HintFactors
-from kvstore_predictor.shrinkage import shrunk
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
@@ -36,7 +34,7 @@ EVIDENCE_DECAY = 2.0
 _BEHIND_MAX = 120.0  # how far a ladder falls behind the best: when the workload changes it has to catch up
 _FAST_DECAY = 10.0  # times the others', of a ladder of no features
 _STARTS_BEHIND = 30.0  # such a ladder: it is believed once it has foretold better than the others
-_LEAN = 1.5  # `gittins.leaning`, where ages alone are believed
+_LEAN = 1.5  # `ages.leaning`, where ages alone are believed
 _FOLDED, _MADE = 48, 64  # cells a call
 _NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
 GAIN_MAX = 1e12
@@ -44,7 +42,7 @@ COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
 STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
 LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
-_KINDS = 3
+KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
@@ -95,14 +93,14 @@ class HazardTables:
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
-        self._hint_factors = (HintFactors(CHANCE_MEANS), HintFactors(NEXT_STEP_MEANS))
+        self._hint_factors = HintFactors.of_chances(), HintFactors.of_next_steps()
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
         self._classless = [number for number, order in enumerate(self._orders) if not order]
         self.evidence[self._classless] = -_STARTS_BEHIND
-        for kind in range(_KINDS):
+        for kind in range(KINDS):
             self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
@@ -139,7 +137,7 @@ class HazardTables:
             part["seen"] = self._late[part["cell"]]
             yield "late", part
         yield "evidence", self.evidence.copy()
-        yield "kinds", np.append(self._estimates[:_KINDS], self._mixed[:_KINDS, None], axis=1)
+        yield "kinds", np.append(self._estimates[:KINDS], self._mixed[:KINDS, None], axis=1)
         for number, factors in enumerate(self._hint_factors):
             yield f"factors{number}", factors.numbers()
 
@@ -150,15 +148,15 @@ class HazardTables:
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
         self.evidence, kinds = state["evidence"].copy(), state["kinds"]
-        self._estimates[:_KINDS], self._mixed[:_KINDS] = kinds[:, :-1], kinds[:, -1]
-        self._ranks[:_KINDS] = ranks(self._mixed[:_KINDS])  # what stands in for new cells, as it was
+        self._estimates[:KINDS], self._mixed[:KINDS] = kinds[:, :-1], kinds[:, -1]
+        self._ranks[:KINDS] = ranks(self._mixed[:KINDS])  # what stands in for new cells, as it was
         for number, factors in enumerate(self._hint_factors):
             factors.restore(state[f"factors{number}"])
         late = state.get("late", np.empty(0, LATE))
         cells = numbers[late["cell"]]
         np.add.at(self._late, cells, late["seen"])
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
-        np.frombuffer(self._is_wanted, np.uint8)[_KINDS : len(self._features)] = 1
+        np.frombuffer(self._is_wanted, np.uint8)[KINDS : len(self._features)] = 1
         while self.make():
             pass
 
@@ -304,13 +302,13 @@ class HazardTables:
             self._gain = 1.0
 
     def _free_unused(self) -> None:
-        taken = self._used_in[_KINDS : len(self._features)]
+        taken = self._used_in[KINDS : len(self._features)]
         is_late, is_wanted = (
-            np.frombuffer(flags, np.uint8, len(self._features))[_KINDS:] for flags in (self._is_late, self._is_wanted)
+            np.frombuffer(flags, np.uint8, len(self._features))[KINDS:] for flags in (self._is_late, self._is_wanted)
         )
         unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
         unused &= (is_late | is_wanted) == 0
-        for cell in (np.flatnonzero(unused)[:_FREED] + _KINDS).tolist():
+        for cell in (np.flatnonzero(unused)[:_FREED] + KINDS).tolist():
             del self._cells[self._features[cell]]
             self._used_in[cell] = 0  # of no chain
             self._free.append(cell)

@@ -14,12 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
-from kvstore_predictor.chain_rows import LEAST, ChainRows
-from kvstore_predictor.gittins import Floats
-from kvstore_predictor.pieces import within
+from kvstore_predictor.ages import Floats
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request, within
 from kvstore_predictor.questions import HORIZONS_S, OpenQuestions, nearest
-from kvstore_predictor.return_trees import ReturnTrees
+from kvstore_predictor.return_trees import LEAST, ChainRows, ReturnTrees
 from kvstore_predictor.session_return import SessionReturn
 
 _EVERY, _EVERY_FIRST, _FIRST = 256, 32, 1024  # requests from one question to the next, at first, and how long that is

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_predictor.gittins import BINS, EDGES_S, Floats
+from kvstore_predictor.ages import BINS, EDGES_S, Floats
 
 FORMAT = 1
 FILE = "chain_hazard.json"

@@ -9,28 +9,25 @@ is not guessed any more.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvstore_predictor import return_state
-from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
-from kvstore_predictor.features import Features, begun, continued, unhinted, with_answer, with_hint
-from kvstore_predictor.gittins import BINS, Floats, Ints, passed, passed_by
-from kvstore_predictor.hazards import Ladder
-from kvstore_predictor.horizons import END_S, age_of, at_age, chance, cumulative
+from kvstore_predictor.ages import BINS, END_S, Floats, Ints, age_of, at_age, chance, cumulative
+from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request, State, parts
+from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
+from kvstore_predictor.hazards import KINDS, STEP, HazardTables, Ladder, ladders_of
+from kvstore_predictor.learning import Learner
 from kvstore_predictor.prior import shipped
-from kvstore_predictor.return_hazards import ReturnHazards, hint_number
 from kvstore_predictor.sessions import Sessions
 
 _ORDER = ("kind", "new_blocks", "length", "turn", "answer")  # of the table that starts empty
 _GAP_MIN_S = 0.5
 _RUNNING_MAX = 4096
 _BRANCH_MIN = 2  # blocks of others
-_DECAY = 0.9995  # of the tables' counts, a request
-_RENEW_MIN, _RENEW_MAX, _RENEW_SHARE = 50, 2000, 4  # requests; a quarter more than before
-_AGED, _LOGGED, _EVERY = 2048, 128, 4  # slots of a slice; entries; one request in four does a slice
+_EVERY, _STEP_US = 4, 120.0  # one request in four learns, for about so long
 _LEAST = 0.002  # a guess of less is none
 _LIVE_SHARE = 8  # slots that a sample looks at for each of its guesses
 _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
@@ -48,11 +45,8 @@ class SessionReturn(Predictor):
 
     def __init__(self, requests_max: int = 1 << 16) -> None:
         self.sessions = Sessions(requests_max)
-        self.tables = ReturnHazards(starting_ladders())
+        self.learning = Learner(self.sessions, starting_ladders())
         self.features: list[Features | None] = [None] * self.sessions.slots
-        self.requests, self.renewed, self.renew_at = 0, 0, _RENEW_MIN
-        self._renewal: Iterator[None] | None = None  # that is under way
-        self._now_s = 0.0
         self._running: dict[int, tuple[int, bytes]] = {}  # requests whose answer is awaited: slot and last key
 
     # Events
@@ -61,13 +55,11 @@ class SessionReturn(Predictor):
         keys, tenant, tokens = request.keys, request.tenant, request.prompt_tokens or -1
         if not keys:
             return
-        sessions, tables, blocks = self.sessions, self.tables, len(keys)
+        sessions, learning, blocks = self.sessions, self.learning, len(keys)
         prev, reach = sessions.find(tenant, keys)
         if prev >= 0:
             gap_s, turn, known = now_s - sessions.used_s[prev], sessions.turn[prev] + 1, sessions.tokens[prev]
-            first, reached = sessions.bin[prev], passed(gap_s)
-            reached = max(first, reached)
-            tables.log.append((sessions.cell[prev], first, reached, reached < BINS, sessions.hint[prev]))
+            learning.returned(prev, gap_s)
             pace = math.log(max(gap_s, _GAP_MIN_S))
             pace = pace if turn == 2 else 0.5 * (pace + sessions.pace[prev])
             text = max(0, tokens - known) if tokens >= 0 and known >= 0 else None
@@ -79,7 +71,7 @@ class SessionReturn(Predictor):
             features = begun(blocks - reach, blocks, request.prompt_tokens or None, is_branch=reach >= _BRANCH_MIN)
         slot = sessions.take(tenant, keys, fan, marked)
         self.features[slot] = features
-        sessions.cell[slot], sessions.hint[slot] = tables.cell(features), 0
+        sessions.cell[slot] = learning.tables.cell(features)
         sessions.bin[slot], sessions.length[slot], sessions.turn[slot] = 0, blocks, turn
         sessions.used_s[slot], sessions.pace[slot] = now_s, pace
         sessions.tokens[slot], sessions.answer[slot], sessions.due_s[slot] = tokens, 0, 0.0
@@ -87,9 +79,9 @@ class SessionReturn(Predictor):
             self._running[request.number] = (slot, keys[-1])
             if len(self._running) > _RUNNING_MAX:
                 del self._running[next(iter(self._running))]
-        self.requests += 1
-        if self.requests % _EVERY == 0:
-            self._keep_up(now_s)
+        learning.requests += 1
+        if learning.requests % _EVERY == 0 and learning.is_due:
+            learning.step(now_s, _STEP_US)
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:
         slot, key = self._running.pop(number, (-1, b""))
@@ -112,13 +104,10 @@ class SessionReturn(Predictor):
             self.sessions.due_s[slot] = hint.due_s
 
     def _until_now(self, slot: int, now_s: float) -> Features:
-        """The chain's class, for which its age is counted up to now."""
-        sessions, features = self.sessions, self.features[slot]
+        """Return the chain's class, for which its age is counted up to now."""
+        features = self.features[slot]
         assert features is not None
-        reached, now_bin = sessions.bin[slot], passed(now_s - sessions.used_s[slot])
-        if reached < now_bin:
-            self.tables.log.append((sessions.cell[slot], reached, now_bin, False, sessions.hint[slot]))
-            sessions.bin[slot] = now_bin
+        self.learning.grew_older(slot, now_s)
         return features
 
     def _add_answer(self, slot: int, tokens: int) -> None:
@@ -129,46 +118,10 @@ class SessionReturn(Predictor):
 
     def _change_class(self, slot: int, features: Features) -> None:
         self.features[slot] = features
-        self.sessions.hint[slot] = said = hint_number(features)
-        self.sessions.cell[slot] = self.tables.cell(unhinted(features) if said else features)
+        self.sessions.cell[slot] = self.learning.tables.cell(features)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
         self.sessions.forget(tenant, keys)
-
-    # Learning: one slice a call
-
-    def _keep_up(self, now_s: float) -> None:
-        self._now_s = now_s
-        if self._renewal is not None:
-            if next(self._renewal, self) is self:
-                self._renewal = None
-                self.renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
-        elif self.requests >= self.renew_at:
-            self._renewal = self._renewed()
-        elif len(self.tables.log) >= _LOGGED:
-            self.tables.fold()
-
-    def _renewed(self) -> Iterator[None]:
-        """Count the age bins that live chains have passed since the last time; then what was seen begins to count."""
-        used, sessions = min(self.sessions.slots, self.requests), self.sessions
-        for first in range(0, used, _AGED):
-            live = first + np.flatnonzero(np.frombuffer(sessions.live, np.uint8)[first : min(first + _AGED, used)])
-            reached = np.frombuffer(sessions.bin, np.int32)
-            now_bins = passed_by(self._now_s - np.frombuffer(sessions.used_s)[live])
-            is_behind = reached[live] < now_bins
-            live, now_bins = live[is_behind], now_bins[is_behind]
-            if len(live):
-                columns = sessions.cell, sessions.bin, sessions.hint
-                cells, former, hints = (np.asarray(column)[live].astype(np.int64) for column in columns)
-                self.tables.count_many(cells, former, now_bins, hints)
-                reached[live] = now_bins
-            yield
-        live = np.flatnonzero(np.frombuffer(sessions.live, np.uint8))
-        self.tables.free_unused(np.frombuffer(sessions.cell, np.int32)[live].astype(np.int64))
-        self.tables.fold()
-        yield
-        since, self.renewed = self.renewed, self.requests
-        yield from self.tables.renewal(_DECAY ** (self.requests - since))
 
     # Answers
 
@@ -176,7 +129,7 @@ class SessionReturn(Predictor):
         return self._guesses(now_s, horizon_s, limit, 0, 1)
 
     def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
-        step = max(1, min(self.sessions.slots, self.requests) // (_LIVE_SHARE * count))
+        step = max(1, min(self.sessions.slots, self.learning.requests) // (_LIVE_SHARE * count))
         return self._guesses(now_s, horizon_s, count, turn % step, step)
 
     def _guesses(self, now_s: float, horizon_s: float, limit: int, begin: int, step: int) -> list[Guess]:
@@ -193,10 +146,8 @@ class SessionReturn(Predictor):
         if not len(slots) or limit < 1:
             return []
         is_due = due_s[slots] > max(now_s - _LATE_S, 0.0)
-        hints = np.frombuffer(sessions.hint, np.uint8)[slots]
-        classes, rows = np.unique(np.frombuffer(sessions.cell, np.int32)[slots] * 256 + hints, return_inverse=True)
-        cells, said = np.divmod(classes.astype(np.int64), 256)
-        table = cumulative(self.tables.hazards(cells, said))
+        cells, rows = np.unique(np.frombuffer(sessions.cell, np.int32)[slots], return_inverse=True)
+        table = cumulative(self.learning.tables.hazards(cells.astype(np.int64)))
         ages_s = np.maximum(now_s - used_s[slots], 0.0)
         before = at_age(table, rows, ages_s)
         chances = chance(before, at_age(table, rows, ages_s + horizon_s))
@@ -230,13 +181,95 @@ class SessionReturn(Predictor):
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
-        yield "numbers", np.array([self.requests, self.renewed, self.renew_at], np.float64)
-        yield from return_state.exported(self.sessions, self.features, self.tables)
+        yield "numbers", np.array(self.learning.numbers(), np.float64)
+        yield from exported(self.sessions, self.features, self.learning.tables)
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        found = return_state.restored(state, self.sessions.slots, later_s)
-        requests, renewed, renew_at = return_state.numbers(state, 3)
-        self.sessions, self.features, self.tables = found
-        self.requests, self.renewed, self.renew_at = int(requests), int(renewed), int(renew_at)
-        self._renewal = None
+        self.sessions, self.features, self.learning = restored(state, self.sessions.slots, later_s)
         self._running.clear()
+
+
+FORMAT = 3
+_COPIED = 128  # chains or marks copied between two pauses
+_LOOKED_AT = 4096  # slots looked at between two pauses
+_COLUMNS = ("tenant", "tokens", "answer", "length", "turn", "bin", "used_s", "pace", "due_s", "fan")
+CHAIN = np.dtype(
+    [
+        ("last", "V16"), ("above", "V16"), ("has_above", "?"), ("features", "i1", (len(Features._fields),)),
+        ("tenant", "i8"), ("tokens", "i8"), ("answer", "i8"), ("length", "i4"), ("turn", "i4"), ("bin", "i4"),
+        ("used_s", "f8"), ("pace", "f8"), ("due_s", "f8"), ("fan", "u1"),
+    ]
+)  # fmt: skip
+MARK = np.dtype([("tenant", "i8"), ("key", "V16"), ("is_shared", "?")])
+_NO_KEY = bytes(16)
+
+
+def exported(sessions: Sessions, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
+    """Yield what was learned, but for requests whose answer is awaited; chains in the order of their last use."""
+    about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
+    yield "about", np.frombuffer(about, np.uint8)
+    hand, live = sessions.hand, np.frombuffer(sessions.live, np.uint8)
+    for first in range(0, sessions.slots, _LOOKED_AT):
+        yield "chains", np.empty(0, CHAIN)
+        slots = np.arange(hand + first, hand + min(first + _LOOKED_AT, sessions.slots)) % sessions.slots
+        awaited = slots[live[slots] == 1].tolist()
+        for begin in range(0, len(awaited), _COPIED):
+            part = [slot for slot in awaited[begin : begin + _COPIED] if sessions.live[slot]]
+            yield "chains", _chains(sessions, features, part)
+    for marks in parts(sessions.marks(), MARK, _COPIED):
+        yield "marks", marks
+    yield from tables.copied()
+
+
+def _chains(sessions: Sessions, features: Sequence[Features | None], slots: Sequence[int]) -> Array:
+    chains = np.zeros(len(slots), CHAIN)
+    above = [sessions.above[slot] for slot in slots]
+    chains["last"] = np.frombuffer(b"".join(sessions.last[slot] or _NO_KEY for slot in slots), "V16")
+    chains["above"] = np.frombuffer(b"".join(key or _NO_KEY for key in above), "V16")
+    chains["has_above"] = [key is not None for key in above]
+    chains["features"] = [features[slot] for slot in slots]
+    for name in _COLUMNS:
+        column = getattr(sessions, name)
+        chains[name] = [column[slot] for slot in slots]
+    return chains
+
+
+def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], Learner]:
+    """Return what `state` holds, with room for `slots` chains, the last ones, on a clock `later_s` ahead. Raises
+    ValueError for a state that this version cannot use.
+    """
+    try:
+        about, steps = json.loads(state["about"].tobytes()), state.get("steps", np.empty(0, STEP))
+        chains = state.get("chains", np.empty(0, CHAIN))[-slots:]
+        marks = state.get("marks", np.empty(0, MARK))
+        if about["format"] != FORMAT or (steps.dtype, chains.dtype, marks.dtype) != (STEP, CHAIN, MARK):
+            raise ValueError("the state of another version")
+        sessions = Sessions(slots)
+        learning = Learner(sessions, ladders_of(about["orders"], steps))
+        learning.restore(state["numbers"].tolist())
+        tables, cells = learning.tables, [Features(*each) for each in state["cells"].tolist()[KINDS:]]
+        tables.restore(state, np.array([*range(KINDS), *map(tables.cell, cells)], np.int64))
+        known = [Features(*each) for each in chains["features"].tolist()]
+        _restore_chains(sessions, chains, known, tables, later_s)
+        sessions.restore_marks(marks.tolist())
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(f"the state of another version: {error}") from error
+    features: list[Features | None] = [*known, *[None] * (slots - len(known))]
+    return sessions, features, learning
+
+
+def _restore_chains(
+    sessions: Sessions, chains: Array, features: Sequence[Features], tables: HazardTables, later_s: float
+) -> None:
+    for name in _COLUMNS:
+        column = getattr(sessions, name)
+        for slot, value in enumerate(chains[name].tolist()):
+            column[slot] = value
+    lasts, aboves = chains["last"].tolist(), chains["above"].tolist()
+    for slot, (last, above, has_above) in enumerate(zip(lasts, aboves, chains["has_above"].tolist(), strict=True)):
+        sessions.name(slot, sessions.tenant[slot], last, above if has_above else None, sessions.fan[slot])
+        sessions.cell[slot] = tables.cell(features[slot])
+        sessions.used_s[slot] += later_s
+        sessions.due_s[slot] += later_s if sessions.due_s[slot] else 0.0
+        sessions.bin[slot] = min(max(sessions.bin[slot], 0), BINS)
+    sessions.hand = len(chains) % sessions.slots

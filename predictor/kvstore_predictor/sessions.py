@@ -15,6 +15,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 SHARED_FAN = 4
 LOOKED_BACK = 512  # blocks that a request may add to its session
 
@@ -42,7 +45,6 @@ class _Names:
 class Sessions:
     """Columns by slot. `live`: a return is awaited. `tokens`: of prompt and answer, -1 if not known; `answer`: of those
     the answer's. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use it then; 0: none.
-    `hint`: what engines said, as one number.
     """
 
     def __init__(self, slots: int) -> None:
@@ -52,10 +54,14 @@ class Sessions:
         self.tenant, self.tokens, self.answer = (array("q", bytes(8 * self.slots)) for _ in range(3))
         self.length, self.turn, self.cell, self.bin = (array("i", bytes(4 * self.slots)) for _ in range(4))
         self.used_s, self.pace, self.due_s = (array("d", bytes(8 * self.slots)) for _ in range(3))
-        self.live, self.fan, self.hint = (bytearray(self.slots) for _ in range(3))
+        self.live, self.fan = (bytearray(self.slots) for _ in range(2))
         self.hand = 0  # the slot that is taken next
         self._names: dict[int, _Names] = {}
         self._marks = 0
+
+    def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the slots among `live` that may be asked about: all."""
+        return live
 
     def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:
         """The slot that a request for `keys` continues and how many of the keys are known by it; or (-1, 0)."""

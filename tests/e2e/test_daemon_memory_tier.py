@@ -104,14 +104,14 @@ def test_tiers_of_a_file_are_served_listed_and_read_again(tmp_path: Path, capfdb
         printed = tmp_path / "printed.toml"
         printed.write_text(kvctl("config --toml --changed").out)
         assert [tier.name for tier in load_config(printed).tiers] == ["host", "far", "nvme"]
-        write(more='[[tier]]\nname = "cxl"\ncapacity = "2MiB"\n', far="sieve", host=7)
+        write(more='[[tier]]\nname = "cxl"\ncapacity = "2MiB"\n', far="s3-fifo", host=7)
         reply = kvctl.json("reload")
         assert {each["name"] for each in reply["applied"]} == {"host.capacity", "far.policy"}
         assert [(each["name"], each["after"]) for each in reply["after_restart"]] == [
             ("[[tier]]", "host (7.0 MiB), far (4.0 MiB), cxl (2.0 MiB), nvme (32.0 MiB)")
         ]
         assert {name: tier.policy for name, tier in daemon.tiers().items()} == {
-            "host": "lru", "far": "sieve", "nvme": "lfu-ttl",
+            "host": "lru", "far": "s3-fifo", "nvme": "lfu-ttl",
         }  # fmt: skip
-        write(far="sieve", host=7)
+        write(far="s3-fifo", host=7)
         assert "no setting differs" in kvctl("reload").out

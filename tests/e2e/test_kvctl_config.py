@@ -97,10 +97,10 @@ def test_the_printed_file_gives_the_same_daemon(
 
 
 def test_after_a_reload_it_shows_what_is_in_force_and_what_waits(kvctl: Kvctl, file: Path) -> None:
-    write(file, in_flight=9, more='policy = "sieve"')
+    write(file, in_flight=9, more='policy = "s3-fifo"')
     kvctl("reload")
     settings = by_name(kvctl.json("config"))
-    assert (settings["nvme.policy"]["written"], settings["nvme.policy"]["origin"]) == ('"sieve"', str(file))
+    assert (settings["nvme.policy"]["written"], settings["nvme.policy"]["origin"]) == ('"s3-fifo"', str(file))
     assert (settings["movement.in_flight"]["written"], settings["movement.in_flight"]["waiting"]) == ("4", "9")
     assert "movement.in_flight waits for a restart: the file says 9" in kvctl("config --changed").out
     write(file, in_flight=4)

@@ -93,7 +93,7 @@ def hits_of(trace: Trace, hits: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "fifo", "chain-hazard"])
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "s3-fifo", "chain-hazard"])
 def test_the_simulator_hits_what_the_daemon_hit(policy: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     chosen = (*SMALL_DRAM, "nvme.enabled=false", f"host.policy={policy}")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstore_simulator.policies import POLICIES, create
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
-from kvstored.store.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key, pack
 from tests.reference.examples import examples
 from tests.reference.policies import victims

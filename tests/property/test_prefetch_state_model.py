@@ -16,10 +16,9 @@ from kvstore_predictor.session_return import SessionReturn
 from kvstored.clock import NS_PER_S
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.credit import PrefetchCredit
-from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
 
 TENANTS, GONE = 3, 1

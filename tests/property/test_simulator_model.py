@@ -9,11 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.reuse import NEVER, curves, reuse_distances
 from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.blocks.check import check
-from kvstored.store.policies import ADMISSIONS, POLICIES
+from kvstored.store.policies import ADMISSIONS
 from tests.reference.examples import each_nth
 from tests.reference.traces import Requests, plain_hits, sessions, trace_of
 

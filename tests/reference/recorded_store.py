@@ -12,12 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_simulator.engine_reports import hints_before, replay_hint
 from kvstore_simulator.machine import MediumSpec
-from kvstore_simulator.media import Medium, SimulatedLane
-from kvstore_simulator.recorded_hints import hints_before, replay_hint
-from kvstore_simulator.simulated_client import client_of, offer_of
-from kvstore_simulator.simulated_gpu import SimulatedGpuTier
-from kvstore_simulator.simulated_tiers import SimulatedTier
+from kvstore_simulator.node_store import client_of, offer_of
+from kvstore_simulator.simulated_tiers import Medium, SimulatedGpuTier, SimulatedLane, SimulatedTier
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
 from kvstore_tiers.segments import MemoryKind

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore_predictor.base import Array
-from kvstore_predictor.chain_rows import COLUMNS
-from kvstore_predictor.return_trees import ReturnTrees, without_trees
+from kvstore_predictor.return_trees import COLUMNS, ReturnTrees, without_trees
 
 
 def small_arrays(up: float = 0.5, down: float = -0.25) -> dict[str, Array]:

@@ -13,9 +13,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from kvstore_simulator.policies import POLICIES as STUDIED
 from kvstored.config import ConfigError, load_config, reference_text
 from kvstored.config.schema import Config
 from kvstored.config.tiers import KINDS
+from kvstored.policy_names import FOR_STUDIES
 from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, resolve
 from tests.tidy.tree import PACKAGES, ROOT, modules
 
@@ -98,8 +100,9 @@ def test_every_policy_and_admission_is_documented() -> None:
     reference, page = reference_text(), (ROOT / "docs/policies.md").read_text()
     assert reference.count(f"# {' | '.join(POLICIES)}\n") == 2, "of both tiers"
     assert f"# {' | '.join(ADMISSIONS)}: " in reference
-    assert [name for name in (*POLICIES, *ADMISSIONS) if f"| `{name}`" not in page] == []
+    assert [name for name in (*STUDIED, *ADMISSIONS) if f"| `{name}`" not in page] == []
     assert resolve(BEST) == load_config(None).host.policy
+    assert {*POLICIES, *FOR_STUDIES} == set(STUDIED)
 
 
 def _using(path: Path) -> Iterator[ast.AST]:

@@ -28,9 +28,9 @@ examples:
   kvstored predictor train day1.jsonl.gz day2.jsonl.gz --out return.npz
   kvstored predictor train chat.jsonl.gz --format mooncake --out return.npz --json | jq .held_out
 
-Writes the model, return.card.json (data, features, held-out figures against session-return) and return.card.html (the
-same with calibration plots). Of each recording the first 60 % of the requests are fitted, the next 15 % choose how many
-trees are kept, the last 25 % judge. To use it: prefetch.predictor = "learned", prefetch.model = "/.../return.npz".
+Writes the model and return.card.json (data, features, held-out figures against session-return). Of each recording the
+first 60 % of the requests are fitted, the next 15 % choose how many trees are kept, the last 25 % judge.
+To use it: prefetch.predictor = "learned", prefetch.model = "/.../return.npz".
 Training needs scikit-learn (pip install 'kvstored[learned]'); serving and evaluate do not.
 exit status: 0 done; 1 it could not be done; 2 a mistake in the arguments or a recording, or too little to learn from
 """
@@ -83,9 +83,8 @@ def add_predictor(commands: Commands) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     from kvstore_console.progress import Progress
-    from kvstore_simulator.fitting import need_scikit_learn
-    from kvstore_simulator.predictor_card import card, card_page, table
-    from kvstore_simulator.training import train
+    from kvstore_simulator.predictor_card import card, table
+    from kvstore_simulator.training import need_scikit_learn, train
     from kvstored.store.prefetch.model_file import write_model
 
     out: Path = arguments.out
@@ -103,9 +102,6 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         write_model(out, trained.arrays)
         out.with_suffix(".card.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        out.with_suffix(".card.html").write_text(
-            card_page(facts, trained), encoding="utf-8", errors="xmlcharrefreplace"
-        )
     except OSError as error:
         return failure(f"cannot write {error.filename or out}: {error.strerror or error}")
     if arguments.json:
@@ -113,7 +109,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     trees = facts["trees"]
     print(f"{out}: {trees} trees from {trained.fitted_rows:,} looks at chains" if trees else _no_gain(out))
-    print(f"{out.with_suffix('.card.html')}: its card, with calibration plots")
+    print(f"{out.with_suffix('.card.json')}: its card")
     print(f"\nthe last quarter of each recording, which it was not trained with:\n\n{table(facts['held_out'])}")
     return EXIT_OK
 

@@ -92,9 +92,3 @@ def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
     if at[0] >= at[1]:
         raise ValueError(f"--part {arguments.part}: no request falls into it")
     return (trace.part(0, at[1]), at[0]) if arguments.warm else (trace.part(at[0], at[1]), 0)
-
-
-def warn_of_cut(trace: Trace) -> None:
-    """What the trace's writer had not written when it was killed is missing from the figures."""
-    if trace.cut_after is not None:
-        print(f"{trace.name} is cut off after line {trace.cut_after}: later requests are not counted", file=sys.stderr)

@@ -1,23 +1,20 @@
 """`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds; with --mode timing, which is
-`timing`, the latency on a machine; with --nodes, which is `fleet`, on several.
+`timing`, the latency on a machine or several.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import gc
-import json
 import os
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
-from kvstore_simulator.cli import fleet, reading, timing
-from kvstored.cli.results import hand_over
+from kvstore_simulator.cli import reading, timing
+from kvstore_simulator.cli.results import Advance, Results, carry_out, keep
 from kvstored.exits import failure, mistake
 
 if TYPE_CHECKING:
@@ -79,7 +76,7 @@ def add_simulate(commands: Commands) -> None:
     )  # fmt: skip
     reading.add_options(simulate)
     timing.add_options(simulate)
-    fleet.add_options(simulate)
+    timing.add_fleet_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument(
         "--reuse-distance", action="store_true", help="also: how far apart uses of a block are (mode replay)"
@@ -96,7 +93,7 @@ def add_simulate(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        has_nodes = any(getattr(arguments, option) is not None for option in fleet.OPTIONS)
+        has_nodes = any(getattr(arguments, option) is not None for option in timing.FLEET_OPTIONS)
         mode = "timing" if has_nodes else one_of("--mode", arguments.mode, ("replay", "timing"))
         others = timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
         for option in others:
@@ -108,10 +105,10 @@ def _run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return failure(f"cannot write {arguments.plot}: {error.strerror}")
     if has_nodes:
-        return fleet.simulate(arguments, lambda given, progress: timing.study_of(given, _policies, progress))
-    if mode == "timing":
-        return timing.simulate(arguments, _policies)
-    return _replay(arguments)
+        return carry_out(arguments, partial(timing.find_fleet, arguments, _policies))
+    return carry_out(
+        arguments, partial(timing.find, arguments, _policies) if mode == "timing" else partial(_replay, arguments)
+    )
 
 
 def _check_plot(arguments: argparse.Namespace) -> None:
@@ -130,31 +127,33 @@ def _check_plot(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--plot {plot} would overwrite what is read")
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    from kvstore_console.progress import Progress
+def _replay(arguments: argparse.Namespace, advance: Advance) -> Results:
+    from kvstore_simulator.report import replay_table, reuse_table, study_page
     from kvstore_simulator.reuse import Curve, curves, reuse_distances
-    from kvstore_simulator.trace import TraceError
 
     found: list[Curve] = []
-    try:
-        with Progress("kvstored simulate") as progress:
-            study = _study(arguments, partial(progress.advance, "reading"))
-            if arguments.reuse_distance:
-                found = curves(study.trace, reuse_distances(study.trace), study.count_from)
-            gc.freeze()  # the trace stays: no collection need walk it, as in the daemon
-            rows = list(study.rows(progress.advance))
-    except (ValueError, TraceError) as error:
-        return mistake(str(error))
-    except OSError as error:
-        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    reading.warn_of_cut(study.trace)
-    return hand_over(lambda: _print(arguments, study, rows, found), arguments.plot, lambda: _page(study, rows, found))
+    study = _study(arguments, partial(advance, "reading"))
+    trace, model = study.trace, study.model.name
+    if arguments.reuse_distance:
+        found = curves(trace, reuse_distances(trace), study.count_from)
+    keep()
+    rows = list(study.rows(advance))
+    facts = {"warm": arguments.warm} | ({"reuse_distance": [asdict(curve) for curve in found]} if found else {})
+    subtitle = (
+        f"{trace.lookups:,} requests, {trace.accesses:,} block accesses, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; compute and bytes of {model}"
+    )
+    return Results(
+        trace, model, facts, rows, "\n\n".join(filter(None, (replay_table(rows), reuse_table(found)))),
+        lambda: study_page(f"Policies on {trace.name}", subtitle, rows, found),
+        "reuse distances are no rows: they are in the table, in --json and in --plot" if found else "",
+    )  # fmt: skip
 
 
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstore_simulator.future import Clairvoyant
     from kvstore_simulator.hints import NO_HINTS, parse_hints
+    from kvstore_simulator.policies.clairvoyant import Clairvoyant
     from kvstore_simulator.study import UNBOUNDED, Study
     from kvstore_simulator.worth import load_prices, models
 
@@ -175,7 +174,8 @@ def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Policies and admissions that were asked for. Raises ValueError with one line."""
-    from kvstored.store.policies import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolve
+    from kvstore_simulator.policies import POLICIES
+    from kvstored.policy_names import ADMISSIONS, BEST, WITH_WORTH, resolve
 
     policies = some_of(
         "--policy",
@@ -203,37 +203,3 @@ def _capacities(text: str) -> tuple[float, ...]:
         if capacity > 1 and not capacity.is_integer():
             raise ValueError(f"--capacity {capacity:g}: above 1 it is blocks, which are whole; shares are 1 at most")
     return tuple(dict.fromkeys(capacities))
-
-
-def _print(arguments: argparse.Namespace, study: Study, rows: list[dict[str, Any]], found: list[Any]) -> None:
-    from kvstore_simulator.text import as_csv, replay_table, reuse_table
-
-    if arguments.json:
-        trace = study.trace
-        report = {
-            "trace": trace.name, "format": trace.format, "seed": arguments.seed, "part": arguments.part,
-            "warm": arguments.warm, "block_tokens": trace.block_tokens, "model": study.model.name, "rows": rows,
-        }  # fmt: skip
-        if found:
-            report["reuse_distance"] = [asdict(curve) for curve in found]
-        print(json.dumps(report))
-    elif arguments.csv:
-        print(as_csv(rows), end="")
-        if found:
-            print("reuse distances are no rows: they are in the table, in --json and in --plot", file=sys.stderr)
-    else:
-        print(replay_table(rows))
-        if found:
-            print("\n" + reuse_table(found))
-    sys.stdout.flush()
-
-
-def _page(study: Study, rows: list[dict[str, Any]], found: list[Any]) -> str:
-    from kvstore_simulator.page import study_page
-
-    trace = study.trace
-    subtitle = (
-        f"{trace.lookups:,} requests, {trace.accesses:,} block accesses, {trace.distinct_blocks:,} distinct blocks of "
-        f"{trace.block_tokens} tokens; compute and bytes of {study.model.name}"
-    )
-    return study_page(f"Policies on {trace.name}", subtitle, rows, found)

@@ -1,11 +1,10 @@
-"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine."""
+"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine; with
+--nodes, on several that share a remote store.
+"""
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import some_of
 from kvstore_simulator.cli import reading
-from kvstored.cli.results import hand_over
-from kvstored.exits import mistake
+from kvstore_simulator.cli.results import Advance, Results, keep
 
 if TYPE_CHECKING:
+    from kvstore_simulator.fleet import FleetStudy
     from kvstore_simulator.machine import Machine
-    from kvstore_simulator.node_store import MakePredictor
-    from kvstore_simulator.timing import Timed, TimingStudy
+    from kvstore_simulator.node_settings import MakePredictor
+    from kvstore_simulator.timing import TimingStudy
 
 OPTIONS = ("profile", "devices", "tiers", "gpu", "speed", "without", "predictor", "predictor_model")
 Policies = Callable[[argparse.Namespace, str], tuple[tuple[str, ...], tuple[str, ...]]]
 _PROFILE, _POLICY = "h100", "best"
 _DEVICES_MAX = 4096
+FLEET_OPTIONS = ("nodes", "remote", "routing")
+_NODES_MAX = 64
+_NO_MEANING = ("without", "predictor", "plot")
 
 
 def add_options(simulate: argparse.ArgumentParser) -> None:
@@ -58,28 +60,55 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
     timing.add_argument("--predictor-model", type=Path, metavar="MODEL.npz", help="of predictor learned")
 
 
-def simulate(arguments: argparse.Namespace, policies: Policies) -> int:
-    """`policies` is what mode replay has too."""
-    from kvstore_console.progress import Progress
+def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
+    fleet = simulate.add_argument_group("mode timing, several nodes")
+    fleet.add_argument(
+        "--nodes", type=int, metavar="N",
+        help="so many nodes, each as --profile and --tiers say, against one of N times the size",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--remote", metavar="LIST",
+        help="the store that they share: latency=2ms,jitter=1ms,bandwidth=1GB/s,loss=0.01,capacity=1TiB,"
+        "share=evicted, reused or all (default: none is shared)",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--routing", metavar="LIST",
+        help="random, sticky (where the conversation was) or events (where the blocks are, weighed against the queue); "
+        "or all (default all)",
+    )  # fmt: skip
 
-    try:
-        with Progress("kvstored simulate") as progress:
-            study = study_of(arguments, policies, partial(progress.advance, "reading"))
-            gc.freeze()  # the trace stays: no collection need walk it
-            results = list(study.run(progress.advance))
-    except ValueError as error:
-        return mistake(str(error))
-    except OSError as error:
-        return mistake(f"cannot read {error.filename or arguments.trace}: {error.strerror or error}")
-    reading.warn_of_cut(study.trace)
-    return hand_over(lambda: _print(arguments, study, results), arguments.plot, lambda: _page(study, results))
+
+def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
+    """Return what a study of the trace that `arguments` name finds; `policies` reads what mode replay has too."""
+    from kvstore_console.units import human_bytes
+    from kvstore_simulator.timing_report import report, timing_page
+
+    study = study_of(arguments, policies, partial(advance, "reading"))
+    keep()
+    results, trace, machine = list(study.run(advance)), study.trace, study.machine
+    facts = {
+        "mode": "timing", "warm": arguments.warm, "profile": machine.name, "devices": study.devices,
+        "speed": study.speed, "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes,
+        "timelines": [result.timeline() for result in results],
+    }  # fmt: skip
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
+    speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
+    subtitle = (
+        f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
+        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+    )
+    return Results(
+        trace, study.model.name, facts, [result.row for result in results], f"{subtitle}\n\n{report(results)}",
+        lambda: timing_page(f"Time to first token on {trace.name}", subtitle, results),
+    )  # fmt: skip
 
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Raises ValueError (TraceError) with one line; OSError."""
-    from kvstore_simulator.gpu_option import read_gpu
     from kvstore_simulator.machine import GPU, load_machine
-    from kvstore_simulator.plan import ABLATIONS
+    from kvstore_simulator.node_settings import ABLATIONS
+    from kvstore_simulator.options import read_gpu
     from kvstore_simulator.timing import TimingStudy
     from kvstore_simulator.worth import models
 
@@ -205,42 +234,50 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
     return {name: FOR_STUDIES[name] if name in FOR_STUDIES else shipped(name, model) for name in names}
 
 
-def _print(arguments: argparse.Namespace, study: TimingStudy, results: list[Timed]) -> None:
-    from kvstore_simulator.text import as_csv
-    from kvstore_simulator.timing_text import report
-
-    rows = [result.row for result in results]
-    if arguments.json:
-        trace, machine = study.trace, study.machine
-        document = {
-            "mode": "timing", "trace": trace.name, "format": trace.format, "seed": arguments.seed,
-            "part": arguments.part, "warm": arguments.warm, "block_tokens": trace.block_tokens,
-            "model": study.model.name, "profile": machine.name, "devices": study.devices, "speed": study.speed,
-            "tiers": dict(study.tiers), "engine_bytes": study.pool_bytes, "rows": rows,
-            "timelines": [result.timeline() for result in results],
-        }  # fmt: skip
-        print(json.dumps(document))
-    elif arguments.csv:
-        print(as_csv(rows), end="")
-    else:
-        print(f"{_subtitle(study)}\n\n{report(results)}")
-    sys.stdout.flush()
-
-
-def _subtitle(study: TimingStudy) -> str:
+def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
+    """Return what a study of several nodes finds; `policies` reads what mode replay has too."""
     from kvstore_console.units import human_bytes
+    from kvstore_simulator.report import fleet_table
 
-    trace, machine = study.trace, study.machine
-    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in study.tiers)
-    speed = "" if study.speed == 1 else f" at {study.speed:g} times its speed"
-    return (
-        f"{trace.name}{speed}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
-        f"{trace.block_tokens} tokens; {study.model.name} on {study.devices} x {machine.name}, "
-        f"{human_bytes(study.pool_bytes)} for the engine's own blocks; store: {tiers}"
+    study = _fleet_study(arguments, policies, partial(advance, "reading"))
+    keep()
+    rows, trace, settings = list(study.rows(advance)), study.trace, study.settings
+    facts = {
+        "mode": "fleet", "seed": study.seed, "profile": settings.machine.name, "speed": settings.speed,
+        "tiers": dict(settings.tiers), "engine_bytes": settings.pool_bytes,
+    }  # fmt: skip
+    tiers = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in settings.tiers)
+    text = (
+        f"{trace.name}: {trace.lookups:,} requests, {trace.distinct_blocks:,} distinct blocks of "
+        f"{trace.block_tokens} tokens; {settings.model.name} on {study.nodes} x {settings.machine.name}, "
+        f"{human_bytes(settings.pool_bytes)} for each engine's own blocks; each store: {tiers}\n\n{fleet_table(rows)}"
     )
+    if study.too_long:
+        text += (
+            f"\n\n{study.too_long:,} requests are longer than an engine's memory and left out of all rows; "
+            "--tiers engine=SIZE gives it more"
+        )
+    return Results(trace, settings.model.name, facts, rows, text)
 
 
-def _page(study: TimingStudy, results: list[Timed]) -> str:
-    from kvstore_simulator.timing_page import timing_page
+def _fleet_study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> FleetStudy:
+    """Raises ValueError (TraceError) with one line; OSError."""
+    from kvstore_simulator.fleet import ROUTINGS, FleetStudy
+    from kvstore_simulator.options import parse_remote
 
-    return timing_page(f"Time to first token on {study.trace.name}", _subtitle(study), results)
+    for option in _NO_MEANING:
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} has no meaning with --nodes; leave it out")
+    if arguments.nodes is None:
+        raise ValueError("--remote and --routing are for several nodes: add --nodes 8")
+    if not 2 <= arguments.nodes <= _NODES_MAX:
+        raise ValueError(f"--nodes {arguments.nodes}: 2 to {_NODES_MAX}")
+    routings = some_of("--routing", arguments.routing or "all", ROUTINGS, every=ROUTINGS)
+    remote = None if arguments.remote is None else parse_remote(arguments.remote)
+    timing = study_of(arguments, policies, progress)
+    if any(name == "remote" for name, _ in timing.tiers):
+        raise ValueError("--tiers remote is a node's own; what nodes share is --remote latency=2ms,bandwidth=1GB/s")
+    settings = timing.settings(timing.policies[0], timing.admissions[0])
+    return FleetStudy(
+        timing.trace, settings, arguments.nodes, routings, remote, timing.count_from, arguments.seed
+    )  # fmt: skip

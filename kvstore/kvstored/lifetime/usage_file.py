@@ -21,15 +21,14 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from kvstore_predictor.base import Array, Piece
-from kvstore_predictor.pieces import within
+from kvstore_predictor.base import Array, Piece, within
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.replaced_file import replaced_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.usage import DTYPE, apply, collect
-from kvstored.store.policies import Origin, Policy
-from kvstored.store.prefetch.state import PrefetchState
+from kvstored.store.policies import Learns, Origin, Policy
+from kvstored.store.prefetch.guarded_predictor import PrefetchState
 from kvstored.telemetry import Counters
 from kvstored.unsaved import Unsaved
 
@@ -112,9 +111,9 @@ class UsageFile:
             kept = within(tables, f"{group}/")
             names = sorted({name.partition("/")[0] for name in kept})
             try:
-                if kept and learner.name not in names:
-                    raise ValueError(f"{learner.name} cannot use it")
                 if kept:
+                    if learner.name not in names or not isinstance(learner, Learns | PrefetchState):
+                        raise ValueError(f"{learner.name} cannot use it")
                     learner.import_state(within(kept, f"{learner.name}/"), self._origin)
             except Exception as error:  # a damaged table raises nearly any
                 place, learned_by = group.removeprefix(":"), ", ".join(names)
@@ -196,7 +195,7 @@ class UsageFile:
             for usage in collect(residency, tier, self._ahead_ns()):
                 yield residency.tiers[tier], usage
         for group, learner in self._learners():
-            for name, piece in learner.export_state():
+            for name, piece in learner.export_state() if isinstance(learner, Learns | PrefetchState) else ():
                 yield f"{group}/{learner.name}/{name}", piece
         for number, index in enumerate(residency.tenants):
             for piece in index.ghost.copied():

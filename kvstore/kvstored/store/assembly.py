@@ -27,10 +27,9 @@ from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, PolicySettings, create, succeed
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
-from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, create_predictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState, create_predictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.prefetch.state import PrefetchState
 from kvstored.store.remote import Absences, ComputeTimes
 from kvstored.store.reservations import Reservations
 from kvstored.store.transfer.admission import RemoteWrites

@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 @pytest.fixture(autouse=True)
 def _as_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks are run as scripts, from their folder; nothing of theirs stays imported or registered."""
-    from kvstored.policy_names import POLICIES
+    from kvstore_simulator.policies import POLICIES
 
     before, policies = set(sys.modules), dict(POLICIES)
     monkeypatch.syspath_prepend(str(BENCHMARKS))

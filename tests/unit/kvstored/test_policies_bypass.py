@@ -192,6 +192,9 @@ def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> 
         def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
             missed.append((list(rows), list(missing)))
 
+        def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+            """It knows no keys."""
+
     policy = Listening(shelf.residency, 0)
     shelf.residency.listen(0, policy)
     feed = feed_of(shelf, policy)

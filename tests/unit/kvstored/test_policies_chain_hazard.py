@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from kvstore_predictor import prior
-from kvstore_predictor.features import features_of, with_answer
-from kvstore_predictor.gittins import EDGES_S
+from kvstore_predictor.ages import EDGES_S
+from kvstore_predictor.features import continued, with_answer
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.candidates import _DRAW_US
-from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit
+from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit, is_near_end
 from kvstored.store.policies.chains.guard import LruGuard
-from kvstored.store.policies.chains.path import is_near_end
+from kvstored.store.policies.chains.worth import _DRAW_US
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once
 
@@ -84,7 +83,7 @@ def test_it_is_deterministic() -> None:
 
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstored.store.policies.chains.ghost._GHOST_MIN", 100)
-    monkeypatch.setattr("kvstored.store.policies.chains.collector._SLACK", 50)
+    monkeypatch.setattr("kvstored.store.policies.chains.learning._SLACK", 50)
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
     book = replay.policy.follower.book
@@ -105,7 +104,7 @@ def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
     shelf.now_ns += 5 * S
     shelf.chain(0, 1, 2, 3, 4)
-    assert policy.follower.book.returns == 1
+    assert policy.follower.book.learning.returns == 1
 
 
 def test_branches_from_a_shared_prompt_continue_no_chain() -> None:
@@ -114,7 +113,7 @@ def test_branches_from_a_shared_prompt_continue_no_chain() -> None:
     for number in range(10, 20):
         shelf.now_ns += S
         shelf.chain(0, 1, number, number + 100)
-    assert policy.follower.book.returns == 0
+    assert policy.follower.book.learning.returns == 0
     first = shelf.residency.find(0, (1).to_bytes(16, "big"))
     assert policy.follower.book.shared[first] > 5
 
@@ -136,14 +135,14 @@ def test_a_branch_is_distinguished_from_a_new_chain_and_from_a_continued_one() -
 
 def test_learning_does_not_wait_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """While there is room no victim is requested: observations still come to count, step by step."""
-    monkeypatch.setattr("kvstored.store.policies.chains.upkeep._LATE", 4)
+    monkeypatch.setattr("kvstored.store.policies.chains.learning._LATE", 4)
     shelf = Shelf()
     policy = in_force(shelf)
     book = policy.follower.book
     for number in range(200):
         shelf.now_ns += S
         shelf.chain(number)
-        assert book.requests - book.learning.renewed <= 25 + 40
+        assert book.learning.requests - book.learning.renewed <= 25 + 40
     assert book.learning.renewed > 100
 
 
@@ -273,10 +272,7 @@ def test_the_pace_of_a_session_is_the_mean_of_its_gaps() -> None:
             pace = math.log(gap_s) if turn == 1 else 0.5 * (pace + math.log(gap_s))
         assert policy.follower.book.chains.pace[chain] == pytest.approx(pace)
     features = policy.follower.book.features[chain]
-    alike = dict.fromkeys(("new_blocks", "length", "turn"), 1)
-    same = features_of(
-        is_continued=True, gap_s=64.0, pace_s=math.exp(pace), text_tokens=None, type_number=0, **alike
-    )  # fmt: skip
+    same = continued(1, 1, 1, 64.0, math.exp(pace), None)
     assert (features.gap, features.pace) == (same.gap, same.pace)
     assert features.gap != features.pace, "one long pause does not make a slow session"
 
@@ -477,9 +473,9 @@ def test_the_next_question_about_a_document_continues_the_last_one() -> None:
     text = range(1, 41)
     for question in range(6):  # of two blocks each
         shelf.chain(*text, 100 + 2 * question, 101 + 2 * question)
-    assert policy.follower.book.returns == 5
+    assert policy.follower.book.learning.returns == 5
     shelf.chain(*range(1, 21), 200)  # half of it is another's
-    assert policy.follower.book.returns == 5
+    assert policy.follower.book.learning.returns == 5
 
 
 def test_what_is_near_the_end_of_a_chain() -> None:

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, features_of, with_hint
+from kvstore_predictor.ages import HintFactors
+from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, continued, with_hint
 from kvstore_predictor.hazards import HazardTables, Ladder
-from kvstore_predictor.hint_factors import HintFactors
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstore_simulator.hints import Hints
 from kvstore_simulator.replay import Replay, ReplaySettings
@@ -64,12 +64,7 @@ def test_what_a_word_says_of_one_age_is_not_said_of_another() -> None:
 
 
 def hinted(**hint: float | int) -> Features:
-    return with_hint(
-        features_of(
-            is_continued=True, new_blocks=1, length=5, turn=3, gap_s=9.0, pace_s=9.0, text_tokens=None, type_number=0
-        ),
-        ChainHint(**hint),  # type: ignore[arg-type]
-    )  # fmt: skip
+    return with_hint(continued(1, 5, 3, 9.0, 9.0, None), ChainHint(**hint))  # type: ignore[arg-type]
 
 
 def test_a_hint_counts_at_once() -> None:

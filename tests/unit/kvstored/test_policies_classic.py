@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvstore_simulator.policies import create
+from kvstore_simulator.policies.w_tinylfu import FrequencySketch
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import Policy, PolicySettings, create
-from kvstored.store.policies.sketch import FrequencySketch
+from kvstored.store.policies import Policy, PolicySettings
 from tests.reference.blocks import Shelf, key
 
 S = 1_000_000_000

@@ -73,7 +73,7 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
 
 
 def test_all_leave_though_few_are_listed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.policies.chains.expiry._LISTED", 5)
+    monkeypatch.setattr("kvstored.store.policies.chains.worth._LISTED", 5)
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = [row for number in range(30) for row in shelf.chain(10 * number, 10 * number + 1)]

@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvstore_simulator.policies import create
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import PolicySettings, Share, create
+from kvstored.store.policies import PolicySettings, Share
 from tests.reference.blocks import Shelf
 from tests.reference.policies import victims
 

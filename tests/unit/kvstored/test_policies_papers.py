@@ -14,8 +14,8 @@ from importlib import import_module
 
 import pytest
 
+from kvstore_simulator.policies import POLICIES, create
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import POLICIES, create
 from tests.reference.blocks import Shelf, key
 
 Evictions = list[tuple[int, ...]]  # what each request made leave

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_simulator.policies import POLICIES, create
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.store.policies import POLICIES, Origin, Policy, create, joined, succeed
+from kvstored.store.policies import Learns, Origin, Policy, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
 from kvstored.telemetry import Counters
@@ -75,12 +76,12 @@ def test_a_chain_that_goes_on_after_the_restart_is_continued(tmp_path: Path) -> 
     chats(shelf)
     clock = ManualClock(shelf.now_ns)
     saved(tmp_path, shelf, [policy], clock)
-    returns = policy.follower.book.returns
+    returns = policy.follower.book.learning.returns
     assert returns > 50
     after = restored(tmp_path, shelf, clock)
     assert isinstance(after, ChainHazard)
     book = after.follower.book
-    assert (book.requests, book.returns) == (policy.follower.book.requests, returns)
+    assert (book.learning.requests, book.learning.returns) == (policy.follower.book.learning.requests, returns)
     assert after.follower.unknown == policy.follower.unknown
     rows = shelf.residency.find_keys(0, map(key, range(100, 130)))
     former = policy.follower.book
@@ -259,7 +260,7 @@ def test_a_state_of_another_version_is_ignored(
     saved(tmp_path, shelf, [policy], clock)
     version(monkeypatch)
     after = restored(tmp_path, shelf, clock)
-    assert isinstance(after, ChainHazard) and not after.follower.book.requests and len(after) == len(policy)
+    assert isinstance(after, ChainHazard) and not after.follower.book.learning.requests and len(after) == len(policy)
     assert "another version" in caplog.text and len(caplog.records) == 1
 
 
@@ -281,7 +282,7 @@ def test_a_file_of_another_version_gives_its_counts_alone(
     np.savez(tmp_path / FILE, **tables)
     shelf.residency.rows.accesses[0] = 1
     after = restored(tmp_path, shelf, clock)
-    assert isinstance(after, ChainHazard) and not after.follower.book.requests
+    assert isinstance(after, ChainHazard) and not after.follower.book.learning.requests
     assert shelf.residency.accesses(0) == 2
     assert "another version" in caplog.text and len(caplog.records) == 1
 
@@ -320,7 +321,7 @@ def test_events_between_two_pieces_do_no_harm() -> None:
         chats(shelf, first=number * 10_000, requests=12)
     after = chain_policy(shelf)
     carried(joined(pieces), after, shelf.now_ns)
-    assert after.follower.book.requests >= 300 and len(after) == len(policy)
+    assert after.follower.book.learning.requests >= 300 and len(after) == len(policy)
     while (row := after.next_victim(shelf.now_ns)) >= 0:
         shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
     assert not len(after)
@@ -332,17 +333,15 @@ def test_a_policy_with_other_settings_goes_on() -> None:
     chats(shelf)
     policy = create(NAME, shelf.residency, 0)
     succeed(policy, former, shelf.now_ns)
-    assert isinstance(policy, ChainHazard) and policy.follower.book.requests == former.follower.book.requests
+    assert (
+        isinstance(policy, ChainHazard)
+        and policy.follower.book.learning.requests == former.follower.book.learning.requests
+    )
     other = create("lru", shelf.residency, 0)
     succeed(other, policy, shelf.now_ns)
     assert len(other) == len(policy)
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {NAME}))
-def test_policies_that_keep_nothing_say_so(name: str) -> None:
-    policy = create(name, Shelf("host").residency, 0)
-    assert not list(policy.export_state())
-    with pytest.raises(ValueError, match="learns nothing"):
-        policy.import_state({}, Origin(np.arange(1), 0, 1))
-    policy.forget(0, [key(1)])
-    policy.forget(0, None)
+def test_policies_that_keep_nothing_do_not_learn(name: str) -> None:
+    assert not isinstance(create(name, Shelf("host").residency, 0), Learns)

@@ -17,10 +17,9 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.credit import Held, PrefetchCredit, Standing
-from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
 from tests.contract.test_predictor_contract import ask, drive, key, state_of
 from tests.reference.blocks import Shelf

@@ -250,7 +250,7 @@ async def test_a_get_that_is_loaded_whole_is_a_request_and_not_the_end_of_the_pu
         driven.leave_host(KEYS)
         driven.small.clock.advance(s=10.0)
         await driven.stream(GetRequest(PACKED))
-        assert policy.follower.book.returns == number
+        assert policy.follower.book.learning.returns == number
 
 
 @over_a_store("movement.in_flight=1")

@@ -17,10 +17,9 @@ from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.usage import DTYPE, STEP_ROWS, apply, collect
 from kvstored.store.policies import create
 from kvstored.store.prefetch.credit import PrefetchCredit
-from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
-from kvstored.store.prefetch.state import PrefetchState
 from kvstored.telemetry import Counters
 from kvstored.unsaved import Unsaved
 from tests.reference.blocks import Shelf, key

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore_simulator.policies import create
 from kvstore_tiers.base import Slot
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import create
 from kvstored.store.transfer.victims import MAX_LOOKS, AllBut, OrphanQueue, Victims
 
 ROWS = 4000

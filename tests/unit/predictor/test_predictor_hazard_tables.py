@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore_predictor import hazards
-from kvstore_predictor.features import Features, features_of
-from kvstore_predictor.gittins import (
+from kvstore_predictor.ages import (
     BINS,
     EDGES_S,
     WIDTHS_S,
@@ -18,15 +17,14 @@ from kvstore_predictor.gittins import (
     passed_by,
     places_of,
     ranks,
+    shrunk,
 )
+from kvstore_predictor.features import Features, continued
 from kvstore_predictor.hazards import HazardTables, Ladder
-from kvstore_predictor.shrinkage import shrunk
 
 
 def cell_features(turn: int) -> Features:
-    return features_of(
-        is_continued=True, new_blocks=1, length=5, turn=turn, gap_s=1.0, pace_s=1.0, text_tokens=None, type_number=0
-    )
+    return continued(1, 5, turn, 1.0, 1.0, None)
 
 
 def test_a_rank_looks_at_the_best_horizon() -> None:

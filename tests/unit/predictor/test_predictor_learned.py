@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore_predictor.base import Hint, Request
-from kvstore_predictor.chain_rows import COLUMNS
 from kvstore_predictor.learned import Learned
-from kvstore_predictor.return_trees import ReturnTrees, without_trees
+from kvstore_predictor.return_trees import COLUMNS, ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.config import ConfigError, load_config
 from kvstored.predictor_names import LEARNED

@@ -6,8 +6,7 @@ import pytest
 
 from kvstore_predictor.base import Request
 from kvstore_predictor.generations import Generations
-from kvstore_predictor.markov import Markov
-from kvstore_predictor.successors import Successors
+from kvstore_predictor.markov import Markov, Successors
 
 
 def document(number: int, blocks: int = 10) -> list[bytes]:

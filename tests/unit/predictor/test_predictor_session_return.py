@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore_predictor.ages import BINS, EDGES_S, END_S, age_of, at_age, chance, cumulative
 from kvstore_predictor.base import Guess, Hint, NextStep, Request
-from kvstore_predictor.gittins import BINS, EDGES_S
-from kvstore_predictor.horizons import END_S, age_of, at_age, chance, cumulative
 from kvstore_predictor.session_return import SessionReturn
 
 

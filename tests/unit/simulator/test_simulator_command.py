@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvstore_simulator.policies import POLICIES
 from kvstored.cli import main
-from kvstored.store.policies import POLICIES
 from tests.reference.traces import plain_hits, sessions, write_claude_code, write_mooncake
 
 REQUESTS = sessions(5, 200)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvstore_simulator.fleet import FleetStudy
+from kvstore_simulator.fleet import EVENTS, RANDOM, ROUTINGS, STICKY, FleetStudy, Router
 from kvstore_simulator.machine import load_machine
-from kvstore_simulator.node_store import NodeSettings
-from kvstore_simulator.pool import EnginePool
-from kvstore_simulator.routing import EVENTS, RANDOM, ROUTINGS, STICKY, Router
-from kvstore_simulator.simulated_remote import RemoteSpec, parse_remote
+from kvstore_simulator.node_settings import NodeSettings
+from kvstore_simulator.node_store import EnginePool
+from kvstore_simulator.options import parse_remote
+from kvstore_simulator.simulated_remote import RemoteSpec
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.visit import Visit
 from kvstore_simulator.worth import models

@@ -10,8 +10,7 @@ import pytest
 
 from kvstore_simulator.machine import GPU, HBM, Machine
 from kvstore_simulator.node import Node, serve_trace
-from kvstore_simulator.node_store import NodeSettings
-from kvstore_simulator.plan import ABLATIONS, BASELINE, ORCHESTRATED, Plan
+from kvstore_simulator.node_settings import ABLATIONS, BASELINE, ORCHESTRATED, NodeSettings, ServingPlan
 from kvstore_simulator.timing import TimingStudy
 from kvstore_simulator.trace import Op, Trace
 from kvstored.clock import NS_PER_S
@@ -32,7 +31,7 @@ def made(**times: float) -> Machine:
 def serve(
     trace: Trace,
     tiers: tuple[tuple[str, int], ...],
-    plan: Plan = ORCHESTRATED,
+    plan: ServingPlan = ORCHESTRATED,
     *,
     pool: int = 4,
     block_s: float = 1.0,
@@ -69,7 +68,7 @@ def must_balance(node: Node) -> None:
 
 
 @pytest.mark.parametrize("plan", [ORCHESTRATED, ABLATIONS["overlap"]], ids=lambda plan: plan.name)
-def test_what_is_on_the_device_is_not_copied_from_the_host(plan: Plan) -> None:
+def test_what_is_on_the_device_is_not_copied_from_the_host(plan: ServingPlan) -> None:
     node = serve(LONGER, ((GPU, 100), ("dram", 100), ("nvme", 100)), plan)
     last, copying_s = node.served.visits[2], 4 * 2 * HBM_S  # each byte is read and written
     assert (last.in_pool, last.found, last.recomputed) == (0, [4, 0, 0], 0)
@@ -86,7 +85,7 @@ def test_what_the_device_alone_has_does_not_come_back_to_dram() -> None:
 
 
 @pytest.mark.parametrize("plan", [ORCHESTRATED, ABLATIONS["overlap"]], ids=lambda plan: plan.name)
-def test_what_is_in_dram_costs_the_engines_own_copy(plan: Plan) -> None:
+def test_what_is_in_dram_costs_the_engines_own_copy(plan: ServingPlan) -> None:
     """Where admission has not let it onto the device: its second use is this one."""
     node = serve(LONGER, ((GPU, 100), ("dram", 100)), plan, gpu=ALWAYS | {"admission": "second-touch"})
     last, copying_s = node.served.visits[2], 4 * LINK_S

@@ -100,7 +100,7 @@ def recorded() -> Trace:
 
 def test_a_recorded_hint_is_replayed_in_its_place() -> None:
     trace = recorded()
-    replay = Replay(trace, ReplaySettings("lru", 10))
+    replay = Replay(trace, ReplaySettings("chain-hazard", 10))
     received: list[object] = []
     replay.policy.on_hint = lambda tenant, row, key, hint, now_ns: received.append(  # type: ignore[method-assign]
         (tenant, row >= 0, key, hint, now_ns / 1e9, replay.clock.monotonic_ns() / 1e9)

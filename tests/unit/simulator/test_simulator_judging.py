@@ -50,10 +50,10 @@ def test_a_put_is_no_request() -> None:
     assert not Uses(trace).is_within(trace.key(2), 0.0, 10.0)
 
 
-def test_the_brier_score_and_a_calibration_by_bins() -> None:
+def test_the_brier_score_and_the_calibration_error() -> None:
     judged = Judged([0.2, 0.2, 0.9, 0.9], [False, True, True, True])
     assert judged.figures()["brier"] == pytest.approx((0.04 + 0.64 + 0.01 + 0.01) / 4)
-    assert judged.reliability() == [(pytest.approx(0.2), 0.5, 2), (pytest.approx(0.9), 1.0, 2)]
+    assert judged.figures()["ece"] == pytest.approx((2 * 0.3 + 2 * 0.1) / 4)
     assert Judged().figures() == {"guesses": 0}
 
 

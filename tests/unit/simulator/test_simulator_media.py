@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_simulator.machine import PROFILES, MediumSpec, load_machine
-from kvstore_simulator.media import Medium, SimulatedLane
+from kvstore_simulator.simulated_tiers import Medium, SimulatedLane
 from kvstore_simulator.virtual_time import Stuck, VirtualLoop, run_virtual
 from kvstore_simulator.worth import Model
 from kvstored.clock import NS_PER_S, ManualClock

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_simulator import replay
+from kvstore_simulator import policies, replay
 from kvstore_simulator.machine import load_machine
 from kvstore_simulator.node import serve_trace
-from kvstore_simulator.node_store import NodeSettings
-from kvstore_simulator.plan import BASELINE, ORCHESTRATED, Plan
+from kvstore_simulator.node_settings import BASELINE, ORCHESTRATED, NodeSettings, ServingPlan
 from kvstore_simulator.simulated_tiers import SimulatedTier
 from kvstore_simulator.worth import models
 from kvstore_tiers.host import HostTier
@@ -67,7 +66,7 @@ def test_policy_and_residency_are_the_daemons(policy: str, tmp_path: Path) -> No
 
 def test_admissions_come_from_where_the_daemon_has_them() -> None:
     assert replay.create_admission is movement.create_admission
-    assert replay.create is assembly.create
+    assert policies.create_by_address is assembly.create
 
 
 # Mode timing
@@ -93,7 +92,9 @@ def parts(store: Store) -> dict[str, object]:
 
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("policy", ["lru", "best"])
-def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(policy: str, plan: Plan, tmp_path: Path) -> None:
+def test_a_simulated_node_moves_blocks_with_the_daemons_own_parts(
+    policy: str, plan: ServingPlan, tmp_path: Path
+) -> None:
     from kvstored import storage
 
     model = models()["smollm2-135m"]

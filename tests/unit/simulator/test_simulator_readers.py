@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_simulator.engine_reports import hints_before
 from kvstore_simulator.readers import ReadOptions, read_trace
-from kvstore_simulator.recorded_hints import hints_before
 from kvstore_simulator.trace import RecordedHint, Trace, TraceBuilder, TraceError
 from tests.reference.traces import sessions, trace_of, write_claude_code, write_mooncake
 

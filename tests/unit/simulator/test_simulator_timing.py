@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from kvstore_simulator.hints import Hints
 from kvstore_simulator.machine import Compute, Machine, MediumSpec
 from kvstore_simulator.node import Node, overlapped_s, serve_trace
-from kvstore_simulator.node_store import NodeSettings, NodeStore
-from kvstore_simulator.plan import ABLATIONS, BASELINE, BASELINE_EAGER, BASELINES, ENGINE_ALONE, ORCHESTRATED, Plan
+from kvstore_simulator.node_settings import (
+    ABLATIONS,
+    BASELINE,
+    BASELINE_EAGER,
+    BASELINES,
+    ENGINE_ALONE,
+    ORCHESTRATED,
+    NodeSettings,
+    ServingPlan,
+)
+from kvstore_simulator.node_store import NodeStore
 from kvstore_simulator.timing import TimingStudy
 from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstore_simulator.visit import Visit
@@ -49,7 +58,7 @@ def machine(*, block_s: float = 1.0, link_s: float = 0.01, below_s: float = 0.1,
 
 def serve(
     trace: Trace,
-    plan: Plan,
+    plan: ServingPlan,
     made: Machine | None = None,
     *,
     pool: int = 1000,
@@ -115,7 +124,7 @@ LONGER = replace(LATER, input_tokens=LATER.input_tokens + 500)
 
 
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED])
-def test_blocks_in_dram_come_over_the_link(plan: Plan) -> None:
+def test_blocks_in_dram_come_over_the_link(plan: ServingPlan) -> None:
     # The engine has room for one request: the third one finds its four blocks in DRAM, and computes 500 tokens.
     node = serve(LONGER, plan, machine(link_s=0.2), pool=4)
     last, copying, computing = node.served.visits[2], 4 * 0.2, seconds(node, 2048, 2548)
@@ -225,7 +234,7 @@ REQUESTS = sessions(7, 160)
 TRACE = trace_of(REQUESTS, every_s=0.7)
 
 
-def crowded(plan: Plan, made: Machine | None = None, trace: Trace = TRACE, policy: str = "lru") -> Node:
+def crowded(plan: ServingPlan, made: Machine | None = None, trace: Trace = TRACE, policy: str = "lru") -> Node:
     """Where nothing has room for everything."""
     return serve(trace, plan, made or machine(block_s=0.2), pool=30, dram=40, nvme=120, policy=policy)
 
@@ -234,7 +243,7 @@ MIXES = [*((plan, "lru") for plan in PLANS), (ORCHESTRATED, "lfu-ttl"), (ORCHEST
 
 
 @pytest.mark.parametrize(("plan", "policy"), MIXES, ids=[f"{plan.name}, {policy}" for plan, policy in MIXES])
-def test_nothing_is_lost_or_counted_twice(plan: Plan, policy: str) -> None:
+def test_nothing_is_lost_or_counted_twice(plan: ServingPlan, policy: str) -> None:
     node = crowded(plan, policy=policy)
     visits = node.served.visits
     assert all(visit.is_served for visit in visits) and len(visits) == len(REQUESTS)
@@ -270,7 +279,7 @@ def _balances(node: Node) -> None:
 
 
 @pytest.mark.parametrize("plan", [BASELINE, ORCHESTRATED], ids=lambda plan: plan.name)
-def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: Plan) -> None:
+def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: ServingPlan) -> None:
     def summary_of(visits: list[Visit], before_ns: int) -> list[tuple[int, ...]]:
         return [
             (v.number, v.begin_ns, v.end_ns, v.in_pool, v.found, v.recomputed) for v in visits if v.end_ns < before_ns

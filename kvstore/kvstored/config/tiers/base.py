@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, size
-from kvstored.policy_names import POLICIES
+from kvstored.policy_names import FOR_STUDIES, POLICIES
 
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ChunkWitness
@@ -86,6 +86,11 @@ class TierSection(ABC):
 
     def check(self, machine: Machine) -> None:
         """Raises ConfigError for what cannot be."""
+        need(
+            self.policy not in FOR_STUDIES,
+            f"{self.name}.policy: {self.policy!r} is for studies (kvstored simulate --policy {self.policy}); "
+            f"a daemon has {', '.join(POLICIES)}",
+        )
         one_of(f"{self.name}.policy", self.policy, POLICIES)
         self._need_amount("ttl_s", self.ttl_s, "seconds")
 

@@ -139,7 +139,7 @@ class Arrival:
         rows.live += len(found)
         copies.put_run(found, slots, tenant)
         index.fingerprints.add(fingerprint_id)
-        self._listeners.by_tier[tier].inserted_run(found, now_ns)
+        self._listeners.by_tier[tier].inserted(found, now_ns)
         if self._listeners.is_followed:
             for row in found:
                 self._listeners.presence_changed(row)
@@ -174,7 +174,7 @@ class Arrival:
             index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
         rows.mask[row] = others | ONLY[tier]
         rows.filling[row] = TIER_SETS[rows.filling[row]].without(tier)
-        self._listeners.by_tier[tier].inserted(row, now_ns)
+        self._listeners.by_tier[tier].inserted((row,), now_ns)
         if self._listeners.is_followed:
             self._listeners.presence_changed(row)
         if others:
@@ -206,6 +206,6 @@ class Arrival:
         if isinstance(listener, NullListener) and not is_followed:
             return
         for row in rows:
-            listener.inserted(row, now_ns)
+            listener.inserted((row,), now_ns)
             if is_followed:
                 self._listeners.presence_changed(row)

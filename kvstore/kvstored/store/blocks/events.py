@@ -6,35 +6,38 @@ Residency calls; a listener only updates its own state and never calls back into
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import MEMBERS
 
 
 class TierListener(Protocol):
-    def inserted(self, row: int, now_ns: int) -> None:
-        """`row` has become resident in this tier (stored, promoted, demoted into, or recovered)."""
-
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
-        """`inserted` for each of `rows`, a piece of one chain, head first."""
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        """Note that `rows`, a piece of one chain, head first, have become resident in this tier (stored, promoted,
+        demoted into, or recovered).
+        """
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         """`rows`, in chain order (head first), all resident here, were used together."""
 
-    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        """`accessed`, by a request that asked for the blocks `missing` after them, which no tier has; `rows` may be
-        empty.
+    def removed(self, rows: Sequence[int]) -> None:
+        """Note that `rows`, a piece of one chain, its end first, were removed from this tier; row numbers may be used
+        again for other blocks.
         """
-
-    def removed(self, row: int) -> None:
-        """`row` was removed from this tier; the row number may be used again for another block."""
-
-    def removed_run(self, rows: Sequence[int]) -> None:
-        """`removed` for each of `rows`, a piece of one chain, its end first."""
 
     def released(self, row: int) -> None:
         """`row` may perhaps leave this tier now: a lease, a child, or being the last copy kept it."""
+
+
+@runtime_checkable
+class KeyListener(Protocol):
+    """A listener that knows blocks by their keys, too, and whether or not they are stored."""
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """Note a use of `rows`, which may be none, by a request that asked for the blocks `missing` after them, which
+        no tier has.
+        """
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
@@ -48,7 +51,7 @@ class NullListener:
     def inserted(self, *event: Any, **named: Any) -> None:
         """Do nothing, as for every event."""
 
-    inserted_run = accessed = requested = removed = removed_run = released = forget = inserted
+    accessed = removed = released = inserted
 
 
 class PresenceListener(Protocol):
@@ -67,6 +70,7 @@ class Listeners:
         self._view = view
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: list[PresenceListener] = []
+        self.by_key: dict[int, KeyListener] = {}  # by tier: those of `by_tier` that know keys
         self.noted: Callable[[int], object] | None = None
         self.is_followed = False
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
@@ -75,6 +79,9 @@ class Listeners:
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
         self.by_tier[tier] = listener
+        self.by_key.pop(tier, None)
+        if isinstance(listener, KeyListener):
+            self.by_key[tier] = listener
 
     def observe(self, listener: PresenceListener) -> None:
         """Notify `listener`, too, where blocks can be read, from now on."""
@@ -108,7 +115,7 @@ class Listeners:
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self._view.deletions += 1
-        for listener in self.by_tier:
+        for listener in self.by_key.values():
             listener.forget(tenant, keys)
         if self.forgets is not None:
             self.forgets(tenant, keys)

@@ -62,7 +62,11 @@ class Uses:
         mask = self._view.rows.mask
         self._count(rows, now_ns)
         for tier, listener in enumerate(self._listeners.by_tier):
-            listener.requested([row for row in rows if tier in MEMBERS[mask[row]]], missing, tenant, now_ns)
+            here = [row for row in rows if tier in MEMBERS[mask[row]]]
+            if tier in self._listeners.by_key:
+                self._listeners.by_key[tier].requested(here, missing, tenant, now_ns)
+            elif here:
+                listener.accessed(here, now_ns)
         if self._listeners.uses is not None:
             self._listeners.uses(rows, device_tiers)
 

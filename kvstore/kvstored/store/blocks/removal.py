@@ -111,7 +111,7 @@ class Removal:
             freed.append(copies.take(row, tenant))
             mask[row] = 0
             del index.readable[key]
-            removed(row)
+            removed((row,))
             if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
             index.ghost.remember(key, cause, now_ns, accesses[row])
@@ -151,7 +151,7 @@ class Removal:
             for row in gone:
                 state[row] = _RETIRED
                 mask[row] = 0
-            self._listeners.by_tier[tier].removed_run(gone)
+            self._listeners.by_tier[tier].removed(gone)
             readable = index.readable
             for row in gone:
                 if self._listeners.is_followed:
@@ -217,7 +217,7 @@ class Removal:
                 index = self._view.tenants[tenant]
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
-            self._listeners.by_tier[tier].removed(row)
+            self._listeners.by_tier[tier].removed((row,))
             if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
         parent = rows.parent[row]

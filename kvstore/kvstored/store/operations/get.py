@@ -22,6 +22,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
 from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
+from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
 from kvstored.store.transfer.lane import Priority
@@ -274,7 +275,8 @@ class Get:
             missing = []  # a block is there that just cannot be had
         if asked.context is not None and (rows or missing):
             for policy in self._feed.policies:
-                if missing or any(residency.has(row, policy.tier) for row in rows):  # else another request's
+                is_asked = missing or any(residency.has(row, policy.tier) for row in rows)  # else another request's
+                if is_asked and isinstance(policy, Listens):
                     policy.expect(asked.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
 

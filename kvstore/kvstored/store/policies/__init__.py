@@ -5,15 +5,18 @@ from kvstored.policy_names import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolv
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import (
     ChainHint,
+    Learns,
+    Listens,
     Origin,
     Policy,
     PolicySettings,
     RequestContext,
     ResidencyClass,
     Share,
+    Weighs,
+    deliver_hint,
 )
 from kvstored.store.policies.factory import create, create_admission, joined, succeed
-from kvstored.store.policies.hints import deliver_hint
 
 __all__ = [
     "ADMISSIONS",
@@ -22,6 +25,8 @@ __all__ = [
     "WITH_WORTH",
     "Admission",
     "ChainHint",
+    "Learns",
+    "Listens",
     "Origin",
     "Policy",
     "PolicySettings",
@@ -29,6 +34,7 @@ __all__ = [
     "ResidencyClass",
     "Share",
     "State",
+    "Weighs",
     "create",
     "create_admission",
     "deliver_hint",

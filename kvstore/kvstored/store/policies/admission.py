@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import WARM_WORTH, Policy
+from kvstored.store.policies.base import WARM_WORTH, Policy, Weighs
 
 
 class Admission(ABC):
@@ -84,6 +84,5 @@ class ByWorth(SecondTouch):
         return worth >= (self.above.settings.keep_worth or WARM_WORTH)
 
     def _known(self, row: int, now_ns: int) -> float | None:
-        if self.above is None or not self.residency.has(row, self.above.tier):
-            return None
-        return self.above.worth(row, now_ns)
+        above = self.above
+        return above.worth(row, now_ns) if isinstance(above, Weighs) and self.residency.has(row, above.tier) else None

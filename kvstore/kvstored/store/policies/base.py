@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvstore_predictor.base import Piece, State
 from kvstored.store.blocks import ResidencyView
+from kvstored.tier_set import holding
 
 HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for policies that have a worth
 
@@ -39,6 +40,10 @@ class ResidencyClass(Enum):
     HOT = "hot"
     WARM = "warm"
     COLD = "cold"
+
+
+_CLASSES = (ResidencyClass.COLD, ResidencyClass.WARM, ResidencyClass.HOT)
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,10 @@ class Origin:
 
 
 class Policy(ABC):
-    """See the module for what both sides owe each other. Implements residency's TierListener. `name`: that by which it
-    was asked for (`policy_names`)."""
+    """Decides what leaves a tier; see the module for what both sides owe each other. Listens to residency.
+
+    `name`: the one by which it was asked for (`policy_names`).
+    """
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
@@ -127,130 +134,179 @@ class Policy(ABC):
     # Events
 
     @abstractmethod
-    def inserted(self, row: int, now_ns: int) -> None:
-        """`row` is new in this tier. Storing counts as an access only through `accessed`."""
-
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
-        """`inserted` for each of `rows`, a piece of one chain, head first."""
-        for row in rows:
-            self.inserted(row, now_ns)
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        """Know `rows`, which are new in this tier: a piece of one chain, head first. Storing counts as an access only
+        through `accessed`.
+        """
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """`inserted` for each of `rows`, which were in the tier before this policy was, the next victim first."""
+        """Know `rows`, which were in the tier before this policy was, the next victim first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
-            self.inserted(row, last_access_ns[row])
+            self.inserted((row,), last_access_ns[row])
 
     @abstractmethod
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        """`rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to date."""
-
-    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        """`accessed` (unless `rows` is empty), by a request that asked for the blocks `missing` after them, too, which
-        no tier has; they may be stored next.
-        """
-        if rows:
-            self.accessed(rows, now_ns)
-
-    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:  # noqa: B027  # optional
-        """Blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known), are about to be
-        stored here: before room is made for them, and whether or not a request has missed them.
+        """Note that `rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to
+        date.
         """
 
     @abstractmethod
-    def removed(self, row: int) -> None:
-        """`row` has left this tier."""
-
-    def removed_run(self, rows: Sequence[int]) -> None:
-        """`removed` for each of `rows`, a piece of one chain, its end first."""
-        for row in rows:
-            self.removed(row)
+    def removed(self, rows: Sequence[int]) -> None:
+        """Forget `rows`, which have left this tier: a piece of one chain, its end first."""
 
     @abstractmethod
     def released(self, row: int) -> None:
-        """`row` may perhaps be evicted now."""
-
-    def expect(self, context: RequestContext) -> None:  # noqa: B027  # optional
-        """The next `accessed` is that of this request. Optional: a caller that knows nothing leaves it out."""
-
-    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:  # noqa: B027
-        """The request that `expect` named so has ended. Optional as well. `hint`: what the engine expects."""
-
-    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:  # noqa: B027  # optional
-        """An engine says what it expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
+        """Note that `row` may perhaps be evicted now."""
 
     # Decisions
 
     @abstractmethod
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """The row whose copy should be evicted this tier next, or -1 when none may be.
+        """Return the row whose copy should be evicted from this tier next, or -1 when none may be.
 
         `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
         is at its own maximum), and its minimum does not protect it from itself.
         """
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
-        """What `next_victim` would name if it were asked up to `limit` times, each time after the row before had left:
-        a piece of one chain, its end first, as far as that is known already. Empty when none may be evicted.
+        """Return what `next_victim` would name if it were asked up to `limit` times, each time after the row before had
+        left: a piece of one chain, its end first, as far as that is known already. Empty when none may be evicted.
         """
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
 
-    def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Whether the block `key`, which is about to be stored, is worth less than `victim`, whose place it would take:
-        then it is not stored (bypass), nor are those after it. Asked right after `next_victim`.
-        """
-        return False
-
-    @abstractmethod
     def expired(self, now_ns: int, limit: int) -> list[int]:
-        """Up to `limit` rows that may be evicted and whose time to live is over, longest first; then those whose worth
-        is too little, the least first. Costs O(limit), but for a look at all now and then.
+        """Return up to `limit` rows that may be evicted and whose time to live is over, longest first; then those whose
+        worth is too little, the least first. Costs O(limit), but for a look at all now and then.
         """
+        return []
 
-    def worth(self, row: int, now_ns: int) -> float | None:
-        """The uses to be had for each hour that the block is held, of a row in this tier; None: not known. Policies
-        that know it decide by it.
-        """
-        return None
+    # Classes
 
     @abstractmethod
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        """Return the class of each of `rows`, which are in this tier: 0 is cold, 1 warm, 2 hot. Vectorised."""
+
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        """Of a row in this tier. O(1)."""
+        """Return the class of `row`, which is in this tier."""
+        return _CLASSES[self.classes(np.array([row]), now_ns)[0]]
 
-    @abstractmethod
     def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Rows of the tier by class. A vectorised scan: about 5 ms a million."""
+        """Return the tier's rows by class. Takes some 10 ms a million."""
+        counts = np.bincount(self.classes(self._here(), now_ns), minlength=len(_CLASSES))
+        return dict(zip(_CLASSES, counts.tolist(), strict=True))
 
     def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Bytes of the tier's slots by class."""
-        found = dict.fromkeys(ResidencyClass, 0)
-        copies = self.residency.copies[self.tier]
-        for row in np.flatnonzero(np.frombuffer(self.residency.rows.mask, np.uint8) >> self.tier & 1).tolist():
-            found[self.residency_class(row, now_ns)] += copies.nbytes[row]
-        return found
+        """Return the bytes of the tier's slots by class."""
+        rows = self._here()
+        nbytes = np.frombuffer(self.residency.copies[self.tier].nbytes, np.uint32)[rows]
+        found = np.bincount(self.classes(rows, now_ns), nbytes, len(_CLASSES))
+        return dict(zip(_CLASSES, map(int, found), strict=True))
 
-    # Over a restart: what was learned, by policies that learn
+    def _here(self) -> Rows:
+        return np.flatnonzero(holding(np.frombuffer(self.residency.rows.mask, np.uint8), self.tier))
 
-    def export_state(self) -> Iterator[Piece]:
-        """What it has learned beyond the use of single blocks, a piece of at most half a millisecond at a time. Events
-        may come between two pieces: what they change may be in it or not. Bounded; names blocks by key and tenant, and
-        none that `forget` was called for. Nothing by default.
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many rows the policy knows: those with a readable copy in the tier."""
+
+
+# What a policy may do beyond that; callers look with isinstance.
+
+
+class Learns(ABC):
+    """A policy that learns from what is requested, stored here or not, and goes on from it after a restart."""
+
+    name: str
+
+    @abstractmethod
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """Do what `accessed` does (unless `rows` is empty), by a request that asked for the blocks `missing` after
+        them, too, which no tier has; they may be stored next.
         """
-        return iter(())
 
+    @abstractmethod
+    def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
+        """Expect blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known) and are about
+        to be stored here: before room is made for them, and whether or not a request has missed them.
+        """
+
+    @abstractmethod
+    def export_state(self) -> Iterator[Piece]:
+        """Yield what it has learned beyond the use of single blocks, a piece of at most half a millisecond at a time.
+
+        Events may come between two pieces: what they change may be in it or not. Bounded; names blocks by key and
+        tenant, and none that `forget` was called for.
+        """
+
+    @abstractmethod
     def import_state(self, state: State, origin: Origin) -> None:
-        """Go on from `state`, the joined pieces of a policy of the same name and tier, before any event but `adopt`;
+        """Go on from `state`, the joined pieces of a policy of this name and tier, before any event but `adopt`;
         what is in it of blocks that are not stored any more is kept as of blocks that have left. Raises ValueError,
         having changed nothing, for a state that this version or these settings cannot use.
         """
-        raise ValueError(f"{self.name} learns nothing that it could continue from")
 
-    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:  # noqa: B027  # optional
+    @abstractmethod
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
         that are not in this one.
         """
 
+
+class Listens(ABC):
+    """A policy that engines' reports reach."""
+
     @abstractmethod
-    def __len__(self) -> int:
-        """Rows the policy knows: those with a readable copy in the tier."""
+    def expect(self, context: RequestContext) -> None:
+        """Take the next `accessed` for a part of this request. A caller that knows nothing leaves it out."""
+
+    @abstractmethod
+    def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
+        """Note that the request that `expect` named so has ended. `hint`: what the engine expects."""
+
+    @abstractmethod
+    def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        """Note what an engine expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
+
+
+class Weighs(ABC):
+    """A policy that knows what a block is worth."""
+
+    @abstractmethod
+    def worth(self, row: int, now_ns: int) -> float | None:
+        """Return the uses to be had for each hour that the block is held, of a row in this tier; None: not known."""
+
+    @abstractmethod
+    def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        """Return whether the block `key`, which is about to be stored, is worth less than `victim`, whose place it
+        would take: then it is not stored (bypass), nor are those after it. Asked right after `next_victim`.
+        """
+
+
+_NOTHING = ChainHint()
+
+
+def deliver_hint(
+    policies: Sequence[Policy | Listens],
+    residency: ResidencyView,
+    tenant: int,
+    key: bytes,
+    rows: Sequence[int],
+    hint: ChainHint,
+    now_ns: int,
+) -> None:
+    """Pass an engine's `hint` to `policies`, from a daemon's clients and from a recording alike.
+
+    It is of the chain that ends with block `key`; of a request that is due, down to the last of `rows`, the leading run
+    of the chain that is stored: a queued prompt ends with blocks that are new.
+    """
+    listening = [policy for policy in policies if isinstance(policy, Listens)]
+    of_the_end = replace(hint, due_ns=None)
+    if of_the_end != _NOTHING:
+        row = residency.find(tenant, key)
+        for policy in listening:
+            policy.on_hint(tenant, row, key, of_the_end, now_ns)
+    if hint.due_ns is not None and rows:
+        for policy in listening:
+            policy.on_hint(tenant, rows[-1], residency.key(rows[-1]), ChainHint(due_ns=hint.due_ns), now_ns)

@@ -28,21 +28,23 @@ from kvstored.store.policies.base import (
     HOT_WORTH,
     WARM_WORTH,
     ChainHint,
+    Learns,
+    Listens,
     Origin,
     Policy,
     PolicySettings,
     RequestContext,
-    ResidencyClass,
+    Rows,
     Share,
+    Weighs,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
-from kvstored.store.policies.chains.expiry import worth_of
 from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
-from kvstored.store.policies.classes import Masks, count_classes, sum_classes
-from kvstored.store.policies.tenants import choose_tenant
+from kvstored.store.policies.chains.worth import worth_of
+from kvstored.store.policies.ordered import choose_tenant
 
 _HOT_RANK = HOT_WORTH / HOUR_S  # worth one use a minute of holding it
 _WARM_RANK = WARM_WORTH / HOUR_S
@@ -50,7 +52,7 @@ _NOT_OURS = -1.0
 _DEFAULT = LearningSettings()
 
 
-class ChainHazard(Policy):
+class ChainHazard(Policy, Learns, Listens, Weighs):
     """O(1) an access but for the looks at all chains, one in some requests; 21 bytes a row more than LRU, 100 a chain,
     and a key of the ghost costs a dictionary entry.
     """
@@ -79,11 +81,8 @@ class ChainHazard(Policy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        self.follower.inserted(row, now_ns)
-
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
-        self.follower.inserted_run(rows, now_ns)
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        self.follower.inserted(rows, now_ns)
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
         self.follower.adopt(rows)
@@ -106,11 +105,8 @@ class ChainHazard(Policy):
     def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
         self.follower.on_hint(tenant, row, key, hint, now_ns)
 
-    def removed(self, row: int) -> None:
-        self.follower.removed(row)
-
-    def removed_run(self, rows: Sequence[int]) -> None:
-        self.follower.removed_run(rows)
+    def removed(self, rows: Sequence[int]) -> None:
+        self.follower.removed(rows)
 
     def released(self, row: int) -> None:
         self.follower.released(row)
@@ -207,7 +203,10 @@ class ChainHazard(Policy):
         if victim != follower.named and not self._is_by_worth(tenant, theirs, victim, now_ns):
             return False
         if not self._is_sure:
-            if book.requests < follower.learning.declining_min or book.returns < follower.learning.returns_min:
+            if (
+                book.learning.requests < follower.learning.declining_min
+                or book.learning.returns < follower.learning.returns_min
+            ):
                 return False  # what a client asks to be stored is refused on evidence alone
             self._is_sure = True
         ours = book.promised_owner(key, tenant)
@@ -273,35 +272,14 @@ class ChainHazard(Policy):
             return None
         return worth_of(self.follower.book, chain, row, now_ns * NS) * HOUR_S
 
-    # Classes: from the ranks, once there are any
-
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        chain = self.follower.book.owner[row]
-        if self.follower.is_lru or chain < 0:
-            return self.follower.lru.residency_class(row, now_ns)
-        rank = self._rank_of(np.array([chain]), now_ns)[0]
-        if rank >= _HOT_RANK:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if rank >= _WARM_RANK else ResidencyClass.COLD
-
-    def _rank_of(self, chains: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.float64]:
-        table = self.follower.book.chains
-        return self.follower.book.ranks(chains, now_ns * NS) * table.flags(table.live)[chains]
-
-    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return count_classes(self.follower.lru.here(), self._class_masks(now_ns))
-
-    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        nbytes = self.residency.copies[self.tier].nbytes
-        return sum_classes(self.follower.lru.here(), self._class_masks(now_ns), nbytes)
-
-    def _class_masks(self, now_ns: int) -> Masks:
-        hot, warm = self.follower.lru.class_masks(now_ns)
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        """Return classes by the chains' ranks, once there are any."""
+        found = self.follower.lru.classes(rows, now_ns)
         if self.follower.is_lru:
-            return hot, warm
-        owner = np.frombuffer(self.follower.book.owner, np.int32)
+            return found
+        owner, table = np.frombuffer(self.follower.book.owner, np.int32)[rows], self.follower.book.chains
         owned = np.flatnonzero(owner >= 0)
-        chains, place = np.unique(owner[owned], return_inverse=True)
-        rank = self._rank_of(chains.astype(np.int64), now_ns)[place]
-        hot[owned], warm[owned] = rank >= _HOT_RANK, rank >= _WARM_RANK
-        return hot, warm
+        chains, place = np.unique(owner[owned].astype(np.int64), return_inverse=True)
+        ranks = self.follower.book.ranks(chains, now_ns * NS) * table.flags(table.live)[chains]
+        found[owned] = np.add(ranks >= _HOT_RANK, ranks >= _WARM_RANK, dtype=np.int64)[place]
+        return found

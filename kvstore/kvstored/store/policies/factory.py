@@ -14,16 +14,17 @@ from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import Origin, Policy, PolicySettings
-from kvstored.store.policies.discipline import Discipline
+from kvstored.store.policies.base import Learns, Origin, Policy, PolicySettings
 from kvstored.store.policies.ordered import together
-from kvstored.store.policies.queued import QueuedPolicy
+from kvstored.store.policies.queued import Discipline, QueuedPolicy
+from kvstored.tier_set import holding
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
-    """The policy `name` for a tier, listening to residency and knowing the blocks that are there already.
+    """Return the policy `name` for a tier, listening to residency and knowing the blocks that are there already.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
+    unknown name, listing the known ones.
     """
     make: Any = _load(name, POLICIES, "policy")
     if inspect.isclass(make) and issubclass(make, Discipline):
@@ -31,7 +32,7 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
     else:
         policy = make(residency, tier, settings, name)
     if not isinstance(policy, Policy):
-        raise RuntimeError(f"{POLICIES[name]} is no Policy")
+        raise RuntimeError(f"{name} is no Policy")
     _adopt(policy)
     residency.listen(tier, policy)
     return policy
@@ -57,13 +58,13 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
 
 def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
     """Let a new policy go on from what `former`, which had its place, has learned, if they are of one kind."""
-    state = joined(former.export_state()) if policy.name == former.name else {}
-    if state:
+    if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
+        state = joined(former.export_state())
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
 
 
 def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
-    address = known.get(name)
+    address = known.get(name, name if ":" in name else None)
     if address is None:
         near = get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -76,7 +77,7 @@ def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
 def _adopt(policy: Policy) -> None:
     """Let a new policy adopt the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
-    rows = np.flatnonzero(np.frombuffer(residency.rows.mask, np.uint8) >> tier & 1)
+    rows = np.flatnonzero(holding(np.frombuffer(residency.rows.mask, np.uint8), tier))
     if len(rows):
         here = together(rows)
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]

@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
+from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy, together
 from kvstored.store.policies.rowqueue import Links, RowQueue
 
@@ -126,18 +125,22 @@ class LfuTtl(OrderedPolicy):
         if len(buckets.keys) > 2 * _USES_MAX + 2:
             buckets.compact()
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        super().inserted(row, now_ns)
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        super().inserted(rows, now_ns)
         if self._ttl_ns is not None:
-            self._by_use[self.residency.tenant_of(row)].push_back(row)
+            by_use = self._by_use[self.residency.tenant_of(rows[0])]
+            for row in rows:
+                by_use.push_back(row)
 
-    def removed(self, row: int) -> None:
+    def removed(self, rows: Sequence[int]) -> None:
         if self._ttl_ns is not None:
-            if self._held[row]:
-                self._held[row] = 0
-            else:
-                self._by_use[self.residency.tenant_of(row)].unlink(row)
-        super().removed(row)
+            by_use = self._by_use[self.residency.tenant_of(rows[0])]
+            for row in rows:
+                if self._held[row]:
+                    self._held[row] = 0
+                else:
+                    by_use.unlink(row)
+        super().removed(rows)
 
     def released(self, row: int) -> None:
         if self._ttl_ns is not None and self._held[row]:
@@ -186,15 +189,9 @@ class LfuTtl(OrderedPolicy):
 
     # Classes
 
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        lead = self._key[row] - self._age
-        if lead >= _HOT_LEAD:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if lead > 1 else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        keys = np.frombuffer(self._key, dtype=np.uint32)
-        return keys >= self._age + _HOT_LEAD, keys > self._age + 1
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        keys = np.frombuffer(self._key, dtype=np.uint32)[rows]
+        return np.add(keys >= self._age + _HOT_LEAD, keys > self._age + 1, dtype=np.int64)
 
     # The order
 
@@ -236,10 +233,3 @@ class LfuTtl(OrderedPolicy):
         if self._ttl_ns is not None:
             self._held.extend(bytes(more))
             self._use_links.grow(rows)
-
-
-def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
-    """Without the clock: `settings.ttl_s` is ignored. It shows what the time to live is worth: what was used often and
-    is over is kept until as much else has passed.
-    """
-    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
+from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
 
@@ -24,23 +23,18 @@ _HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """O(1) an event; 16 bytes a row. With `counts_uses` False a use changes nothing: first in, first out (`fifo`).
+    """Evicts what was used longest ago. O(1) an event; 16 bytes a row.
 
-    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than `warm_share` of it.
+    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than a tier's worth.
     """
 
     def __init__(
-        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "",
-        *, counts_uses: bool = True, warm_share: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
+    ) -> None:
         super().__init__(residency, tier, settings, name)
         self.queues = TenantQueues()
-        self._counts_uses = counts_uses
-        self._warm_share = warm_share
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        if not self._counts_uses:
-            return
         where, stamp = self.where, self.stamp
         accesses = self.accesses
         tenant_of = self.residency.tenant_of
@@ -74,13 +68,11 @@ class Lru(OrderedPolicy):
         queue.back = back
         self.accesses = accesses
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
         tenant = self.know(rows)
         where, stamp, accesses = self.where, self.stamp, self.accesses
         queue = self.queues.of[tenant]
         befores, afters, back = self.queues.links.before, self.queues.links.after, queue.back
-        if not self._counts_uses:  # else the use that follows moves the tail before the head
-            rows = rows[::-1]
         if back < 0:
             queue.front = rows[0]
         for row in rows:
@@ -96,14 +88,7 @@ class Lru(OrderedPolicy):
         self.accesses = accesses
         self.rows += len(rows)
 
-    def removed(self, row: int) -> None:
-        if self.where[row] == QUEUED:
-            queues = self.queues.of
-            (queues[0] if len(queues) == 1 else queues[self.residency.tenant_of(row)]).unlink(row)
-        self.where[row] = OUT
-        self.rows -= 1
-
-    def removed_run(self, rows: Sequence[int]) -> None:
+    def removed(self, rows: Sequence[int]) -> None:
         queue = self.queues.of[0]
         where, afters = self.where, self.queues.links.after
         befores = self.queues.links.before
@@ -142,15 +127,9 @@ class Lru(OrderedPolicy):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        age = self.accesses - self.stamp[row]
-        if age < _HOT_SHARE * self.rows:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if age < self._warm_share * self.rows else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)
-        return age < _HOT_SHARE * self.rows, age < self._warm_share * self.rows
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        age = np.uint64(self.accesses) - np.frombuffer(self.stamp, dtype=np.uint64)[rows]
+        return np.add(age < _HOT_SHARE * self.rows, age < self.rows, dtype=np.int64)
 
     # The order: a row goes to the back when its stamp is set, so the front has the smallest rank
 

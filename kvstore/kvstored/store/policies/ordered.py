@@ -1,5 +1,5 @@
-"""What every policy with a total order of rows shares: parking what cannot be evicted, and the precedence between
-tenants.
+"""Policies with a total order of rows: parking what cannot be evicted, classes, and the precedence between tenants:
+what they are owed and allowed goes before the order of their blocks.
 
 A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
 leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -20,9 +20,39 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import Policy, PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Mask, Masks, count_classes, sum_classes
-from kvstored.store.policies.tenants import choose_tenant
+from kvstored.store.policies.base import Policy, PolicySettings, Share
+
+_NO_SHARE = Share()
+
+
+def choose_tenant(
+    policy: Policy,
+    tenants: int,
+    *,
+    first: Callable[[int], int],
+    is_expired: Callable[[int], bool],
+    standing: Callable[[int], float],
+) -> int:
+    """Return the row that leaves the policy's tier next, over all tenants, or -1.
+
+    `first`: a tenant's row that would be evicted first, or -1. Of the first rows of two tenants that are otherwise
+    equal, the one of lower `standing` leaves.
+    """
+    residency, tier = policy.residency, policy.tier
+    chosen = -1
+    smallest: tuple[bool, int, bool, float] | None = None
+    for number in range(tenants):
+        share = policy.shares.get(number, _NO_SHARE)
+        held_bytes = residency.tenant_bytes(number, tier)
+        row = first(number)
+        if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
+            continue
+        within = share.max_bytes is None or held_bytes <= share.max_bytes
+        order = (within, share.priority, not is_expired(row), standing(row))
+        if smallest is None or order < smallest:
+            chosen, smallest = row, order
+    return chosen
+
 
 OUT, QUEUED, PARKED, RETURNED = range(4)
 _GROWTH_MIN_ROWS = 1024
@@ -81,13 +111,14 @@ class OrderedPolicy(Policy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        tenant = self.know((row,))
-        self.accesses += 1
-        self.stamp[row] = self.accesses
-        self._enqueue(row, tenant)
-        self.where[row] = QUEUED
-        self.rows += 1
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        tenant = self.know(rows)
+        for row in rows:
+            self.accesses += 1
+            self.stamp[row] = self.accesses
+            self._enqueue(row, tenant)
+            self.where[row] = QUEUED
+        self.rows += len(rows)
 
     def know(self, rows: Sequence[int]) -> int:
         """Make room for `rows` of one tenant, which are about to be stored; the tenant."""
@@ -116,11 +147,13 @@ class OrderedPolicy(Policy):
         self.accesses += len(rows)
         self.rows += len(rows)
 
-    def removed(self, row: int) -> None:
-        if self.where[row] == QUEUED:
-            self._dequeue(row, self.residency.tenant_of(row))
-        self.where[row] = OUT
-        self.rows -= 1
+    def removed(self, rows: Sequence[int]) -> None:
+        tenant = self.residency.tenant_of(rows[0])
+        for row in rows:
+            if self.where[row] == QUEUED:
+                self._dequeue(row, tenant)
+            self.where[row] = OUT
+        self.rows -= len(rows)
 
     def released(self, row: int) -> None:
         if self.where[row] == PARKED:
@@ -144,9 +177,6 @@ class OrderedPolicy(Policy):
             is_expired=lambda row: self._is_expired(row, now_ns),
             standing=self._rank,
         )
-
-    def expired(self, now_ns: int, limit: int) -> list[int]:
-        return []
 
     def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         """The tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
@@ -184,22 +214,10 @@ class OrderedPolicy(Policy):
             heappush(heap, entry)
         return found
 
-    # Classes
-
-    def here(self) -> Mask:
-        """By row number: is it in the tier."""
-        found: Mask = np.frombuffer(self.where, dtype=np.uint8) != OUT
+    def here(self) -> npt.NDArray[np.bool_]:
+        """Return by row number whether it is in the tier."""
+        found: npt.NDArray[np.bool_] = np.frombuffer(self.where, dtype=np.uint8) != OUT
         return found
-
-    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return count_classes(self.here(), self.class_masks(now_ns))
-
-    def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return sum_classes(self.here(), self.class_masks(now_ns), self.residency.copies[self.tier].nbytes)
-
-    @abstractmethod
-    def class_masks(self, now_ns: int) -> Masks:
-        """Of every row number."""
 
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:

@@ -1,6 +1,7 @@
-"""What policies over a few queues share: FIFO's relatives, which move a block on use, when it is looked at, or never.
+"""Policies over a few queues: FIFO's relatives, which move a block on use, when it is looked at, or never.
 
-A block is in one of its tenant's queues, and a `Discipline` says which of all would be evicted first. What cannot
+A block is in one of its tenant's queues, and a `Discipline` says which of all would be evicted first; it owns what it
+remembers beyond the `Queues` that it shares with the policy. What cannot
 be evicted is parked, as in `ordered`; freed, it goes to the front of its queue, for it was at the front when it was
 parked. The storing of a block is no use of it: the access that comes at the same instant as the insertion is not
 counted. A run of new blocks is queued from the tail to the head, so that leaves come first.
@@ -12,16 +13,113 @@ block waits at the door until one inside has left, unless one had left before; o
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Container, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
-from kvstored.store.policies.discipline import Discipline, Queues
+from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED, OrderedPolicy
+from kvstored.store.policies.rowqueue import Links, RowQueue
+
+
+class Queues:
+    """Keeps each tenant's `inside` queues, numbered from 0, and the door, which is queue number `inside`.
+
+    `where`: the policy's state of each row, as in `ordered`. `of`: queues by tenant. `sizes`: by tenant, the rows of
+    each queue but the door, parked ones too. `queue_of`, `uses`: by row; uses since it was stored, or since the
+    discipline looked at it.
+    """
+
+    __slots__ = ("door", "links", "of", "queue_of", "residency", "sizes", "uses", "where")
+
+    def __init__(self, residency: ResidencyView, where: bytearray, inside: int) -> None:
+        self.residency = residency
+        self.where = where
+        self.door = inside
+        self.links = Links()
+        self.of: list[tuple[RowQueue, ...]] = []
+        self.sizes: list[list[int]] = []
+        self.queue_of = bytearray()
+        self.uses = bytearray()
+
+    def move(self, row: int, tenant: int, to: int) -> None:
+        """Move `row` to the back of queue `to`, in line again if it was parked."""
+        if self.where[row] == QUEUED:
+            self.unlink(row, tenant)
+        sizes, before = self.sizes[tenant], self.queue_of[row]
+        if before != self.door:
+            sizes[before] -= 1
+        sizes[to] += 1
+        self.queue_of[row] = to
+        self.of[tenant][to].push_back(row)
+        self.where[row] = QUEUED
+
+    def unlink(self, row: int, tenant: int) -> None:
+        self.of[tenant][self.queue_of[row]].unlink(row)
+
+    def add_tenant(self) -> None:
+        self.of.append(tuple(RowQueue(self.links) for _ in range(self.door + 1)))
+        self.sizes.append([0] * self.door)
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` rows."""
+        self.links.grow(rows)
+        for column in (self.queue_of, self.uses):
+            column.extend(bytes(rows - len(column)))
+
+
+class Discipline(ABC):
+    """Says where a new block goes, what a use does, and who leaves: the policy's own part."""
+
+    inside: int  # how many queues there are behind the door
+
+    def __init__(self, queues: Queues) -> None:
+        self.queues = queues
+
+    def key(self, row: int) -> bytes:
+        return self.queues.residency.key(row)
+
+    def add_tenant(self) -> None:  # noqa: B027  # optional
+        """Know one more tenant; its queues are there already."""
+
+    @abstractmethod
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
+        """Return what is evicted first among the tenant's queued rows inside that are not `refused`, or -1. May reorder
+        what it spares.
+        """
+
+    def entrance(self, row: int, tenant: int) -> int:
+        """Return the queue of a new row that is let in."""
+        return 0
+
+    def used(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
+        """`row`, queued or parked, was used again."""
+
+    def arriving(self) -> None:  # noqa: B027  # optional
+        """A run of blocks is about to be inserted."""
+
+    def stored(self, rows: Sequence[int], held: int) -> None:  # noqa: B027  # optional
+        """`rows` were inserted; `held` rows are in the tier now."""
+
+    def leaving(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
+        """`row` leaves the tier; it is in its queue still."""
+
+    def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
+        """A row of the tenant's `queue` has left, and the row that waited at the door was let in."""
+
+
+def first_of(queue: RowQueue, refused: Collection[int]) -> int:
+    """Return the first of `queue` that is not `refused`, or -1."""
+    if not refused:
+        return queue.front
+    for row in queue:
+        if row not in refused:
+            return row
+    return -1
+
 
 _USES_MAX = 255
 _HOT_USES = 2
@@ -48,15 +146,12 @@ class QueuedPolicy(OrderedPolicy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        self.inserted_run((row,), now_ns)
-
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
         self.discipline.arriving()
         self._let_in()
         self._stored_by = tenant = self.know(rows)
         for row in reversed(rows):
-            super().inserted(row, now_ns)
+            super().inserted((row,), now_ns)
             self.queues.uses[row] = 0
             self._is_new[row] = 1
             if self._room:
@@ -86,11 +181,15 @@ class QueuedPolicy(OrderedPolicy):
                 self._let_in_one(row, tenant)
             used(row, tenant)
 
-    def removed(self, row: int) -> None:
-        queues, tenant = self.queues, self.residency.tenant_of(row)
+    def removed(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._removed(row, self.residency.tenant_of(row))
+
+    def _removed(self, row: int, tenant: int) -> None:
+        queues = self.queues
         queue = queues.queue_of[row]
         self.discipline.leaving(row, tenant)
-        super().removed(row)
+        super().removed((row,))
         if queue != queues.door:
             queues.sizes[tenant][queue] -= 1
             waiting = queues.of[self._stored_by][queues.door].front
@@ -164,14 +263,6 @@ class QueuedPolicy(OrderedPolicy):
         self.queues.grow(rows)
         self._is_new.extend(bytes(rows - len(self._is_new)))
 
-    # Classes
-
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        uses = self.queues.uses[row]
-        if uses >= _HOT_USES:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if uses else ResidencyClass.COLD
-
-    def class_masks(self, now_ns: int) -> Masks:
-        uses = np.frombuffer(self.queues.uses, dtype=np.uint8)
-        return uses >= _HOT_USES, uses > 0
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        uses = np.frombuffer(self.queues.uses, dtype=np.uint8)[rows]
+        return np.add(uses >= _HOT_USES, uses > 0, dtype=np.int64)

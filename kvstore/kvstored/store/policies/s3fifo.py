@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.policies.discipline import Discipline, Queues
+from kvstored.store.policies.queued import Discipline, Queues
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 10

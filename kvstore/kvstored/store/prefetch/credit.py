@@ -20,8 +20,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvstore_predictor.base import Array
-from kvstore_predictor.pieces import parts
+from kvstore_predictor.base import Array, parts
 from kvstored.telemetry import Counters
 
 HALF_LIFE_S, PASSED_S = 600.0, 1.0

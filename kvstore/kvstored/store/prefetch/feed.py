@@ -12,7 +12,7 @@ from kvstore_predictor.base import Hint, NextStep, Request
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import ChainHint, Policy, RequestContext, deliver_hint
+from kvstored.store.policies import ChainHint, Listens, Policy, RequestContext, deliver_hint
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
@@ -70,7 +70,8 @@ class Feed:
     def answered(self, number: int, output_tokens: int, now_ns: int) -> None:
         """The request that its context named so has ended."""
         for policy in self.policies:
-            policy.answered(number, output_tokens, now_ns)
+            if isinstance(policy, Listens):
+                policy.answered(number, output_tokens, now_ns)
         self._predictor.attempt(lambda it: it.answered(number, output_tokens, now_ns / NS_PER_S), None)
 
     def hinted(self, tenant: int, keys: Sequence[bytes], rows: Sequence[int], hint: ChainHint, now_ns: int) -> None:

@@ -18,8 +18,7 @@ from math import inf
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request
-from kvstore_predictor.pieces import parts
+from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request, parts
 
 HINTS_MAX = 8192  # a look at one costs the control thread up to 50 us, four times a second
 LATE_S = 30.0  # a request that does not come so long after it was due, or after twice its pause, does not come

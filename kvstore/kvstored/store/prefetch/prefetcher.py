@@ -16,12 +16,13 @@ from kvstore_predictor.base import Guess
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.schema import PrefetchSection
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import ChainHint, Policy, ResidencyClass
+from kvstored.store.policies import ChainHint, Listens, Policy, ResidencyClass, Weighs
 from kvstored.store.prefetch.credit import Held, PrefetchCredit, PrefetchFigures
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.transfer.promote import Promoter
+from kvstored.tier_set import MEMBERS
 
 PLAN_S = 0.25  # at least, from one plan to the next
 GUESSES = 64
@@ -178,9 +179,9 @@ class Prefetcher:
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
         blocks: list[Block] = []
-        is_end_mapped = bool(mask[row] >> residency.mapped & 1)
+        is_end_mapped = residency.mapped in MEMBERS[mask[row]]
         for step in range(1, WALK_BLOCKS):
-            is_mapped = row >= 0 and bool(mask[row] >> residency.mapped & 1)
+            is_mapped = row >= 0 and residency.mapped in MEMBERS[mask[row]]
             if row < 0 or (is_mapped and (blocks or step > STEPS)):  # blocks near the end make room first
                 break
             if not is_mapped:
@@ -233,7 +234,7 @@ class Prefetcher:
     def _pays(self, uses_an_hour: float, victim: int) -> bool:
         """Whether a block that is used so often, while it is held, is worth more than `victim`."""
         policy, now_ns = self._policies[self._residency.mapped], self._clock.monotonic_ns()
-        worth = policy.worth(victim, now_ns)
+        worth = policy.worth(victim, now_ns) if isinstance(policy, Weighs) else None
         if worth is None:
             return policy.residency_class(victim, now_ns) is ResidencyClass.COLD
         return uses_an_hour > worth
@@ -268,10 +269,10 @@ class Prefetcher:
 
     def _keep(self, tenant: int, row: int, due_s: float, now_s: float) -> None:
         """Let the policy of the mapped tier keep the chain down to `row` until it is due."""
-        due = ChainHint(due_ns=round(due_s * NS_PER_S))
-        self._policies[self._residency.mapped].on_hint(
-            tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S)
-        )
+        policy = self._policies[self._residency.mapped]
+        if isinstance(policy, Listens):
+            due = ChainHint(due_ns=round(due_s * NS_PER_S))
+            policy.on_hint(tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S))
 
     def _end_of(self, chain: tuple[int, bytes]) -> int:
         """The deepest block of the chain that is stored; -1: none that is known."""

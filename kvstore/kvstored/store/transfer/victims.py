@@ -17,7 +17,7 @@ from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import TierCopies
-from kvstored.store.policies import Policy
+from kvstored.store.policies import Learns, Policy, Weighs
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 MAX_ORPHANS_SEEN = 64  # that may not be evicted, for one question
@@ -107,11 +107,14 @@ class Victims:
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
         """Say whether the policy would rather keep `victim`, which `next` has just named, than store the block of this
         key and depth. An orphan is evicted in any case."""
-        return victim == self._named and self.policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
+        if victim != self._named or not isinstance(self.policy, Weighs):
+            return False
+        return self.policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Announce that blocks `keys`, which continue row `parent`, are about to ask for room."""
-        self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
+        if isinstance(self.policy, Learns):
+            self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
     @property
     def tier(self) -> int:

@@ -18,18 +18,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_predictor.features import Features, features_of, grown, with_answer, with_hint
-from kvstore_predictor.gittins import Floats, Ints, leaning
+from kvstore_predictor.ages import Floats, Ints, leaning
+from kvstore_predictor.features import Features, begun, continued, grown, with_answer, with_hint
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, RequestContext
-from kvstored.store.policies.chains.collector import Collector
-from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX, NOTHING, SHARD_MASK, ChainGhost, ghost_limit
-from kvstored.store.policies.chains.learner import Learner
-from kvstored.store.policies.chains.path import Path, is_near_end, next_above, path_of
-from kvstored.store.policies.chains.table import ChainTable
-from kvstored.store.policies.chains.touches import SharedTouches
-from kvstored.store.policies.chains.upkeep import Upkeep
+from kvstored.store.policies.chains.ghost import (
+    FAN_BITS,
+    FAN_MAX,
+    NOTHING,
+    SHARD_MASK,
+    ChainGhost,
+    Path,
+    ghost_limit,
+    is_near_end,
+    next_above,
+    path_of,
+)
+from kvstored.store.policies.chains.learning import ChainLearner, Collector, Upkeep
+from kvstored.store.policies.chains.table import ChainTable, SharedTouches
 
 NS = 1e-9
 UNOWNED, UNKNOWN = -1, -2  # not owned: new; there before the policy was
@@ -46,7 +53,7 @@ class ChainBook:
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
         self.chains = ChainTable()
-        self.learning = Learner(self.chains, ladders, forgets=forgets)
+        self.learning = ChainLearner(self.chains, ladders, forgets=forgets)
         self.tables = self.learning.tables
         self.end_reuse = self.learning.end_reuse
         self.owner = array("i")
@@ -65,14 +72,6 @@ class ChainBook:
         self._running: dict[int, tuple[int, int]] = {}  # requests whose answer is awaited: chain, order
         self.left_blocks = 0  # so many have left the tier
         self._promised: dict[int, int] = {}  # chains of which blocks are missing that may be stored next: their order
-
-    @property
-    def requests(self) -> int:
-        return self.learning.requests
-
-    @property
-    def returns(self) -> int:
-        return self.learning.returns
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)
@@ -203,12 +202,13 @@ class ChainBook:
             owner[row] = slot
         if missing:
             self.ghosts[tenant].remember_run(missing, slot, path.fans)
-        features = features_of(
-            is_continued=prev >= 0, is_branch=reach >= _BRANCH_MIN, new_blocks=count - known, length=length, turn=turn,
-            gap_s=gap_s, pace_s=math.exp(pace), text_tokens=text,
-            type_number=self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
-            if context is not None and self._uses_types else 0,
-        )  # fmt: skip
+        kind = 0
+        if context is not None and self._uses_types:
+            kind = self._types.setdefault(context.kind, min(len(self._types), _TYPES_MAX))
+        if prev >= 0:
+            features = continued(count - known, length, turn, gap_s, math.exp(pace), text, kind)
+        else:
+            features = begun(count - known, length, text, kind, is_branch=reach >= _BRANCH_MIN)
         self._set(slot, features, rows[-1] if here else -1, length, order, now_s)
         if missing:
             self._promise(slot, order)
@@ -232,7 +232,7 @@ class ChainBook:
         pace = math.log(max(gap_s, _GAP_MIN_S))
         if turn > 2:  # half of it is the last gap's
             pace = 0.5 * (pace + chains.pace[prev])
-        self.learning.returned(prev, chains.length[prev] - reach, gap_s)
+        self.learning.continued(prev, chains.length[prev] - reach, gap_s)
         chains.live[prev], chains.due_s[prev] = 0, 0.0  # what is left of it is another chain's, or awaits no request
         if prompt_tokens is None or chains.tokens[prev] < 0:
             return turn, gap_s, pace, None
@@ -390,11 +390,7 @@ class ChainBook:
             chains.marks[chain] = 1
             return chain
         slot = chains.take()
-        features = features_of(
-            is_continued=False, new_blocks=1, length=depth + 1, turn=1, gap_s=0.0, pace_s=0.0,
-            text_tokens=None, type_number=0,
-        )  # fmt: skip
-        self._set(slot, features, row, depth + 1, order, used_s)
+        self._set(slot, begun(1, depth + 1, None), row, depth + 1, order, used_s)
         chains.turn[slot], chains.tenant[slot], chains.new_blocks[slot], chains.tokens[slot] = 1, tenant, 1, -1
         chains.pace[slot], chains.answer[slot] = 0.0, 0
         self.owner[row] = slot

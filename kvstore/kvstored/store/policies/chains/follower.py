@@ -17,20 +17,15 @@ from kvstore_predictor.prior import shipped
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
-from kvstored.store.policies.chains.candidates import Candidates
-from kvstored.store.policies.chains.expiry import WorthExpiry
 from kvstored.store.policies.chains.guard import LruGuard
-from kvstored.store.policies.chains.upkeep import US_A_BLOCK
+from kvstored.store.policies.chains.learning import US_A_BLOCK
+from kvstored.store.policies.chains.worth import Candidates, WorthExpiry
 from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 
 # What is known only later, the answer, comes last: until then the step above stands for it.
-_BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
-_BY_TEXT = ("kind", "text", "length", "answer")
-_BY_PACE = ("kind", "pace", "gap", "new_blocks", "answer")
-_BY_GAP = ("kind", "gap", "pace", "text", "answer")
-UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (_BY_SHAPE, ())  # the last knows ages alone
-PRIOR_ORDERS = {"chat": (_BY_SHAPE, _BY_TEXT), "agent": (_BY_PACE, _BY_GAP)}
+BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
+UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (BY_SHAPE, ())  # the last knows ages alone
 HOUR_S = 3600.0
 APART = 1  # so many blocks at the end of a chain are evicted one by one: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
@@ -92,14 +87,15 @@ class ChainFollower:
     @property
     def is_lru(self) -> bool:
         """Whether LRU's order is in force: too little is known, or LRU leads."""
-        return self.book.requests < self.learning.requests_min or self.guard.is_lru_ahead
+        return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        fresh, tenant = self.fresh, self.residency.tenant_of(row)
-        if len(fresh) > _FRESH_MAX or row >= len(self.lru.where) or tenant >= len(self.lru.queues.of):
-            self.inserted_run((row,), now_ns)
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        fresh, row, tenant = self.fresh, rows[0], self.residency.tenant_of(rows[0])
+        is_new = len(fresh) > _FRESH_MAX or row >= len(self.lru.where) or tenant >= len(self.lru.queues.of)
+        if is_new or len(rows) > 1:
+            self._inserted_run(rows, now_ns)
             return
         self.next = self.named = -1
         self.lru.accesses += 1
@@ -110,11 +106,11 @@ class ChainFollower:
         self.book.met_one(row, tenant)
         fresh.append(row)
 
-    def inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
+    def _inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
         if len(self.fresh) > _FRESH_MAX:
             self.settle(_FRESH_SETTLED + len(rows))
         self.next = self.named = -1
-        self.lru.inserted_run(rows, now_ns)
+        self.lru.inserted(rows, now_ns)
         self._make_room()
         self.book.met(rows, self.residency.tenant_of(rows[0]))
         self.fresh += rows
@@ -128,9 +124,6 @@ class ChainFollower:
 
     def expect(self, context: RequestContext) -> None:
         self._context = context
-
-    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        self.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
         self.next = self.named = -1
@@ -215,8 +208,11 @@ class ChainFollower:
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
 
-    def removed(self, row: int) -> None:
-        book, where = self.book, self.lru.where
+    def removed(self, rows: Sequence[int]) -> None:
+        if len(rows) > 1:
+            self._removed_run(rows)
+            return
+        book, where, row = self.book, self.lru.where, rows[0]
         chain = book.owner[row]
         chains = book.chains
         if chain < 0 or self.fresh or chains.tail[chain] != row or book.shared[row] or where[row] != QUEUED:
@@ -249,21 +245,21 @@ class ChainFollower:
         self.next = self.named = -1
         if self.fresh and row in self.fresh:
             self.fresh.remove(row)
-        self.lru.removed(row)
+        self.lru.removed((row,))
         if chain >= 0:
             self._left((row,), chain)
         elif chain == UNKNOWN:
             self.unknown -= 1
             self.book.owner[row] = UNOWNED
 
-    def removed_run(self, rows: Sequence[int]) -> None:
+    def _removed_run(self, rows: Sequence[int]) -> None:
         owner = self.book.owner
         chain = owner[rows[0]]
         if self.fresh or chain < 0 or [owner[row] for row in rows] != [chain] * len(rows):
             for row in rows:
-                self.removed(row)
+                self.removed((row,))
         else:
-            self.lru.removed_run(rows)
+            self.lru.removed(rows)
             self._left(rows, chain)
 
     def _left(self, rows: Sequence[int], chain: int) -> None:

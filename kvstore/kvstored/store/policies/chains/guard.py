@@ -75,7 +75,7 @@ class LruGuard:
             return
         self._most = rows
         halvings = max(0, math.ceil(math.log2(rows / _SHADOW_MAX)))
-        mask = min((1 << halvings) - 1, _MASK_MAX)
+        mask = min(2**halvings - 1, _MASK_MAX)
         if mask != self._mask:
             self._mask = mask
             self._held = OrderedDict((name, None) for name in self._held if not name[1][-1] & mask)

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_predictor.ages import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features
-from kvstore_predictor.gittins import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.hazards import LATE, STEP, Ladder, ladders_of
 from kvstored.store.policies.base import Origin
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.follower import ChainFollower
-from kvstored.store.policies.chains.ghost import FAN_BITS
+from kvstored.store.policies.chains.ghost import FAN_BITS, FAN_MAX
 from kvstored.store.policies.chains.table import CHAIN
 
 FORMAT = 1
@@ -167,11 +167,11 @@ def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers
         here = here.at(order)
         here = here.at(_are_on_paths(book, here))
         owner[here.rows] = chains = numbers[here.chains]
-        fan[here.rows] = here.packed & ((1 << FAN_BITS) - 1)
+        fan[here.rows] = here.packed & FAN_MAX
         np.frombuffer(book.chains.tail, np.int32)[chains] = here.rows  # the deepest is the last
         follower.unknown -= len(here.rows)
         stayed += len(here.rows) if name == "rows" else 0
-        packed = numbers[gone.chains] << FAN_BITS | gone.packed & ((1 << FAN_BITS) - 1)
+        packed = numbers[gone.chains] << FAN_BITS | gone.packed & FAN_MAX
         for tenant, ghost in enumerate(book.ghosts):
             theirs = gone.tenants == tenant
             ghost.restore("old" if name == "old" else "young", gone.keys[theirs], packed[theirs])

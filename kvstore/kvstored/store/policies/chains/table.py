@@ -1,13 +1,15 @@
 """The chains that are known: one slot each, columns instead of objects.
 
 A chain is what one request used, up to its last block; the request that goes on from there continues it. A slot lives
-as long as a block in the tier or in the ghost names it. Owns slots and their reuse. Never knows why.
+as long as a block in the tier or in the ghost names it. Owns slots and their reuse, and the uses of shared blocks by
+row. Never knows why.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +108,10 @@ class ChainTable:
         np.frombuffer(self.tail, np.int32)[free] = -1
         self._free += free[::-1].tolist()
 
+    def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the slots among `live` that have a block in the tier: their ranks will be asked for."""
+        return live[self.ints(self.tail)[live] >= 0]
+
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
         """One use, when the queued request is due, of the chain's block in that depth; a last block may be partial. 0:
         none is queued. A request that does not come when it was due is forgotten.
@@ -129,3 +135,52 @@ class ChainTable:
 
     def flags(self, column: bytearray) -> npt.NDArray[np.bool_]:
         return np.frombuffer(column, np.bool_)[: self.slots]
+
+
+TAU_S = 300.0
+_SPAN_MIN_S, _SPAN_FULL_S = 10.0, 0.999 * TAU_S
+_FEW = 24  # rows, for which arrays do not pay
+
+
+class SharedTouches:
+    """Counts uses of a block by other chains than its own, which adds to what a shared block is worth.
+
+    `count`: touches, decayed as of `as_of_s`, by row. `span_s`: the divisor of a decayed count.
+    """
+
+    def __init__(self) -> None:
+        self.count = array("d")
+        self.as_of_s = array("d")
+        self.span_s = _SPAN_MIN_S
+        self.began_s = math.nan
+
+    def grow(self, more: int) -> None:
+        self.count.frombytes(bytes(8 * more))
+        self.as_of_s.frombytes(bytes(8 * more))
+
+    def rate(self, row: int, now_s: float) -> float:
+        """Return the touches a second by others than the chain's own requests."""
+        touches = self.count[row]
+        if not touches:
+            return 0.0
+        return touches * math.exp((self.as_of_s[row] - now_s) / TAU_S) / self.span_s
+
+    def add(self, rows: Sequence[int], now_s: float) -> None:
+        """Count one more touch of each of `rows`."""
+        if len(rows) <= _FEW:
+            for row in rows:
+                left = self.count[row] * math.exp((self.as_of_s[row] - now_s) / TAU_S)
+                self.count[row], self.as_of_s[row] = left + 1.0, now_s
+            return
+        at = np.array(rows)
+        count, since = np.frombuffer(self.count, np.float64), np.frombuffer(self.as_of_s, np.float64)
+        count[at] = count[at] * np.exp((since[at] - now_s) / TAU_S) + 1.0
+        since[at] = now_s
+
+    def widen_span(self, now_s: float) -> None:
+        """Let `span_s` follow `now_s`: until the decay forgets as much as is added, it is shorter than `TAU_S`."""
+        if self.span_s >= _SPAN_FULL_S:
+            return
+        if math.isnan(self.began_s):
+            self.began_s = now_s
+        self.span_s = max(_SPAN_MIN_S, TAU_S * -math.expm1((self.began_s - now_s) / TAU_S))

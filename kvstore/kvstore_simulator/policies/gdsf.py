@@ -4,7 +4,8 @@ Cherkasova: "Improving WWW proxies performance with greedy-dual-size-frequency c
 is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at
 a higher cost, by about the same factor, so of cost / size the position is what is left: attention looks back at
 everything before a block. A block 64 places down its chain is taken to cost twice what the first one does. A bad
-choice for agents and long chats: the blocks of a long session that ended outrank the short ones that continue.
+choice for agents and long chats: the blocks of a long session that ended outrank the short ones that continue. LFU is
+what is left where all blocks cost alike.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import PolicySettings, ResidencyClass
-from kvstored.store.policies.classes import Masks
+from kvstored.store.policies.base import PolicySettings, Rows
+from kvstored.store.policies.lfu_ttl import LfuTtl
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 
 _DEPTH_OF_TWICE = 64  # costs are in parts of the first block's: so many
@@ -106,14 +108,14 @@ class Gdsf(OrderedPolicy):
         super()._grow(rows)
         self._key.frombytes(bytes(8 * (rows - len(self._key))))
 
-    # Classes
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        keys = np.frombuffer(self._key, dtype=np.uint64)[rows]
+        return np.add(keys >= self._age + _HOT_LEAD, keys > self._age + 2 * _DEPTH_OF_TWICE, dtype=np.int64)
 
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        lead = self._key[row] - self._age
-        if lead >= _HOT_LEAD:
-            return ResidencyClass.HOT
-        return ResidencyClass.WARM if lead > 2 * _DEPTH_OF_TWICE else ResidencyClass.COLD
 
-    def class_masks(self, now_ns: int) -> Masks:
-        keys = np.frombuffer(self._key, dtype=np.uint64)
-        return keys >= self._age + _HOT_LEAD, keys > self._age + 2 * _DEPTH_OF_TWICE
+def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
+    """Return LFU with ageing and without the clock: `settings.ttl_s` is ignored.
+
+    It shows what the time to live is worth: what was used often and is over is kept until as much else has passed.
+    """
+    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import Discipline, Queues, first_of
 
 _ONCE, _OFTEN, _DOOR = 0, 1, 2
 _NO_ROW = -1

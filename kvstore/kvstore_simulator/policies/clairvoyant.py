@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from kvstore_simulator.trace import Op, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import Policy, PolicySettings, ResidencyClass
+from kvstored.store.policies import Policy, PolicySettings
+from kvstored.store.policies.base import Rows
 
 _DEPTH_BITS = 24
 _ROW_BITS = 32
-_MOST_ROWS: int = 2**_ROW_BITS
+_ROWS = int(2**_ROW_BITS)
 _SLACK_ENTRIES = 4096
 
 
@@ -67,18 +68,20 @@ class Clairvoyant(Policy):
 
     # Events
 
-    def inserted(self, row: int, now_ns: int) -> None:
-        if row >= len(self._urgency):
-            self._urgency.extend([-1] * (row + 1024 - len(self._urgency)))
-        self._urgency[row] = 0
-        self._rows += 1
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        if (last := max(rows)) >= len(self._urgency):
+            self._urgency.extend([-1] * (last + 1024 - len(self._urgency)))
+        for row in rows:
+            self._urgency[row] = 0
+        self._rows += len(rows)
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         pass  # `foresee` says more
 
-    def removed(self, row: int) -> None:
-        self._urgency[row] = -1
-        self._rows -= 1
+    def removed(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._urgency[row] = -1
+        self._rows -= len(rows)
 
     def released(self, row: int) -> None:
         pass  # nothing is ever held out of the heap
@@ -90,21 +93,15 @@ class Clairvoyant(Policy):
         heap, urgency = self._heap, self._urgency
         while heap:
             entry = -heap[0]
-            row = entry % _MOST_ROWS
+            row = entry % _ROWS
             if urgency[row] == entry >> _ROW_BITS:
                 return row
             heappop(heap)
         return -1
 
-    def expired(self, now_ns: int, limit: int) -> list[int]:
-        return []
-
-    def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        never = self._urgency[row] >> _DEPTH_BITS >= np.iinfo(np.int32).max
-        return ResidencyClass.COLD if never else ResidencyClass.WARM
-
-    def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        return {ResidencyClass.HOT: 0, ResidencyClass.WARM: self._rows, ResidencyClass.COLD: 0}
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        is_used = np.frombuffer(self._urgency, np.int64)[rows] >> _DEPTH_BITS < np.iinfo(np.int32).max
+        return is_used.astype(np.int64)
 
     def __len__(self) -> int:
         return self._rows

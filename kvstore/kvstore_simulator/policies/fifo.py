@@ -1,4 +1,9 @@
-"""SIEVE: FIFO with a hand that spares what was used since it last came by, and leaves it where it is; leaf-first.
+"""FIFO, and SIEVE: FIFO with a hand that spares what was used since it last came by and leaves it there; leaf-first.
+
+FIFO is the yardstick that shows what recency is worth. It needs no work at all on a hit, which is why caches with many
+threads like it (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023, shows when
+it is enough with a little more). A bad choice nearly everywhere here: a prompt that all sessions share is evicted as
+soon as a private chat of the same age, but for its children, which hold it.
 
 Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024. The queue is kept as two: what the hand has
 yet to meet on this round, new blocks at its end, and what it has spared. A bad choice for chats: a session between two
@@ -10,7 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvstored.store.policies.discipline import Discipline, Queues, first_of
+from kvstored.store.policies.queued import Discipline, Queues, first_of
+
+
+class Fifo(Discipline):
+    """Evicts the oldest block, used or not. O(1) an event."""
+
+    inside = 1
+
+    def candidate(self, tenant: int, refused: Collection[int]) -> int:
+        return first_of(self.queues.of[tenant][0], refused)
 
 
 class Sieve(Discipline):

@@ -1,0 +1,32 @@
+"""Policies for studies: the daemon's, and others that no daemon is configured with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstored.policy_names import POLICIES as DAEMON
+from kvstored.policy_names import resolve
+from kvstored.store.blocks import Residency
+from kvstored.store.policies import Policy, PolicySettings
+from kvstored.store.policies import create as create_by_address
+
+POLICIES: Final[dict[str, str]] = {
+    **DAEMON,
+    "fifo": f"{__name__}.fifo:Fifo",
+    "lfu": f"{__name__}.gdsf:lfu",
+    "sieve": f"{__name__}.fifo:Sieve",
+    "arc": f"{__name__}.arc:Arc",
+    "w-tinylfu": f"{__name__}.w_tinylfu:WTinyLfu",
+    "gdsf": f"{__name__}.gdsf:Gdsf",
+}
+
+
+def address_of(name: str) -> str:
+    """Return the address of policy `name`, or the name itself where the daemon knows it."""
+    name = resolve(name)
+    return name if name in DAEMON else POLICIES.get(name, name)
+
+
+def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+    """Return policy `name` for a tier, as the daemon's `create` does. Raises ValueError for an unknown name."""
+    return create_by_address(address_of(name), residency, tier, settings)

@@ -1,0 +1,139 @@
+"""The work that no request waits for: learning from the uses of chains, and freeing chains, a bounded step at a time.
+
+Owns the chances by distance from the end, and the collector's marks. Never decides what is evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.learning import Learner
+from kvstored.store.policies.chains.ghost import SHARDS, ChainGhost, Chains
+from kvstored.store.policies.chains.table import ChainTable
+
+FAR_FROM_END = 4  # so many blocks from the end of its chain and more, blocks are used again alike
+_ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share an estimate: 0, 1, 2 to 3, 4 and more
+
+
+class ChainLearner(Learner):
+    """Learns from a tier's chains, and also how far down a chain its next request goes: `end_reuse`, by `_ENDS`."""
+
+    def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
+        super().__init__(chains, ladders, forgets=forgets)
+        self.end_reuse = [0.05, 0.9, 0.95, 0.97]
+        self._end_counts = [[value * 10.0, 10.0] for value in self.end_reuse]
+
+    def numbers(self) -> list[float]:
+        return super().numbers() + [value for counts in self._end_counts for value in counts]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        known = len(super().numbers())
+        super().restore(numbers[:known])
+        ends = numbers[known:]
+        self._end_counts = [[seen, of] for seen, of in zip(ends[::2], ends[1::2], strict=True)]
+        self.end_reuse[:] = [seen / of for seen, of in self._end_counts]  # in place: others hold it
+
+    def continued(self, chain: int, missing: int, gap_s: float) -> None:
+        """Count a return of `chain` that uses all but its last `missing` blocks."""
+        self.returned(chain, gap_s)
+        for number, counts in enumerate(self._end_counts):
+            counts[1] += 1.0
+            if _ENDS[number] >= missing:
+                counts[0] += 1.0
+            self.end_reuse[number] = counts[0] / counts[1]
+
+
+US_A_BLOCK = 2.0  # what a request may take for it, about
+_US_MAX = 500.0
+_LATE, _US_LATE = 12, 150.0  # after so many requests without a step one takes so long
+_COLLECTING_US = 100.0
+
+
+class Upkeep:
+    """Decides when the steps are done; call `requested` for every request.
+
+    What a request may take for it grows with its blocks, so that it is little for each of them: long requests bear most
+    of it. Where none is long, one request in some dozens bears a step.
+    """
+
+    def __init__(self, learning: ChainLearner, collector: Collector) -> None:
+        self._learning = learning
+        self._collector = collector
+        self._waited = 0  # requests since the last step
+        self._is_collectors = False  # the next step, if both have something to do
+
+    def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
+        """Do the steps that a request of `blocks` blocks can bear, of whose share `taken_us` is spent."""
+        self._waited += 1
+        collector, learning = self._collector, self._learning
+        if not (learning.is_due or collector.is_due):
+            return
+        budget_us = min(blocks * US_A_BLOCK, _US_MAX) - taken_us
+        if self._waited >= _LATE:
+            budget_us = max(budget_us, _US_LATE)
+        if collector.is_due and budget_us >= _COLLECTING_US and (self._is_collectors or not learning.is_due):
+            self._is_collectors = False
+            collector.step()
+            self._waited = 0
+        elif learning.is_due and learning.step(now_s, budget_us):
+            self._is_collectors = True
+            self._waited = 0
+
+
+_ROWS, _SLOTS = 1 << 16, 1 << 12  # looked at in a step
+_SLACK = 1024  # chains that are not worth a cycle
+
+
+class Collector:
+    """Frees the chains that no block names, here or in a ghost, by mark and sweep; `step` it while `is_due`.
+
+    Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a
+    ghost (the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the
+    ghost keeps it; what a ghost forgets meanwhile is marked as it goes, and so is every chain that is used, taken or
+    inherited.
+    """
+
+    def __init__(self, chains: ChainTable, owner: array[int], ghosts: Sequence[ChainGhost]) -> None:
+        self._chains = chains
+        self._owner = owner
+        self._ghosts = ghosts
+        self._start_at = _SLACK
+        self._row = self._shard = self._slot = 0
+        self._is_running = False
+
+    @property
+    def is_due(self) -> bool:
+        return self._is_running or self._chains.in_use >= self._start_at
+
+    def step(self) -> None:
+        chains = self._chains
+        if not self._is_running:
+            self._is_running = True
+            self._row = self._shard = self._slot = 0
+            chains.marks[:] = bytes(len(chains.marks))
+        elif self._row < len(self._owner):
+            owners = np.frombuffer(self._owner, np.int32)[self._row : self._row + _ROWS]
+            self._mark(owners[owners >= 0])
+            self._row += _ROWS
+        elif self._shard < SHARDS * len(self._ghosts):
+            tenant, shard = divmod(self._shard, SHARDS)
+            self._mark(self._ghosts[tenant].chains(shard))
+            self._shard += 1
+        elif self._slot < chains.slots:
+            chains.free_unmarked(self._slot, self._slot + _SLOTS)
+            self._slot += _SLOTS
+        else:
+            self._is_running = False
+            self._start_at = 2 * chains.in_use + _SLACK
+
+    def forgotten(self, chains: Chains) -> None:
+        """Mark `chains`, of which a ghost forgets keys."""
+        if self._is_running and len(chains):
+            self._mark(chains)
+
+    def _mark(self, chains: Chains | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        np.frombuffer(self._chains.marks, np.uint8)[chains] = 1

@@ -1,0 +1,211 @@
+"""Chances of return by age: the age bins, ranks, answers about a time ahead, and what few chains or a hint show.
+
+A rank is the most uses to be had for each second a block is held. For a chain of age a and a horizon k, the chance of
+its return by then is S(a) - S(k), and the time it would be held is the integral of S from a to k; the rank is the best
+ratio over all horizons (Gittins, JRSS B 41, 1979; as "hits per space-time" in LHD: Beckmann, Chen, Cidon, NSDI 2018).
+So a chain just used, whose return is sure but half a minute away, outranks one that could return this second but
+probably never does.
+
+Within an age bin the chance is spread evenly; after the last bin nothing returns. Owns what was seen of hints, by value
+and age bin. Never knows chains.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_predictor.features import CHANCES, NEXT_STEPS
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+BINS = 24
+_FIRST_S, _RATIO = 0.75, 1.42
+EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1)])  # where each bin begins
+WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
+_IS_LATER = np.tril(np.ones((BINS, BINS)))[:, None, :]  # horizon at the end of bin k >= a, bin a
+_LEAN_S = 10.0
+_INNER_EDGES = EDGES_S[1:]
+_NARROW = 12  # bins
+_SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
+_ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
+
+
+def bins_of(ages_s: Floats) -> Ints:
+    """Return the bin of each age; ages beyond the last bin are in it."""
+    return np.searchsorted(_INNER_EDGES, ages_s, side="right")
+
+
+def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
+    """The bin of each age, and how far through it: between the ranks at two ends the truth goes on about evenly. Only
+    where bins are some seconds wide, as the pauses of agents are; the ranks of longer ones are not known so well.
+    """
+    bins = bins_of(ages_s)
+    share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
+    return bins, share
+
+
+def passed_by(ages_s: Floats) -> Ints:
+    """Return how many bins each age is past; the last one ends when it has lasted as long as all before it."""
+    return np.searchsorted(_ENDS_S, ages_s, side="right")
+
+
+def passed(age_s: float) -> int:
+    return bisect_right(_ENDS_S, age_s)
+
+
+def fading(ages_s: Floats) -> Floats:
+    """What is left of the last bin's rank: in bins that grow with age, an even hazard is a rate of 1 / age."""
+    faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
+    return faded
+
+
+def leaning(ages_s: Floats, lean: float) -> Floats:
+    """What to multiply ranks by, so that they lean to the order of last use: not at all where `lean` is 0."""
+    found: Floats = (1.0 + np.maximum(ages_s, 0.0) / _LEAN_S) ** -lean
+    return found
+
+
+def ranks(hazards: Floats) -> Floats:
+    """For each row of `hazards` (chance of return in each bin, given none before), the rank at the start of each bin,
+    in uses a second.
+    """
+    rows = len(hazards)
+    survival = np.ones((rows, BINS + 1))
+    np.cumprod(1.0 - hazards, axis=1, out=survival[:, 1:])
+    held = np.zeros((rows, BINS + 1))
+    np.cumsum(survival[:, :-1] * WIDTHS_S * (1.0 - 0.5 * hazards), axis=1, out=held[:, 1:])
+    returns, seconds = np.empty((2, BINS, rows, BINS))  # horizons first: their maximum goes through whole rows
+    np.subtract(survival[:, :-1], survival.T[1:, :, None], out=returns)
+    np.subtract(held.T[1:, :, None], held[:, :-1], out=seconds)
+    np.maximum(seconds, 1e-12, out=seconds)
+    np.divide(returns, seconds, out=returns)
+    returns *= _IS_LATER
+    best: Floats = returns.max(axis=0)
+    return best
+
+
+END_S = float(EDGES_S[-1] + WIDTHS_S[-1])
+
+
+def cumulative(hazards: Floats) -> Floats:
+    """Return, for each row of `hazards` by age bin, -log of survival at the start of each bin, and at END_S."""
+    found = np.zeros((len(hazards), BINS + 1))
+    np.cumsum(-np.log1p(-hazards), axis=1, out=found[:, 1:])
+    return found
+
+
+def at_age(table: Floats, rows: Ints, ages_s: Floats) -> Floats:
+    """Return the cumulative hazard at `ages_s` of the rows `rows` of `table`, which `cumulative` made."""
+    ages_s = np.clip(ages_s, 0.0, END_S)
+    bins = bins_of(ages_s)
+    flat, places = table.reshape(-1), rows * (BINS + 1) + bins
+    found: Floats = flat[places]
+    found += (flat[places + 1] - found) * (ages_s - EDGES_S[bins]) / WIDTHS_S[bins]
+    return found
+
+
+def chance(before: Floats, after: Floats) -> Floats:
+    """Return the chance of a return between the ages of two cumulative hazards, given none before."""
+    found: Floats = -np.expm1(before - after)
+    return found
+
+
+def age_of(table: Floats, rows: Ints, reached: Floats) -> Floats:
+    """Return the age at which the cumulative hazard of each of `rows` is `reached`."""
+    lines = table[rows]
+    bins = np.minimum((lines[:, 1:] <= reached[:, None]).sum(axis=1), BINS - 1)
+    each = np.arange(len(rows))
+    first, last = lines[each, bins], lines[each, bins + 1]
+    share = np.clip((reached - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
+    found: Floats = EDGES_S[bins] + share * WIDTHS_S[bins]
+    return found
+
+
+FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
+SHRINK_FIRST, SHRINK = 15.0, 30.0  # exposures, at the root and below
+_RETURNS = 1.0
+
+
+def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
+    """Return the chance of return by the last step, shrunk towards what the steps above say.
+
+    `exposed` and `events` have a row for each step, coarse to fine, and count `gain` for each chain. A step's own
+    counts weigh as much as the step above once they have enough exposures, and once the step above lets expect enough
+    returns of them: one return in a narrow bin is chance, however many chains were exposed.
+    """
+    first = gain * SHRINK_FIRST
+    estimate: Floats = (events[0] + first * FLAT) / (exposed[0] + first)
+    for own, returned in zip(exposed[1:], events[1:], strict=True):
+        weight = np.maximum(gain * _RETURNS / estimate, gain * SHRINK)
+        estimate *= weight
+        estimate += returned
+        weight += own
+        estimate /= weight
+    return estimate
+
+
+_WEIGHT = 20.0  # returns that it takes for what was seen to count as much as the meaning,
+_BIN_WEIGHT = 10.0  # and in one age bin, as much as in all of them
+_STEP, _MOST = 0.5, 2.2  # a fifth more of a chance makes returns so many times e as frequent; more than that is learnt
+CHANCE_MEANS = tuple(min(float(np.exp(_STEP * (step - (CHANCES - 1) / 2))), _MOST) for step in range(CHANCES))
+NEXT_STEP_MEANS = (1.0,) * (NEXT_STEPS - 1)
+
+
+class HintFactors:
+    """Learns what a kind of hint is worth: how many times as often its chains return as was predicted without it.
+
+    It begins with what the values mean, as far as that is known; multiplying keeps what is known of the chain itself,
+    which tables by value would have to learn again. Values are 0 (not said) and up; `means` are the factors of 1 and up
+    before anything was seen."""
+
+    @classmethod
+    def of_chances(cls) -> HintFactors:
+        """Make the factors for a chance to go on, by fifths."""
+        return cls(CHANCE_MEANS)
+
+    @classmethod
+    def of_next_steps(cls) -> HintFactors:
+        """Make the factors for the wire's NextStep."""
+        return cls(NEXT_STEP_MEANS)
+
+    def __init__(self, means: Sequence[float]) -> None:
+        self._means: Floats = np.array([1.0, *means])
+        self._predicted, self._seen = np.zeros((2, len(self._means), BINS))
+        self._factors: Floats | None = None
+
+    def happened(self, values: Ints, bins: Ints, predicted: Floats, returns: Floats) -> None:
+        """Count `returns` in `bins` of chains with hints `values`; `predicted` were expected without them."""
+        np.add.at(self._predicted, (values, bins), predicted)
+        np.add.at(self._seen, (values, bins), returns)
+        self._factors = None
+
+    def numbers(self) -> Floats:
+        """Return what was predicted and what was seen, by value and age bin."""
+        return np.stack([self._predicted, self._seen])
+
+    def restore(self, numbers: Floats) -> None:
+        """Go on from what `numbers` gave. Raises ValueError for another number of values or bins."""
+        if numbers.shape != (2, *self._seen.shape):
+            raise ValueError(f"hints of another kind: {numbers.shape}")
+        self._predicted, self._seen = numbers
+        self._factors = None
+
+    def decay(self, factor: float) -> None:
+        self._predicted *= factor
+        self._seen *= factor
+        self._factors = None
+
+    def factors(self) -> Floats:
+        """Return the factors by value and age bin."""
+        if self._factors is None:
+            seen, predicted = self._seen.sum(axis=1), self._predicted.sum(axis=1)
+            whole = (_WEIGHT * self._means + seen) / (_WEIGHT + predicted)
+            self._factors = (_BIN_WEIGHT * whole[:, None] + self._seen) / (_BIN_WEIGHT + self._predicted)
+            self._factors[0] = 1.0
+        return self._factors

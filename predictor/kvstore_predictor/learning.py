@@ -1,0 +1,151 @@
+"""What is learned from the uses of chains, and when it begins to count: a bounded step at a time.
+
+Chains age all the time, and what each has got through without a return is counted now and then. After a number of
+requests that grows with those seen, a renewal begins: all chains' ages are counted, what was seen is folded into the
+counts, hazards and ranks are made anew. Each of these goes slice by slice, so that no request waits for a whole one.
+
+Owns the tables. Never knows blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstore_predictor.ages import BINS, Ints, passed, passed_by
+from kvstore_predictor.hazards import HazardTables, Ladder
+
+_DECAY = 0.9995  # of the tables' counts, a request
+_RENEW_MIN, _RENEW_MAX = 25, 500  # requests
+_RENEW_SHARE = 6  # the tables are renewed when a sixth more requests have been seen
+MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for each cell
+_CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
+_FEWEST = 4  # cells
+_IDLE, _AGEING, _FOLDING, _MAKING = range(4)
+
+
+class Aging(Protocol):
+    """Chains by slot: `cell`, the age bin `bin` up to which their age has been counted, the time `used_s` of their last
+    use, and `live`: a return is awaited. `slots` is the number of slots.
+    """
+
+    cell: array[int]
+    bin: array[int]
+    used_s: array[float]
+    live: bytearray
+    slots: int
+
+    def wanted(self, live: Ints) -> Ints:
+        """Return the slots among `live` whose ranks will be asked for."""
+
+
+class Learner:
+    """Counts what `chains` do; `step` it while `is_due`. `forgets`: counts decay."""
+
+    def __init__(self, chains: Aging, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
+        self._chains = chains
+        self.tables = HazardTables(ladders)
+        self.requests = 0
+        self.returns = 0
+        self._decay = _DECAY if forgets else 1.0
+        self._phase = _IDLE
+        self._hand = 0  # chains below it have been aged
+        self.renewed, self._renew_at = 0, _RENEW_MIN  # at which request
+
+    def numbers(self) -> list[float]:
+        """Return what is known beside the tables. A renewal under way begins anew where it is restored."""
+        renew_at = self._renew_at if self._phase == _IDLE else self.requests
+        return [self.requests, self.returns, self.renewed, renew_at]
+
+    def restore(self, numbers: Sequence[float]) -> None:
+        """Go on from the `numbers` of another one. Raises ValueError where they are too many or too few."""
+        self.requests, self.returns, self.renewed, self._renew_at = map(int, numbers)
+
+    def returned(self, chain: int, gap_s: float) -> None:
+        """Count a return of `chain`, `gap_s` after its last use. Beyond the last bin it counts as none."""
+        chains = self._chains
+        now_bin = self._count_age(chains.cell[chain], chains.bin[chain], gap_s)
+        if now_bin < BINS:
+            self.tables.returned(chains.cell[chain], now_bin)
+        self.returns += 1
+
+    def grew_older(self, chain: int, now_s: float) -> None:
+        """Count the age bins that `chain` has passed, which is of another class from now on."""
+        chains = self._chains
+        age_s = now_s - chains.used_s[chain]
+        chains.bin[chain] = self._count_age(chains.cell[chain], chains.bin[chain], age_s)
+
+    def _count_age(self, cell: int, reached: int, age_s: float) -> int:
+        """Count that a chain of `cell` is `age_s` old and has not returned; return the bin that it has reached."""
+        now_bin = max(reached, passed(age_s))
+        if reached < now_bin:
+            self.tables.passed(cell, reached, now_bin)
+        return now_bin
+
+    @property
+    def is_due(self) -> bool:
+        return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
+
+    def step(self, now_s: float, budget_us: float) -> bool:
+        """Do slices that take about `budget_us` together: a whole renewal, where there are few chains and cells. Return
+        whether there was time for any.
+        """
+        left_us = budget_us
+        while self.is_due and (took_us := self._slice(now_s, left_us)):
+            left_us -= took_us
+        return left_us < budget_us
+
+    def _slice(self, now_s: float, budget_us: float) -> float:
+        """Do one piece of work; return about how long it took, 0 when there is no time for it."""
+        tables = self.tables
+        if tables.are_many_asked or (self._phase == _FOLDING and tables.is_any_asked):
+            return self._make(budget_us)  # what came is held against what is predicted of its own class
+        if self._phase == _MAKING and tables.is_any_wanted:
+            return self._make(budget_us)
+        if budget_us < _CALL_US:
+            return 0.0
+        if self._phase == _IDLE:
+            self._phase, self._hand = _AGEING, 0
+            return _LITTLE_US
+        if self._phase == _AGEING:
+            last = min(self._hand + int(budget_us * _CHAINS_A_US), self._chains.slots)
+            took_us = _CALL_US + (last - self._hand) / _CHAINS_A_US
+            self._age(self._hand, last, now_s)
+            self._hand = last
+            if last == self._chains.slots:
+                self._phase = _FOLDING
+            return took_us
+        if self._phase == _FOLDING:
+            folded = tables.fold(max(_FEWEST, int(budget_us - _CALL_US)))
+            if folded:
+                return _CALL_US + folded
+            tables.renew(self._decay ** (self.requests - self.renewed))
+            self.renewed = self.requests
+            self._phase = _MAKING
+            return _LITTLE_US
+        self._renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
+        self._phase = _IDLE
+        return _LITTLE_US
+
+    def _make(self, budget_us: float) -> float:
+        cells = int((budget_us - MAKING_US) / CELL_US)
+        return MAKING_US + self.tables.make(cells) * CELL_US if cells >= _FEWEST else 0.0
+
+    def _age(self, first: int, last: int, now_s: float) -> None:
+        """Count the age bins that live chains have passed since the last time, of the slots from `first` to `last`."""
+        chains, tables = self._chains, self.tables
+        live = first + np.flatnonzero(np.frombuffer(chains.live, np.bool_)[first:last])
+        reached, cells = np.frombuffer(chains.bin, np.int32), np.frombuffer(chains.cell, np.int32)
+        tables.in_use(cells[live])
+        tables.want(cells[chains.wanted(live)])
+        now_bins = passed_by(now_s - np.frombuffer(chains.used_s)[live])
+        while True:
+            behind = reached[live] < now_bins
+            live, now_bins = live[behind], now_bins[behind]
+            if not len(live):
+                return
+            tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
+            reached[live] += 1
