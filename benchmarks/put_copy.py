@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, payloads, shared_memory, tokens_of
-from support.daemon import bench_daemon, wait_mapped
-from support.report import AT_LEAST, Row, main
-from support.timing import median, time_each
+from support.daemon import MIB, Bytes, bench_daemon, model, payloads, shared_memory, tokens_of, wait_mapped
+from support.report import AT_LEAST, Row, main, median, time_each
 
 from kvstore_client import Session
 from kvstore_client.payload import Payload

@@ -9,7 +9,6 @@ missing, say) is named with its reason and left out; the exit code is 1 when one
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import subprocess
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.report import progress, table
+from support.report import parser_of, progress, table
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240
@@ -68,9 +67,7 @@ SUITE = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON list")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier, and done within a minute or two")
+    parser = parser_of(__doc__ or "", "fewer rounds: noisier, and done within a minute or two")
     parser.add_argument("--only", action="append", choices=[one.name for one in SUITE], help="run just this one")
     options = parser.parse_args()
     objects: list[dict[str, Any]] = []

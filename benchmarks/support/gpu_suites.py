@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from support.gpu_answers import Answer, Question, Sizes
-from support.gpu_lacking import lacking
+from support.gpu_answers import Answer, Question, Sizes, lacking
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
