@@ -82,12 +82,8 @@ class _CopiesAlone:
 
     def beside_another_copy(self) -> None:
         """One thread copies and hashes, another copies as much: a put of arrays, the client and the daemon at once."""
-        self._together(
-            [
-                partial(self._part, self._next_target(), 0, len(self._source)),
-                partial(np.copyto, self._written, self._arrays),
-            ]
-        )
+        hashed = partial(self._part, self._next_target(), 0, len(self._source))
+        self._together([hashed, partial(np.copyto, self._written, self._arrays)])
 
     def _next_target(self) -> Bytes:
         self._turn += 1

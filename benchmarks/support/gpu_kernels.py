@@ -70,14 +70,8 @@ class Decode:
         chunk = np.full((64, shape.block_bytes), 0x3C, np.uint8)
         planes = [card.repeated(chunk, batch * width * shape.block_bytes) for _ in range(2)]
         attention = PagedAttention(card.launcher, shape)
-        rows = KernelRows(
-            batch,
-            card.place(np.arange(batch, dtype=np.int32)),
-            card.place(np.full(batch, context, np.int32)),
-            card.place(tables),
-            width,
-            context,
-        )
+        sequences, contexts = np.arange(batch, dtype=np.int32), np.full(batch, context, np.int32)
+        rows = KernelRows(batch, card.place(sequences), card.place(contexts), card.place(tables), width, context)
         results = np.zeros((batch, shape.query_heads, shape.head_dim), np.uint16)
         scratch = card.place(np.zeros(attention.scratch_bytes(batch, context), np.uint8))
         ends = card.place(results), card.place(results)
