@@ -67,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of the former state, with its .venv")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each benchmark in each tree (3)")
-    parser.add_argument("--only", action="append", choices=[one.name for one in SUITE], help="just this one; repeat it")
+    parser.add_argument("--only", action="append", choices=SUITE, help="just this one; repeat it")
     parser.add_argument("--full", action="store_true", help="without --quick: minutes for each benchmark")
     parser.add_argument("--json", action="store_true", help="the last line is a JSON list")
     options = parser.parse_args()
@@ -76,13 +76,13 @@ def main() -> int:
         if not (tree / ".venv/bin/python").exists():
             parser.error(f"{tree} has no .venv: run `make venv` there first")
     rows: list[dict[str, Any]] = []
-    for one in SUITE:
-        if options.only and one.name not in options.only:
+    for name in SUITE:
+        if options.only and name not in options.only:
             continue
-        if not (trees["before"] / f"benchmarks/{one.name}.py").exists():
-            progress(f"{one.name}: left out, the state before does not have it")
+        if not (trees["before"] / f"benchmarks/{name}.py").exists():
+            progress(f"{name}: left out, the state before does not have it")
             continue
-        found = _compare(one.name, trees, options.rounds, options.full)
+        found = _compare(name, trees, options.rounds, options.full)
         rows += found
         if not options.json:
             for row in found:

@@ -3,7 +3,7 @@
     benchmarks/chat_templates.py --templates DIR
     benchmarks/chat_templates.py --templates DIR --no-llama --json
 
-Every `*.jinja` below DIR is given eight conversations (support/template_conversations.py). Published templates are
+Every `*.jinja` below DIR is given eight conversations. Published templates are
 others' text, so none comes with this program. Each prompt is one of:
 
 equal to llama.cpp, equal to Transformers
@@ -19,18 +19,22 @@ differs; 2 for a mistake. Without the wheel `xllamacpp`, or with --no-llama, Tra
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from support.report import progress
-from support.template_conversations import CONVERSATIONS, Conversation
-from support.template_references import BOS, EOS, llama_prompts, transformers_prompts
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from kvstore_engine.server.chat_messages import Message
@@ -41,6 +45,13 @@ LLAMA, TRANSFORMERS, BOTH, LEFT_OUT, DIFFERS = KINDS = (
     "equal to llama.cpp", "equal to Transformers", "refused by both", "left out", "differs",
 )  # fmt: skip
 _AROUND = 40  # characters before and after a difference
+BOS, EOS = "<|im_start|>", "<|im_end|>"  # those of the model that llama.cpp's server is given
+_SECONDS = 300
+_SERVE = "import sys, chat_templates; chat_templates.serve(*sys.argv[1:])"
+Json = dict[str, Any]
+Conversation = tuple[list[Json], list[Json] | None]
+"""Messages, and the tools that are offered."""
+_PARTS = [{"type": "text", "text": "Part one"}, {"type": "text", "text": "Part two"}]
 
 
 def compare(
@@ -120,6 +131,151 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(rows))
     return 1 if counts[DIFFERS] else 0
+
+
+def transformers_prompts(source: str, conversation: Conversation) -> set[str]:
+    """Return the prompts of a conversation in its forms.
+
+    Calls have objects or texts, content is null or empty, and the template is told to think or nothing; llama.cpp's
+    server tells most of them.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    prompts = set()
+    for as_object, empty, told in product((True, False), (None, ""), ({}, {"enable_thinking": True})):
+        messages, tools = copy.deepcopy(conversation)
+        for message in messages:
+            if message["content"] is None:
+                message["content"] = empty
+            for call in message.get("tool_calls", []) if as_object else []:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        try:
+            rendered, _ = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=True,
+                bos_token=BOS,
+                eos_token=EOS,
+                **told,
+            )
+        except Exception:  # a template may fail in any way: that form is refused
+            continue
+        prompts.add(rendered[0])
+    return prompts
+
+
+def llama_prompts(model: Path, template: Path) -> dict[str, str]:
+    """Return llama.cpp's prompt of each conversation that it does not refuse; none if it does not take the template."""
+    command = [sys.executable, "-c", _SERVE, str(model), str(template)]
+    folder = Path(__file__).parent
+    ended = subprocess.run(command, capture_output=True, timeout=_SECONDS, cwd=folder, check=False)
+    lines = ended.stdout.splitlines()
+    return dict(json.loads(lines[-1])) if ended.returncode == 0 and lines else {}
+
+
+def serve(model: str, template: str) -> None:
+    """Print the prompts of llama.cpp's own server for `template`, and end this process."""
+    import xllamacpp
+
+    wanted = xllamacpp.CommonParams()
+    wanted.model.path, wanted.chat_template = model, Path(template).read_text(encoding="utf-8")
+    wanted.n_ctx, wanted.ui, wanted.warmup, wanted.use_jinja, wanted.verbosity = 256, False, False, True, -1
+    wanted.cpuparams.n_threads = wanted.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(wanted)
+    address = f"{server.listening_address}/apply-template"
+    prompts = {name: _ask(address, messages, tools) for name, (messages, tools) in CONVERSATIONS.items()}
+    print(json.dumps({name: prompt for name, prompt in prompts.items() if prompt is not None}), flush=True)
+    os._exit(0)  # the server's threads would be waited for
+
+
+def _ask(address: str, messages: list[Any], tools: list[Any] | None) -> str | None:
+    body = {"messages": messages} | ({"tools": tools} if tools else {})
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+            return str(json.load(answer)["prompt"])
+    except urllib.error.HTTPError:
+        return None
+
+
+def _tool(name: str, argument: str) -> Json:
+    properties = {argument: {"type": "string", "description": f"The {argument}"}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}", "parameters": parameters}}
+
+
+def _calls(*calls: tuple[str, str], content: str | None = None, **more: str) -> Json:
+    made = [
+        {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made, **more}
+
+
+def _result(number: int, content: str, **more: str) -> Json:
+    return {"role": "tool", "tool_call_id": f"call0000{number}", "content": content, **more}
+
+
+def _said(role: str, content: Any, **more: str) -> Json:
+    return {"role": role, "content": content, **more}
+
+
+_WEATHER, _TIME = _tool("get_weather", "city"), _tool("get_time", "zone")
+CONVERSATIONS: dict[str, Conversation] = {
+    "plain": ([_said("user", "What is this?")], None),
+    "turns": (
+        [
+            _said("system", "Be brief, élan."),
+            _said("user", "First <question>"),
+            _said("assistant", "First answer"),
+            _said("user", "Second question"),
+        ],
+        None,
+    ),
+    "parts": ([_said("user", _PARTS)], None),
+    "tools": ([_said("user", "Weather in Rome?")], [_WEATHER, _TIME]),
+    "call": (
+        [
+            _said("user", "Weather in Rome?"),
+            _calls(("get_weather", '{"city": "Rome", "days": 2}')),
+            _result(0, "sunny, 31"),
+        ],
+        [_WEATHER],
+    ),
+    "parallel": (
+        [
+            _said("system", "Be brief."),
+            _said("user", "Weather in Rome, time in UTC?"),
+            _calls(("get_weather", '{"city": "Rome"}'), ("get_time", '{"zone": "UTC"}')),
+            _result(0, "sunny, 31", name="get_weather"),
+            _result(1, "12:30", name="get_time"),
+            _said("assistant", "Sunny; half past noon."),
+            _said("user", "And in Oslo?"),
+        ],
+        [_WEATHER, _TIME],
+    ),
+    "reasoning": (
+        [
+            _said("user", "First question"),
+            _said("assistant", "First answer", reasoning_content="a long thought"),
+            _said("user", "Second question"),
+        ],
+        None,
+    ),
+    "agent": (
+        [
+            _said("user", "Weather in Rome?"),
+            _calls(
+                ("get_weather", '{"city":"Rome","near":[1,2.5,null,true]}'),
+                content="Let me look.",
+                reasoning_content="it must be looked up",
+            ),
+            _result(0, '{"sky": "clear"}'),
+        ],
+        [_WEATHER],
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import sys
 import time
 
 from support.daemon import bench_daemon
-from support.report import Row, main, within
-from support.timing import median
+from support.report import Row, main, median, within
 
 IDLE_S = 0.5
 BARE = "import asyncio, grpc.aio, numpy, xxhash"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 import tempfile
@@ -31,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.report import Row, progress, table, within
-from support.timing import percentile
+from support.report import Row, parser_of, percentile, printed, progress, within
 from support.traces import write_agents, write_chat
 
 from kvstore_simulator.readers import ReadOptions, read_trace
@@ -204,9 +202,7 @@ def rows_of(name: str, rounds: list[Spent]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="shorter traces, a tenth of the blocks")
+    parser = parser_of(__doc__, "shorter traces, a tenth of the blocks")
     parser.add_argument("--policy", default="chain-hazard")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--format", default="mooncake")
@@ -219,9 +215,7 @@ def main() -> int:
         gc.freeze()
         rounds = [measure(Replay(ordered, settings), after=after) for _ in range(1 if options.quick else 3)]
         rows += rows_of(name, rounds)
-    objects = [row.as_json() for row in rows]
-    print(json.dumps(objects) if options.json else table(objects))
-    return 0 if all(fields["met"] is not False for fields in objects) else 1
+    return printed(rows, as_json=options.json)
 
 
 def _in_daemons_order(trace: Trace) -> Trace:

@@ -14,11 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.daemon import bench_daemon
-from support.generate import generate
-from support.report import AT_MOST, Row, main, progress
-from support.stopped import stopped
-from support.timing import median
+from support.daemon import bench_daemon, stopped
+from support.engine import generate
+from support.report import AT_MOST, Row, main, median, progress
 
 TARGET = 1.05
 WORDS = "the keeper counted seven lamps before winter and wrote to her brother about rope oil bread and the broken gate"

@@ -29,11 +29,7 @@ def measure(quick: bool) -> list[Row]:
         with decoders(model_path(quantisation), THREADS, comparable()) as sides:
             for count, target in TARGETS.items():
                 speeds = decode_speeds(
-                    sides,
-                    count,
-                    prompt_tokens=PROMPT_TOKENS,
-                    steps=24 if quick else 48,
-                    rounds=1 if quick else 3,
+                    sides, count, prompt_tokens=PROMPT_TOKENS, steps=24 if quick else 48, rounds=1 if quick else 3
                 )
                 ours, name = speeds.per_s[OURS], f"{quantisation}_decode_{count}"
                 rows.append(Row(name, ours, "tokens/s", speeds.best, "llama.cpp, best", AT_LEAST, target))

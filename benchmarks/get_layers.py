@@ -10,10 +10,8 @@ import sys
 import time
 from dataclasses import replace
 
-from support.blocks import BLOCK_TOKENS, MIB, payloads, tokens_of
-from support.daemon import POLL_S, BenchDaemon, bench_daemon
-from support.report import Row, main, progress
-from support.timing import median, time_once
+from support.daemon import BLOCK_TOKENS, MIB, POLL_S, BenchDaemon, bench_daemon, payloads, tokens_of
+from support.report import Row, main, median, progress, time_once
 
 from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_proto.v1 import admin_pb2

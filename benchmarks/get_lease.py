@@ -9,10 +9,8 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, payloads, tokens_of
-from support.daemon import bench_daemon
-from support.report import AT_LEAST, Row, main, progress, within
-from support.timing import median, percentile, time_each, time_once
+from support.daemon import MIB, Bytes, bench_daemon, model, payloads, tokens_of
+from support.report import AT_LEAST, Row, main, median, percentile, progress, time_each, time_once, within
 
 BLOCKS = 64
 SETTINGS = ("host.capacity=256MiB", "nvme.enabled=false", "host.prefault_ahead=192MiB")

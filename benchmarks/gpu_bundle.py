@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterable, Mapping
+from email.parser import Parser
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from support.wheels import needs, wheel_name
 
 ROOT = Path(__file__).parents[1]
 PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40)))
@@ -141,6 +142,21 @@ def main(arguments: list[str] | None = None) -> int:
     for name in too_large:
         print(f"gpu-bundle: {name} is larger than {options.part_limit:.0f} MiB", file=sys.stderr)
     return 1 if too_large else 0
+
+
+def wheel_name(path: Path) -> str:
+    """The normalised name of the package."""
+    return parse_wheel_filename(path.name)[0]
+
+
+def needs(path: Path, python: str) -> list[Requirement]:
+    """Its requirements under `python`, such as "3.12", on Linux, without extras."""
+    with zipfile.ZipFile(path) as wheel:
+        (name,) = (each for each in wheel.namelist() if each.endswith(".dist-info/METADATA") and each.count("/") == 1)
+        metadata = Parser().parsestr(wheel.read(name).decode())
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "extra": ""}
+    wanted = (Requirement(each) for each in metadata.get_all("Requires-Dist", ()))
+    return [each for each in wanted if each.marker is None or each.marker.evaluate(environment)]
 
 
 if __name__ == "__main__":

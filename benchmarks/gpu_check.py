@@ -21,10 +21,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from support.gpu_answers import FULL, SMALL, Answer, Question
-from support.gpu_asked import FAILED, LEFT, NO, YES, Asked, asked
-from support.gpu_lacking import why_not_imported
-from support.gpu_questions import QUESTIONS
+from support.gpu_answers import FULL, SMALL, Answer, Question, why_not_imported
+from support.gpu_asked import FAILED, LEFT, NO, QUESTIONS, YES, Asked, asked
 
 SO_FAR = "so far"  # what is known of a question that has not ended
 TELL_S = 5.0  # is printed of one that takes longer

@@ -9,25 +9,27 @@ bytes. Memory is lost if the device has less of it free after the holder's end t
 processes that use the device meanwhile spoil that figure. With --seconds no kill is begun after so long, and `killed`
 says how many were. Exit status 1 for a block or a byte lost.
 With --mixed so many deaths of any of the three follow in one run, in an order that the seed says, each while blocks are
-copied (`support/mixed_kills.py`).
+copied.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from types import TracebackType
 
-from benchmarks.support.mixed_kills import Kill, MixedKills
 from tests.gpu.test_daemon_gpu_first import BLOCKS, MODEL, put_many, use, whole
 from tests.gpu.test_daemon_gpu_tier import workers_of
-from tests.gpu.test_device_leases import device_client, held_on_device
+from tests.gpu.test_device_leases import DeviceClient, device_client, held_on_device
 from tests.reference.conversations import tokens_of
 from tests.reference.free_device_memory import free_bytes
 from tests.reference.held_memory import holder_pid
@@ -41,6 +43,9 @@ SETTINGS = (
     "tier.vram.bounce=4MiB", "tier.vram.policy=lru",
 )  # fmt: skip
 _FOR_COPIES = 99  # a conversation that comes and goes
+Kill = Callable[[RunningDaemon], None]
+FIRST_OTHER = 1000  # the number of a conversation that is stored for a while
+LONGEST_PAUSE_S = 0.02  # before the kill: as long as these transfers take
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,59 @@ def main(arguments: list[str] | None = None) -> int:
     share = losses.found_blocks / losses.blocks if losses.blocks else 0.0
     print(json.dumps(wanted | asdict(losses) | {"kept": share}))
     return int(share < 1.0 or losses.lost_bytes > 0)
+
+
+class MixedKills:
+    """`kept`: conversations on the device. `kill_daemon` and `kill_worker` return when there is another one."""
+
+    def __init__(self, seed: int, kept: range, kill_daemon: Kill, kill_worker: Kill) -> None:
+        self._random, self._kept = random.Random(seed), kept
+        self._kill_daemon, self._kill_worker = kill_daemon, kill_worker
+        self._others = 0
+        self._engines: list[tuple[DeviceClient, contextlib.ExitStack]] = []
+        self.killed: dict[str, int] = {"daemon": 0, "worker": 0, "engine": 0}
+
+    def __enter__(self) -> MixedKills:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, ending in self._engines:
+            ending.close()
+
+    def kill(self, daemon: RunningDaemon) -> None:
+        """One of the three. The first engine loads meanwhile; what the second one stored is copied to the device."""
+        while len(self._engines) < 2:
+            ending = contextlib.ExitStack()
+            self._engines.append((ending.enter_context(device_client(daemon)), ending))
+        (reader, ending), (writer, _) = self._engines
+        self._others += 1
+        other = FIRST_OTHER + self._others
+        assert writer("store", other, BLOCKS).get("stored") == BLOCKS
+        writer.send("load", other, BLOCKS)  # a hit: it is copied to the device, too
+        reader.send("load", self._random.choice(self._kept), BLOCKS)
+        time.sleep(self._random.uniform(0, LONGEST_PAUSE_S))
+        whose = self._random.choice(sorted(self.killed))
+        self.killed[whose] += 1
+        if whose == "daemon":
+            self._kill_daemon(daemon)
+        elif whose == "worker":
+            self._kill_worker(daemon)
+        else:
+            ending.close()
+            del self._engines[0]
+        for engine, _ in self._engines:
+            answer = engine.answer()
+            assert "failed" in answer or answer["right"] or not answer["valid"], answer
+            assert eventually(lambda: is_served(engine, self._kept[0])), f"after the death of the {whose}"  # noqa: B023
+        with daemon.connect(MODEL) as session:
+            session.delete(tokens_of(other, BLOCKS))
+
+
+def is_served(engine: DeviceClient, number: int) -> bool:
+    answer = engine("get", number, BLOCKS)
+    return "failed" not in answer and answer["right"] and answer["blocks"] == BLOCKS
 
 
 if __name__ == "__main__":

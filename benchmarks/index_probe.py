@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from support.blocks import MIB, model, payloads, tokens_of
-from support.daemon import BenchDaemon, bench_daemon
-from support.report import AT_MOST, Row, main, progress, within
-from support.stopped import stopped
-from support.timing import median, percentile, time_each, time_once
+from support.daemon import MIB, BenchDaemon, bench_daemon, model, payloads, stopped, tokens_of
+from support.report import AT_MOST, Row, main, median, percentile, progress, time_each, time_once, within
 
 from kvstore_client import BlockKeys, Session
 

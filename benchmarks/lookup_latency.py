@@ -8,16 +8,19 @@ every put has to evict; the keys looked up are leased, so they stay.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from pathlib import Path
 
-from support.blocks import MIB, model, payloads, tokens_of
-from support.daemon import BenchDaemon, bench_daemon
+from support.daemon import MIB, BenchDaemon, bench_daemon, model, payloads, tokens_of
 from support.echo import EchoClient, echo
-from support.load import full_load
-from support.report import AT_MOST, Row, main, progress
-from support.timing import median, percentile, time_each
+from support.report import AT_MOST, Row, main, median, percentile, progress, time_each
 
+import kvstore_client
 from kvstore_client import BlockKeys, Session
 from kvstore_proto.v1 import admin_pb2
 
@@ -32,6 +35,8 @@ SETTINGS = (
     "host.capacity=160MiB", "host.staging=40MiB", "host.arena=16MiB", "host.prefault_ahead=16MiB",
     "nvme.capacity=512MiB", "nvme.slab=64MiB", "limits.staging_per_client=16MiB", "limits.lease_ttl_ms=120000",
 )  # fmt: skip
+START_TIMEOUT_S = 30.0
+BLOCKS_A_PUT = 8
 
 
 def measure(quick: bool) -> list[Row]:
@@ -115,6 +120,44 @@ def _counters(daemon: BenchDaemon) -> dict[str, int]:
     counters: dict[str, int] = dict(daemon.admin("Status", admin_pb2.StatusRequest()).counters)
     tiers = daemon.admin("Tiers", admin_pb2.TiersRequest()).tiers
     return {**counters, "evictions": next(tier.evicted_blocks for tier in tiers if tier.name == "host")}
+
+
+@contextmanager
+def full_load(socket_dir: Path, block_bytes: int, clients: int = 2) -> Iterator[None]:
+    """`clients` processes put and get without pause while the context lasts. Raises RuntimeError if one has failed."""
+    spawning = multiprocessing.get_context("spawn")
+    stop = spawning.Event()
+    going = [spawning.Event() for _ in range(clients)]
+    children = [
+        spawning.Process(target=_work, args=(socket_dir, block_bytes, number, going[number], stop), daemon=True)
+        for number in range(clients)
+    ]
+    for child in children:
+        child.start()
+    try:
+        if not all(event.wait(START_TIMEOUT_S) for event in going):
+            raise RuntimeError("a load client did not get going")
+        yield
+        if not all(child.is_alive() for child in children):
+            raise RuntimeError("a load client ended before the measurement did")
+    finally:
+        stop.set()
+        for child in children:
+            child.join(START_TIMEOUT_S)
+
+
+def _work(socket_dir: Path, block_bytes: int, number: int, going: Event, stop: Event) -> None:
+    data = payloads(BLOCKS_A_PUT, block_bytes)
+    conversation = number
+    fingerprint = model(block_bytes, f"load {number}")
+    with kvstore_client.connect(socket_dir, fingerprint=fingerprint, required=True, deadline_s=10.0) as session:
+        while not stop.is_set():
+            tokens = tokens_of(conversation % 2000, BLOCKS_A_PUT)
+            conversation += 1
+            session.put(tokens, payloads=data)
+            with session.get(tokens) as lease:
+                lease.copy_into(data[: len(lease)])
+            going.set()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ reached alone. Baselines: the one client's total of the same run; for lookups a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import socket
 import sys
@@ -33,10 +31,8 @@ from queue import Empty, SimpleQueue
 from threading import BrokenBarrierError
 from typing import Any
 
-from support.blocks import MIB, model, payloads, tokens_of
-from support.daemon import BenchDaemon, bench_daemon
-from support.report import AT_LEAST, AT_MOST, Row, progress, table
-from support.timing import median, percentile, time_once
+from support.daemon import MIB, BenchDaemon, bench_daemon, model, payloads, tokens_of
+from support.report import AT_LEAST, AT_MOST, Row, median, parser_of, percentile, printed, progress, time_once
 
 import kvstore_client
 from kvstore_client import Session
@@ -106,21 +102,12 @@ def measure(quick: bool, clients: int = CLIENTS) -> list[Row]:
     for label, kind in ((name, crowd), (f"{name}_paced", paced)):
         ping = _ms(kind, "pings_s", 99)
         rows += [
-            Row(
-                f"{label}_lookup_p99",
-                _ms(kind, "lookups_s", 99),
-                "ms",
-                LIMIT_MS,
-                "limit",
-                AT_MOST,
-                1.0,
-                _ms(kind, "handovers_s", 99),
-                "a hand-over within the client",
-            ),
+            Row(f"{label}_lookup_p99", _ms(kind, "lookups_s", 99), "ms", LIMIT_MS, "limit", AT_MOST, 1.0,
+                _ms(kind, "handovers_s", 99), "a hand-over within the client"),
             Row(f"{label}_lookup_p99_vs_ping", _ms(kind, "lookups_s", 99), "ms", ping, "Unix socket ping, p99"),
             Row(f"{label}_lookup_p50", _ms(kind, "lookups_s", 50), "ms", _ms(alone, "lookups_s", 50), "one client"),
             Row(f"{label}_probe_p99", _ms(kind, "probes_s", 99), "ms", LIMIT_MS, "limit of a lookup"),
-        ]
+        ]  # fmt: skip
     return rows
 
 
@@ -263,14 +250,10 @@ def _cpu_s(pid: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
+    parser = parser_of(__doc__, "fewer and shorter turns")
     parser.add_argument("--clients", type=int, default=CLIENTS, help=f"how many beside one (default: {CLIENTS})")
     options = parser.parse_args()
-    objects = [row.as_json() for row in measure(options.quick, options.clients)]
-    print(json.dumps(objects) if options.json else table(objects))
-    return 0 if all(fields["met"] is not False for fields in objects) else 1
+    return printed(measure(options.quick, options.clients), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ of chance (the requests' differences, taken to be independent) in the sum over t
 
 The last line counts what passed. Exit status: 0; 1 when anything failed, but for --quick, whose traces are too short
 for a verdict; 2 for a mistake.
-
-Expected: no regret on sessions; on objects and loops, where chains say nothing, ahead of LRU. Found for chain-hazard
-(10 % of the blocks): docs/measurements.md.
 """
 
 from __future__ import annotations

@@ -23,27 +23,57 @@ code than what is installed are not taken. Exit status: 0; 1 when a verdict on g
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import random
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 from study import oracle
-from study.pages import study_page
-from study.runs import HINTS, OURS, Job, Record, Results, records_of, run_all
-from study.sources import HALVES, QUARTERS, SEEDS, WHOLE, Case, cases_of, files_in
-from study.standins import write_standins
-from study.tables import CLAIRVOYANT, LRU, Book, Line, compute_lines, gain_lines, hit_lines, reference_lines
-from study.words import as_csv, hits_text, lines_text
+from study.sources import (
+    HALVES,
+    HINTS,
+    OURS,
+    QUARTERS,
+    SEEDS,
+    WHOLE,
+    Case,
+    Job,
+    Record,
+    Results,
+    cases_of,
+    files_in,
+    records_of,
+    run_all,
+)
+from study.tables import (
+    CLAIRVOYANT,
+    LRU,
+    Book,
+    Line,
+    as_csv,
+    compute_lines,
+    gain_lines,
+    hit_lines,
+    hits_text,
+    lines_text,
+    reference_lines,
+    study_page,
+)
 from support.report import progress
 
 from kvstore_simulator.hints import parse_hints
 from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.trace import TraceError
 
+_TICK_MS = 3000
+_SYSTEM_PROMPTS = 3
 HITS, COMPUTE, HINTED, ORACLE, REFERENCE = SECTIONS = ("hits", "compute", "hints", "oracle", "reference")
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.25)
 QUICK_CAPACITIES = KNOWLEDGE_CAPACITIES = (0.01, 0.05, 0.1)  # the latter: where hints and oracles are tried
@@ -56,6 +86,56 @@ _TITLES = {
     ORACLE: "Ours with knowledge of the future",
     REFERENCE: "Published figures",
 }
+
+
+def write_standins(directory: Path, *, requests: int, sessions: int) -> list[Path]:
+    """A chat of so many requests (Mooncake's format), agents of so many sessions (Claude Code's)."""
+    chat, agents = directory / "made-up-chat.jsonl.gz", directory / "made-up-agents.jsonl.gz"
+    _write(chat, _chat(random.Random(1), requests))
+    _write(agents, [_agent(random.Random(number), number) for number in range(sessions)])
+    return [chat, agents]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _chat(chance: random.Random, requests: int) -> list[dict[str, Any]]:
+    due: list[tuple[float, int, list[int]]] = []  # when a session goes on, and the blocks it has by then
+    fresh, at_ms, rows = _SYSTEM_PROMPTS + 1, 0.0, []
+    for number in range(requests):
+        at_ms += chance.expovariate(1 / 300)
+        if due and due[0][0] <= at_ms:
+            blocks, more = heappop(due)[2], round(chance.expovariate(1 / 3))
+        else:
+            blocks, more = [1 + chance.randrange(_SYSTEM_PROMPTS)], round(chance.lognormvariate(2.3, 1.1))
+        blocks = [*blocks, *range(fresh, fresh + more + 1)]
+        fresh += more + 1
+        answer = round(chance.lognormvariate(5.0, 1.0)) + 1
+        rows.append({
+            "timestamp": round(at_ms) // _TICK_MS * _TICK_MS, "input_length": len(blocks) * 512 - 100,
+            "output_length": answer, "hash_ids": blocks,
+        })  # fmt: skip
+        if chance.random() < (0.55 if answer < 150 else 0.25):
+            heappush(due, (at_ms + 1000 * chance.lognormvariate(4.0, 0.8), number, blocks))
+    return rows
+
+
+def _agent(chance: random.Random, number: int) -> dict[str, Any]:
+    at_s, length, fresh = 0.0, 8 * chance.randrange(20, 100), 100_000
+    runs, requests = [1, length], []
+    while True:
+        total = sum(runs[1::2])
+        requests.append([at_s, total * 64, chance.randrange(50, 800), "n", 5.0, list(runs)])
+        if chance.random() < 0.05:
+            return {"id": f"made-up-{number}", "models": [], "tool": 0, "sys": 0, "reqs": requests}
+        at_s += chance.expovariate(1 / 10) if chance.random() < 0.8 else chance.lognormvariate(5.0, 1.0)
+        if chance.random() < 0.03:  # the history is edited: what follows is new
+            runs = [1, max(8, runs[1] // 2)]
+        more = chance.randrange(4, 60)
+        runs += [fresh, more]
+        fresh += more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

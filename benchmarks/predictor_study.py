@@ -17,12 +17,13 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_predictor.base import Predictor, Request
 from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.learned import Learned
 from kvstore_predictor.markov import Markov
@@ -39,48 +40,28 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
 }
 
 
-class Stopwatch(Predictor):
-    """What each request and each question of `predictor` takes, in microseconds."""
+def timed(call: Callable[..., Any], took_us: list[float]) -> Callable[..., Any]:
+    """Return `call`, whose microseconds are noted in `took_us` each time."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.name, self._predictor = predictor.name, predictor
-        self.events_us: list[float] = []
-        self.asked_us: list[float] = []
-
-    def requested(self, request: Request, now_s: float) -> None:
+    def run(*arguments: Any) -> Any:
         began = time.perf_counter()
-        self._predictor.requested(request, now_s)
-        self.events_us.append((time.perf_counter() - began) * 1e6)
+        answer = call(*arguments)
+        took_us.append((time.perf_counter() - began) * 1e6)
+        return answer
 
-    def answered(self, number: int, output_tokens: int, now_s: float) -> None:
-        self._predictor.answered(number, output_tokens, now_s)
-
-    def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:
-        self._predictor.hinted(tenant, key, hint, now_s)
-
-    def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        began = time.perf_counter()
-        found = self._predictor.guesses(now_s, horizon_s, limit)
-        self.asked_us.append((time.perf_counter() - began) * 1e6)
-        return found
-
-    def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        self._predictor.forget(tenant, keys)
-
-    def export_state(self) -> Iterator[Piece]:
-        return self._predictor.export_state()
-
-    def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        self._predictor.import_state(state, later_s)
+    return run
 
 
 def judged(trace: Trace, predictor: Predictor, learn: float, questions: int) -> dict[str, object]:
     """The predictor's figures on the requests of `trace` from share `learn` on."""
-    timed = Stopwatch(predictor)
-    seen = judge(trace, timed, learn, questions)
+    events_us: list[float] = []
+    asked_us: list[float] = []
+    for name, took_us in (("requested", events_us), ("guesses", asked_us)):
+        setattr(predictor, name, timed(getattr(predictor, name), took_us))
+    seen = judge(trace, predictor, learn, questions)
     figures: dict[str, object] = {f"{horizon_s:g} s": each.figures() for horizon_s, each in seen.items()}
-    mean, (half, most) = float(np.mean(timed.events_us)), np.percentile(timed.events_us, (50, 99)).tolist()
-    asking = float(np.median(timed.asked_us)) if timed.asked_us else 0.0
+    mean, (half, most) = float(np.mean(events_us)), np.percentile(events_us, (50, 99)).tolist()
+    asking = float(np.median(asked_us)) if asked_us else 0.0
     figures["us"] = {"event mean": mean, "p50": half, "p99": most, "question": asking}
     return figures
 

@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, payloads, shared_memory, tokens_of
-from support.daemon import bench_daemon, wait_mapped
-from support.report import AT_LEAST, Row, main
-from support.timing import median, time_each
+from support.daemon import MIB, Bytes, bench_daemon, model, payloads, shared_memory, tokens_of, wait_mapped
+from support.report import AT_LEAST, Row, main, median, time_each
 
 from kvstore_client import Session
 from kvstore_client.payload import Payload
@@ -84,12 +82,8 @@ class _CopiesAlone:
 
     def beside_another_copy(self) -> None:
         """One thread copies and hashes, another copies as much: a put of arrays, the client and the daemon at once."""
-        self._together(
-            [
-                partial(self._part, self._next_target(), 0, len(self._source)),
-                partial(np.copyto, self._written, self._arrays),
-            ]
-        )
+        hashed = partial(self._part, self._next_target(), 0, len(self._source))
+        self._together([hashed, partial(np.copyto, self._written, self._arrays)])
 
     def _next_target(self) -> Bytes:
         self._turn += 1

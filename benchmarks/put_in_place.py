@@ -15,10 +15,8 @@ from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
-from support.blocks import MIB, Bytes, model, shared_memory, tokens_of
-from support.daemon import bench_daemon, wait_mapped
-from support.report import Row, main
-from support.timing import median, time_each
+from support.daemon import MIB, Bytes, bench_daemon, model, shared_memory, tokens_of, wait_mapped
+from support.report import Row, main, median, time_each
 
 from kvstore_client import Session
 from kvstore_tiers.segments import checksum_at

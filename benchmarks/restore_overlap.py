@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 from support.daemon import BenchDaemon, slowed_daemon
 from support.engine import THREADS, model_path
-from support.report import AT_LEAST, Row, main, progress, within
-from support.timing import median, percentile
+from support.report import AT_LEAST, Row, main, median, percentile, progress, within
 from ttft_restore import prompt_text
 
 from kvstore_client import Fingerprint, Session

@@ -9,101 +9,70 @@ missing, say) is named with its reason and left out; the exit code is 1 when one
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.report import progress, table
+from support.report import parser_of, progress, table
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """`arguments(quick)` goes on its command line; `lacks()` says why it cannot run here, or nothing."""
-
-    name: str
-    arguments: Callable[[bool], list[str]]
-    lacks: Callable[[], str] = lambda: ""
-
-
-def _json(quick: bool) -> list[str]:
-    return ["--json", "--quick"] if quick else ["--json"]
+SUITE = (
+    "daemon_start", "startup_scale", "lookup_latency", "index_probe", "token_containers", "get_lease", "get_layers",
+    "put_copy", "durable_answer", "put_in_place", "ttft_restore", "many_clients", "degraded", "vs_llama_server",
+    "engine_decode",
+)  # fmt: skip
+OF_ENGINE = ("ttft_restore", "degraded", "vs_llama_server", "engine_decode")
+ALWAYS_QUICK = ("engine_decode",)
 
 
-def _quick(_: bool) -> list[str]:
-    return ["--json", "--quick"]
-
-
-def _without_engine() -> str:
-    missing = [name for name in ("xllamacpp", "tokenizers") if importlib.util.find_spec(name) is None]
+def _lacks(name: str) -> str:
+    """Return why the benchmark cannot run here, or nothing."""
+    wanted = ("xllamacpp", "tokenizers") if name in OF_ENGINE else ()
+    missing = [each for each in wanted if importlib.util.find_spec(each) is None]
     return f"{', '.join(missing)} missing: pip install 'kvstored[engine]'" if missing else ""
 
 
-SUITE = (
-    Benchmark("daemon_start", _json),
-    Benchmark("startup_scale", _json),
-    Benchmark("lookup_latency", _json),
-    Benchmark("index_probe", _json),
-    Benchmark("token_containers", _json),
-    Benchmark("get_lease", _json),
-    Benchmark("get_layers", _json),
-    Benchmark("put_copy", _json),
-    Benchmark("durable_answer", _json),
-    Benchmark("put_in_place", _json),
-    Benchmark("ttft_restore", _json, _without_engine),
-    Benchmark("many_clients", _json),
-    Benchmark("degraded", _json, _without_engine),
-    Benchmark("vs_llama_server", _json, _without_engine),
-    Benchmark("engine_decode", _quick, _without_engine),
-)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON list")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier, and done within a minute or two")
-    parser.add_argument("--only", action="append", choices=[one.name for one in SUITE], help="run just this one")
+    parser = parser_of(__doc__ or "", "fewer rounds: noisier, and done within a minute or two")
+    parser.add_argument("--only", action="append", choices=SUITE, help="run just this one")
     options = parser.parse_args()
     objects: list[dict[str, Any]] = []
     failed = False
-    for benchmark in SUITE:
-        if options.only and benchmark.name not in options.only:
+    for name in SUITE:
+        if options.only and name not in options.only:
             continue
-        reason = benchmark.lacks()
-        if reason:
-            progress(f"{benchmark.name}: left out, {reason}")
+        if reason := _lacks(name):
+            progress(f"{name}: left out, {reason}")
             continue
-        found = _run(benchmark, options.quick)
+        found = _run(name, options.quick or name in ALWAYS_QUICK)
         failed = failed or not found
         objects += found
     print(json.dumps(objects) if options.json else table(objects))
     return int(failed or any(fields.get("met") is False for fields in objects))
 
 
-def _run(benchmark: Benchmark, quick: bool) -> list[dict[str, Any]]:
+def _run(name: str, quick: bool) -> list[dict[str, Any]]:
     """The rows of one benchmark; on failure reports it and returns none."""
     started = time.monotonic()
-    progress(f"{benchmark.name} ...")
-    command = [sys.executable, str(HERE / f"{benchmark.name}.py"), *benchmark.arguments(quick)]
+    progress(f"{name} ...")
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", *(["--quick"] if quick else [])]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        progress(f"{benchmark.name}: FAILED, not done in {TIMEOUT_S} s")
+        progress(f"{name}: FAILED, not done in {TIMEOUT_S} s")
         return []
     lines = done.stdout.splitlines()
     if not lines:
-        progress(f"{benchmark.name}: FAILED with exit code {done.returncode}")
+        progress(f"{name}: FAILED with exit code {done.returncode}")
         return []
-    progress(f"{benchmark.name}: {time.monotonic() - started:.0f} s")
+    progress(f"{name}: {time.monotonic() - started:.0f} s")
     found: list[dict[str, Any]] = json.loads(lines[-1])
     return found
 

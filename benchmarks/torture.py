@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from support.report import progress
-from torture_runs import ledger
-from torture_runs.figures import MUST_BE_ZERO, WHY_NULL, add_up
+from torture_runs.figures import MUST_BE_ZERO, WHY_NULL, add_up, append, default_path, source_state, sums
 from torture_runs.harnesses import HARNESSES, Harness, run_to_the_end, temporary_root
 from torture_runs.mortal_daemon import SETTINGS_ENVIRONMENT
 
@@ -39,13 +38,13 @@ IN_MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    path = options.ledger or ledger.default_path()
+    path = options.ledger or default_path()
     if options.show_ledger:
         return _show_ledger(path, options.json)
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background job has it ignored
         signal.signal(number, signal.default_int_handler)
     result: dict[str, Any] = {
-        "commit": ledger.source_state(),
+        "commit": source_state(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": options.seed,
         **({"settings": options.settings} if options.settings else {}),
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken = _torture(options, result)
     _fill_in(result, options.only)
     if not options.no_ledger:
-        ledger.append(path, result)
+        append(path, result)
     print(json.dumps(result) if options.json else table(result))
     if result.get("interrupted"):
         return 130
@@ -157,13 +156,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _show_ledger(path: Path, as_json: bool) -> int:
-    sums = ledger.sums(path)
+    found = sums(path)
     if as_json:
-        print(json.dumps(sums))
-    elif not sums:
+        print(json.dumps(found))
+    elif not found:
         print(f"{path} has no runs yet")
     else:
-        for commit, total in sums.items():
+        for commit, total in found.items():
             print(f"{total['runs']} runs, {total.get('seconds', 0):.0f} s")
             print(table({"commit": commit, **total}))
     return 0
@@ -181,14 +180,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=N",
-        help="end a harness after so many events",
+        help="end a harness after N events",
     )
     parser.add_argument(
         "--set", action="append", default=[], dest="settings", metavar="SECTION.KEY=VALUE",
         help="a further setting of every daemon, such as tier.far.capacity=16MiB: a third tier",
     )  # fmt: skip
     parser.add_argument("--dir", type=Path, help="where files are made and removed (default: the temporary folder)")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help=f"default {ledger.default_path()}")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help=f"default {default_path()}")
     parser.add_argument("--no-ledger", action="store_true", help="write no line to the ledger")
     parser.add_argument("--show-ledger", action="store_true", help="add up the ledger by commit, and run nothing")
     options = parser.parse_args(arguments)

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 from support.daemon import BenchDaemon, bench_daemon
-from support.generate import generate
-from support.report import AT_LEAST, Row, main, progress, within
-from support.timing import median, time_each
+from support.engine import generate
+from support.report import AT_LEAST, Row, main, median, progress, time_each, within
 
 from kvstore_proto.v1 import admin_pb2
 

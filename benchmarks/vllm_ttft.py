@@ -23,10 +23,8 @@ from pathlib import Path
 
 import numpy as np
 from support import vllm_engine
-from support.daemon import BenchDaemon, bench_daemon
-from support.report import AT_LEAST, Row, main, progress
-from support.stopped import stopped
-from support.timing import median
+from support.daemon import BenchDaemon, bench_daemon, stopped
+from support.report import AT_LEAST, Row, main, median, progress
 from support.vllm_engine import Answer, EngineDied, EngineProcess
 
 from kvstore_proto.v1 import admin_pb2

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from support.daemon import bench_daemon
-from support.report import AT_LEAST, Row, main, progress
-from support.timing import median
-from ttft_restore import MODEL, QUESTIONS, prompt_text
+from support.engine import MODEL
+from support.report import AT_LEAST, Row, main, median, progress
+from ttft_restore import QUESTIONS, prompt_text
 
 CHILD = "answer"
 THREADS = 2
@@ -101,7 +101,7 @@ def _ours(socket_dir: Path) -> Any:
     selection.build_kernels = partial(build.build_kernels, cpu="x86-64-v3")
     options = LoadOptions(context=CONTEXT_TOKENS, threads=THREADS, kvstore=socket_dir)
     stack = contextlib.ExitStack()
-    loaded = stack.enter_context(open_model(locate(MODEL), options))
+    loaded = stack.enter_context(open_model(locate(f"{MODEL}:q8_0"), options))
 
     def respond(prompt: str, keep: object = stack) -> float:
         answer = loaded.generator.generate(Prompt(prompt), RequestSettings(max_tokens=1))
@@ -118,7 +118,7 @@ def _llama(*, flash: bool) -> Any:
     from kvstore_engine.models.locate import locate
 
     settings = xllamacpp.CommonParams()
-    settings.model.path = str(locate(MODEL))
+    settings.model.path = str(locate(f"{MODEL}:q8_0"))
     settings.n_ctx, settings.n_parallel, settings.kv_unified = CONTEXT_TOKENS, 1, False
     settings.cache_ram_mib = CACHE_MIB
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = THREADS

@@ -17,7 +17,7 @@ from typing import Any
 
 Command = Sequence[str | Path]
 
-WORKERS = Path(__file__).with_name("workers")
+WORKERS = Path(__file__).resolve().with_name("workers")
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 15
 
@@ -61,47 +61,41 @@ class Contender:
 
 
 @contextmanager
-def contender(name: str, command: Command, environment: Mapping[str, str] | None = None) -> Iterator[Contender]:
-    """A child that has said it is ready. It ends when its input does, or is killed."""
+def _child(
+    command: Command, environment: Mapping[str, str] | None, **pipes: int
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A child and the path of its log; it ends when its input does, or is killed. `pipes`: other than to the log."""
     with tempfile.TemporaryDirectory(prefix="kvrival-") as directory:
         log = Path(directory) / "log"
-        with log.open("wb") as errors:
-            child = subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, **(environment or {})},
-            )
+        with log.open("wb") as output:
+            files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output} | pipes
+            env = {**os.environ, **(environment or {})}
+            child = subprocess.Popen([str(part) for part in command], cwd=directory, text=True, env=env, **files)
             try:
-                yield Contender(name, child, log)
+                yield child, log
             finally:
                 end(child)
 
 
 @contextmanager
+def contender(name: str, command: Command, environment: Mapping[str, str] | None = None) -> Iterator[Contender]:
+    """A child that has said it is ready."""
+    with _child(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (child, log):
+        yield Contender(name, child, log)
+
+
+@contextmanager
 def server(name: str, command: Command, environment: Mapping[str, str] | None = None) -> Iterator[Path]:
     """A rival's server while the context lasts; gives the path of its log."""
-    with tempfile.TemporaryDirectory(prefix="kvrival-") as directory:
-        log = Path(directory) / "log"
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=directory,
-                env={**os.environ, **(environment or {})},
-            )
-            try:
-                yield log
-            finally:
-                child.terminate()
-                end(child)
-                if child.returncode not in (0, -15, None):
-                    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-                    print(f"{name} ended with {child.returncode}:\n{tail}")
+    with _child(command, environment) as (child, log):
+        try:
+            yield log
+        finally:
+            child.terminate()
+            end(child)
+            if child.returncode not in (0, -15, None):
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+                print(f"{name} ended with {child.returncode}:\n{tail}")
 
 
 def end(child: subprocess.Popen[Any]) -> None:

@@ -24,13 +24,11 @@ from functools import partial
 from itertools import count
 
 from support.daemon import bench_daemon
-from support.report import AT_LEAST, AT_MOST, Row, progress, within
-from support.timing import median, percentile
+from support.report import AT_LEAST, AT_MOST, Row, median, percentile, progress, within
 
 from rivals.contender import WORKERS, Command, Contender, ContenderError, contender, server
 from rivals.environments import LMCACHE
-from rivals.limits import ECHO, LIMITS, Copies, copies, echoes, of_copies
-from rivals.turns import Action, Samples, best_of, take_turns
+from rivals.turns import ECHO, LIMITS, Action, Copies, Samples, best_of, copies, echoes, of_copies, take_turns
 
 SHAPE = "(2,512,16,8,64):float16:8"
 REQUEST_MIB = 32

@@ -15,7 +15,6 @@ could not be set up or failed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -23,24 +22,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.report import Row, progress, table
+from support.report import Row, parser_of, printed, progress
 
-from rivals import lmcache, mooncake, redis
+from rivals import lmcache, values
 from rivals.contender import ContenderError
 from rivals.environments import LMCACHE, MOONCAKE, REDIS, CannotSetUp
 
 COMPARISONS = {
     "lmcache": (lmcache.compare, LMCACHE),
-    "mooncake": (mooncake.compare, MOONCAKE),
-    "redis": (redis.compare, REDIS),
+    "mooncake": (values.compare_mooncake, MOONCAKE),
+    "redis": (values.compare_redis, REDIS),
 }
 
 
 def main(rivals: Sequence[str] = tuple(COMPARISONS)) -> int:
     """Compare with those of `rivals` that the command line leaves in."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the last line is a JSON list")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier")
+    parser = parser_of(__doc__ or "", "fewer rounds: noisier")
     parser.add_argument("--only", type=_names, default=list(rivals), help="names, separated by commas")
     parser.add_argument("--setup-only", action="store_true", help="install the rivals and stop")
     options = parser.parse_args()
@@ -58,10 +55,8 @@ def main(rivals: Sequence[str] = tuple(COMPARISONS)) -> int:
         except (CannotSetUp, ContenderError, TimeoutError) as error:
             progress(f"{name}: FAILED, {error}")
             failed = True
-    objects = [row.as_json() for row in rows]
-    if not options.setup_only:
-        print(json.dumps(objects) if options.json else table(objects))
-    return 2 if failed else int(any(row.met is False for row in rows))
+    is_missed = 0 if options.setup_only else printed(rows, as_json=options.json)
+    return 2 if failed else is_missed
 
 
 def _names(text: str) -> list[str]:

@@ -24,9 +24,9 @@ from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_engine.kernels.cuda import Device
 from support.gpu_answers import FULL, Sizes
-from support.gpu_card import Array, Card, Transferred
+from support.gpu_kernels import Array, Card, Transferred
 from support.gpu_memory import on_device, pinned
-from support.timing import warm
+from support.report import warm
 
 _REPEATS_A_ROUND = 4  # of the rounds: calls in a graph
 _THREAD_LOCAL = 1  # a capture that other threads' calls do not end

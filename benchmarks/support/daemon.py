@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,15 +24,31 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 import kvstore_client
-from kvstore_client import Fingerprint, Session
+from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_client.daemon_session import PREFAULT_THREAD
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
 READY_TIMEOUT_S = 60.0  # a machine that is short of time is no failure
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
+MIB = 1 << 20
+BLOCK_TOKENS = 64
+LAYERS = 4
+Bytes = npt.NDArray[np.uint8]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP at the start, SIGCONT at the end: its sockets accept, nothing answers."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
@@ -161,3 +179,28 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+
+
+def model(block_bytes: int, name: str = "benchmark") -> Fingerprint:
+    """A fingerprint whose blocks hold `block_bytes` of payload, a multiple of 256."""
+    bytes_a_token = block_bytes // BLOCK_TOKENS // LAYERS
+    return Fingerprint("benchmark", name, groups=(LayerGroup(0, "full", 0, tuple(range(LAYERS)), bytes_a_token),))
+
+
+def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
+    """Token ids of a prefix of `blocks` blocks that no other conversation shares."""
+    return np.arange(blocks * BLOCK_TOKENS, dtype=np.int32) + conversation * 1_000_000 % 2_000_000_000
+
+
+def payloads(blocks: int, block_bytes: int) -> list[Bytes]:
+    """Random bytes in memory that has been touched, so that reading them costs what reading costs."""
+    every = np.random.default_rng(blocks).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
+    return list(every.reshape(blocks, block_bytes))
+
+
+def shared_memory(nbytes: int) -> Bytes:
+    """Shared memory that has been touched, as the slots of an arena are: pages of 4 KiB unless the system grants larger
+    ones."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_SHARED), np.uint8)
+    memory[:] = 1
+    return memory

@@ -22,8 +22,17 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig
-from support.decode_models import Subject, in_transformers
-from support.decode_sides import Decoded, Tokens, by_attention_of_torch, by_generate, our_engine, prompts
+from support import decode_models
+from support.decode_models import (
+    Decoded,
+    Subject,
+    Tokens,
+    by_attention_of_torch,
+    by_generate,
+    in_transformers,
+    our_engine,
+    prompts,
+)
 from support.gpu_answers import Answer, Sizes, known
 
 OURS, LOOP, DYNAMIC, STATIC = "our engine", "torch's loop", "generate, dynamic cache", "generate, static cache"
@@ -186,3 +195,9 @@ def _freed(torch: Any) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def decode(device: int, sizes: Sizes, *, subject: str) -> Answer:
+    """`subject`: a name in `decode_models`."""
+    model = getattr(decode_models, subject if sizes.whole_models else "SMALL_MODEL")
+    return decode_of_engine(f"cuda:{device}", sizes, model)

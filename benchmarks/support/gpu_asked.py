@@ -17,19 +17,86 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from kvstore_cuda.compiler import signal_name
-from support.gpu_answers import Answer, Question, Sizes, listen
-from support.gpu_lacking import lacking, one_line, why_not_imported
-from support.gpu_questions import QUESTIONS
+from support.gpu_answers import Answer, Ask, Question, Sizes, lacking, listen, one_line, why_not_imported
+from support.gpu_suites import suites
 
+_KERNELS = (
+    ("launches", "every kernel runs, and its results are right", 120),
+    ("errors", "error against float64, bf16 and int8", 90),
+    ("decode", "paged decode of a batch against a copy; int8 against bf16", 90),
+    ("decode-one", "paged decode of one long sequence against a copy", 60),
+    ("crossover", "one pass against partitions: from which batch on", 90),
+    ("decode-rivals", "paged decode against FlashInfer and vLLM, where they are installed", 240),
+    ("beside-transfer", "TPOT beside a saturated transfer", 180),
+    ("gather-batch", "gather kernel against a batch of copies: crossover", 120),
+    ("hot-prefix", "a shared prefix kept in the L2 cache by a window, against none (informs)", 90),
+)
 YES, NO, UNKNOWN, FAILED, LEFT = "yes", "NO", "unknown", "FAILED", "left"
 INTERRUPTED = "interrupted"
 PATIENCE_S = 2.0  # for an end by itself
 MOST_OUTPUT = 48 << 10  # characters that are kept of what a question printed: its begin and its end
+
+
+def _asked(place: str, fixed: dict[str, Any], device: int, sizes: Sizes) -> Answer:
+    module, _, function = place.rpartition(".")
+    answer: Answer = getattr(import_module(f"support.{module}"), function)(device, sizes, **fixed)
+    return answer
+
+
+def _by(place: str, **fixed: Any) -> Ask:
+    """By a function of a module beside this one; `fixed`: further arguments."""
+    return partial(_asked, place, fixed)
+
+
+PROMISES = (
+    Question("read-only-register", "a memfd mapped read-only can be registered", 60,
+             _by("gpu_memory.registers_read_only")),
+    Question("read-only-access", "read-only device memory cannot be written", 60,
+             _by("gpu_memory.read_only_access_holds")),
+    Question("outlives-maker", "memory outlives the kill -9 of its maker", 60,
+             _by("gpu_memory.memory_outlives_its_maker")),
+    Question("direct-storage", "is GPUDirect Storage there (informs)", 30,
+             _by("gpu_memory.has_direct_storage")),
+)  # fmt: skip
+COPIES = (
+    Question("copies", "copies in pieces against one large copy", 90, _by("gpu_copies.pieces")),
+    Question("arena-pool", "host arena <-> paged pool, both directions, against one copy", 120,
+             _by("gpu_copies.arena_and_pool")),
+    Question("client-pool", "leases and puts <-> paged pool by the client, both directions", 180,
+             _by("gpu_client_pool.client_pool")),
+    Question("client-gather", "the client's kernel for small runs, and their size", 120,
+             _by("gpu_client_pool.client_gather")),
+    Question("checksums", "checksums by the device are xxhash's, and how fast", 60, _by("gpu_copies.checksums")),
+)  # fmt: skip
+TIER = (
+    Question("resident-get", "get of blocks resident in the GPU tier", 180, _by("gpu_tier.get_of_resident")),
+    Question("worker-kills", "kill -9 of the worker: blocks and device memory", 420,
+             _by("gpu_tier.worker_kills")),
+)  # fmt: skip
+ENGINES = (
+    Question("engine-decode", "decode of our engine, SmolLM2-135M, against generate and torch's attention", 500,
+             _by("decode_comparison.decode", subject="SMOLLM2_135M")),
+    Question("engine-decode-1b", "the same with the shape of a model of 1B", 500,
+             _by("decode_comparison.decode", subject="ONE_BILLION")),
+    Question("vllm", "an 8B model in vLLM with the plugin: first token, throughput", 590,
+             _by("gpu_vllm.asked", of_plugin=True)),
+    Question("vllm-connector", "the same with the connector", 590, _by("gpu_vllm.asked", of_plugin=False)),
+)  # fmt: skip
+
+_ALL = (
+    *PROMISES,
+    *(Question(*each, _by("gpu_launches.of_card", name=each[0])) for each in _KERNELS),
+    *COPIES, *TIER, *ENGINES, *suites(),
+)  # fmt: skip
+QUESTIONS = {each.name: each for each in _ALL}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Copies between host and device: pieces against one large copy, and an arena's blocks into an engine's paged pool.
+"""Copies between host and device: pieces against one large copy, and an arena's blocks into an engine's paged pool; and
+checksums of device memory by the GPU tier's own kernel.
 
 Speeds are ratios against one large copy of pinned memory in the same run.
 """
@@ -6,12 +7,19 @@ Speeds are ratios against one large copy of pinned memory in the same run.
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
+import xxhash
 
-from kvstore_cuda.copies import Runs
+from kvstore_console.units import human_bytes
+from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
+from kvstore_cuda.driver import DriverError
+from kvstore_tiers.gpu.streams import Checksums, Events
 from support.gpu_answers import Answer, Sizes, known, listed
 from support.gpu_memory import arena, copy_s, on_device, pinned, run_of
 
@@ -20,6 +28,7 @@ ENGINE_TOKENS, STORED_TOKENS = 16, 64
 ROW_BYTES = 8 * 128 * 2  # of a token, K or V, in a layer: 8 heads of 128 channels in bf16
 PIECE_BYTES = ENGINE_TOKENS * ROW_BYTES
 _PER_PLANE = STORED_TOKENS // ENGINE_TOKENS
+BLOCK_BYTES = 1 << 20
 
 
 def pieces(device: int, sizes: Sizes) -> Answer:
@@ -93,3 +102,35 @@ def _plane_runs(pool: int, host: int, plane: int, planes: int, places: range | l
         offset = block * block_bytes + (plane * _PER_PLANE + part) * PIECE_BYTES
         runs.append(run_of(pool + place * PIECE_BYTES, host + offset, PIECE_BYTES, to_device=to_device))
     return Runs.of(runs)
+
+
+def checksums(device: int, sizes: Sizes) -> Answer:
+    """Of one block, and of many in one launch. The speed only informs."""
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
+    at = on_device(driver, nbytes)
+    mapping, host = pinned(driver, nbytes)
+    np.frombuffer(mapping, np.uint64)[:] = np.random.default_rng(1).integers(0, 2**63, nbytes // 8)
+    copy_s(driver, [Runs.of([CopyRun(at, host, nbytes)])], to_device=True)
+    found: SimpleQueue[tuple[Sequence[int], DriverError | None]] = SimpleQueue()
+    kernel = Checksums(driver, Events(driver), lambda _, sums, failure: found.put((sums, failure)))
+    said, figures, holds = [], {}, True
+    for count in (1, nbytes // BLOCK_BYTES):
+        ranges = [(at + block * BLOCK_BYTES, BLOCK_BYTES) for block in range(count)]
+        took_s = []
+        for _ in range(sizes.rounds):
+            began_s = time.perf_counter()
+            kernel.start([(0, ranges)])
+            sums, failure = found.get()
+            took_s.append(time.perf_counter() - began_s)
+            if failure is not None:
+                raise failure
+        wanted = [xxhash.xxh3_64_intdigest(mapping[start - at : start - at + size]) for start, size in ranges]
+        holds = holds and list(sums) == wanted
+        figures[f"{count} blocks, GB/s"] = count * BLOCK_BYTES / min(took_s) / 1e9
+        said.append(
+            f"{count} x {human_bytes(BLOCK_BYTES)} {figures[f'{count} blocks, GB/s']:.1f} GB/s, "
+            f"{min(took_s) * 1e6:.0f} us"
+        )
+        known(", ".join(said), figures, holds=None if holds else False)
+    verdict = "are xxhash's" if holds else "are NOT xxhash's"
+    return Answer(holds, f"checksums by the device {verdict}: {', '.join(said)}", figures)

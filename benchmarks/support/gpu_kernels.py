@@ -1,5 +1,7 @@
 """What only a GPU can answer of the engine's CUDA kernels: their speed against copies, their crossover, their errors.
 
+A `Card` is the device as these questions want it; a test has a stand-in.
+
 Speeds are bytes of K and V read, against the bytes that a large copy within the device reads and writes in the same
 time, in the same run; microseconds and bytes a second are beside them.
 """
@@ -7,23 +9,42 @@ time, in the same run; microseconds and bytes a second are beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, KernelRows, NewTokens, PagedAttention, RopeCache
+from kvstore_engine.kernels.cuda import (
+    BlockMover,
+    CacheShape,
+    CacheWindow,
+    Crossover,
+    Device,
+    KernelRows,
+    Launcher,
+    NewTokens,
+    PagedAttention,
+    RopeCache,
+)
+from kvstore_engine.kernels.cuda.blocks import BlockRuns
 from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
 from kvstore_engine.kernels.cuda.rope import turns
 from kvstore_engine.kernels.reference import paged_attention
 from support.gpu_answers import Answer, known
-from support.gpu_card import Array, Card
 
 BF16, INT8 = CacheShape(32, 8, 128, 16), CacheShape(32, 8, 128, 16, cache="int8")
 BATCH_RATIO, LONG_RATIO, INT8_RATIO = 0.8, 0.6, 1.3  # the least that is promised
 # Of results, for K, V and queries that are normally distributed: the greatest error, and for int8 the root mean square.
 BF16_ERROR, INT8_ERROR, INT8_TYPICAL_ERROR = 1e-2, 1e-1, 1e-2
+Array = npt.NDArray[np.generic]
+Transferred = Callable[[], float]
+PIECES_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
+MOVED_BYTES = 64 << 20
+FEW_BLOCKS = 16  # thread blocks: what a load may take from a step that runs beside it
+LAYERS = 4  # that take turns, so that no launch finds in the cache what the one before it left
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +70,8 @@ class Decode:
         chunk = np.full((64, shape.block_bytes), 0x3C, np.uint8)
         planes = [card.repeated(chunk, batch * width * shape.block_bytes) for _ in range(2)]
         attention = PagedAttention(card.launcher, shape)
-        rows = KernelRows(
-            batch,
-            card.place(np.arange(batch, dtype=np.int32)),
-            card.place(np.full(batch, context, np.int32)),
-            card.place(tables),
-            width,
-            context,
-        )
+        sequences, contexts = np.arange(batch, dtype=np.int32), np.full(batch, context, np.int32)
+        rows = KernelRows(batch, card.place(sequences), card.place(contexts), card.place(tables), width, context)
         results = np.zeros((batch, shape.query_heads, shape.head_dim), np.uint16)
         scratch = card.place(np.zeros(attention.scratch_bytes(batch, context), np.uint8))
         ends = card.place(results), card.place(results)
@@ -211,3 +226,146 @@ def _bf16(random: np.random.Generator, *extents: int) -> tuple[npt.NDArray[np.ui
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Card(ABC):
+    """A device to ask. Memory that it hands out lives as long as it does."""
+
+    launcher: Launcher
+    stream = 0
+
+    @abstractmethod
+    def place(self, array: Array) -> int:
+        """Its address on the device, after a copy."""
+
+    @abstractmethod
+    def place_on_host(self, array: Array) -> int:
+        """The address of a copy in host memory that the device reads and writes at the same address."""
+
+    @abstractmethod
+    def repeated(self, array: Array, nbytes: int) -> int:
+        """The address of `nbytes` that hold `array` again and again."""
+
+    @abstractmethod
+    def read(self, address: int, like: Array) -> Array:
+        """What is there now, in the shape and type of `like`, once everything queued has run."""
+
+    @abstractmethod
+    def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
+        """How long what `queue` queues takes, when it is repeated without a gap: captured once, or, where that is not
+        wanted, queued faster than it runs."""
+
+    @abstractmethod
+    def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
+        """How long each of `count` steps takes, from its start on the host until its end is seen there: a step is what
+        `queue` queues, `launches` times."""
+
+    @abstractmethod
+    def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
+        """How long a batch of copies (to, from, bytes) takes, from before it is queued."""
+
+    @abstractmethod
+    def copied_bytes_s(self) -> float:
+        """Bytes that a large copy within the device reads and writes in a second."""
+
+    @abstractmethod
+    def saturated(self, *, by_process: bool) -> AbstractContextManager[Transferred]:
+        """While it lasts, copies from the host keep the bus busy, from a thread of this process or from a process of
+        its own. What it gives says how many bytes a second they reached so far."""
+
+    @abstractmethod
+    def stored(self) -> AbstractContextManager[Transferred]:
+        """The same of copies to the host, from a thread that keeps to a client's budget (`LinkBudget`) beside an engine
+        that decodes."""
+
+
+def gather_against_batch(
+    card: Card, pieces_bytes: tuple[int, ...] = PIECES_BYTES, moved_bytes: int = MOVED_BYTES
+) -> Answer:
+    """Speed of the kernel in units of the batch's, by piece size, both ways. It only informs: it sets the default."""
+    ways: list[str] = []
+    figures: dict[str, float] = {}
+    for to_pool in (True, False):
+        way, said, below = "host to pool" if to_pool else "pool to host", [], []
+        for piece in pieces_bytes:
+            count = max(2, moved_bytes // piece)
+            batch_s, kernel_s = _seconds(card, piece, count, to_pool=to_pool)
+            name = f"{piece >> 10} KiB"
+            figures[f"{way}, {name}"] = batch_s / kernel_s
+            fast = speed(figures, f"{way}, {name}, kernel", count * piece, kernel_s)
+            slow = speed(figures, f"{way}, {name}, batch", count * piece, batch_s)
+            said.append(f"{name} {batch_s / kernel_s:.2f}x ({fast}; batch {slow})")
+            below += [piece] * (batch_s > kernel_s)
+            known("; ".join([*ways, f"{way} {', '.join(said)}"]), figures)
+        crossover = f"faster up to {max(below) >> 10} KiB" if below else "never faster"
+        ways.append(f"{way} {', '.join(said)} ({crossover})")
+        figures[f"{way}, crossover bytes"] = float(max(below, default=0))
+    return Answer(True, f"gather kernel on {FEW_BLOCKS} thread blocks against one batch: {'; '.join(ways)}", figures)
+
+
+def _seconds(card: Card, piece: int, count: int, *, to_pool: bool) -> tuple[float, float]:
+    """Of one batch, and of the kernel, for `count` pieces. Raises RuntimeError where the kernel's bytes are wrong."""
+    table = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int32).reshape(count, 1)
+    runs = BlockRuns.of_payloads(table, piece)
+    content = np.random.default_rng(1).integers(0, 256, (count, piece), np.uint8)
+    empty = np.zeros((2 * count, piece), np.uint8)
+    host, pool = card.place_on_host(content), card.place(empty)
+    planes = card.place(np.array([pool], np.uint64))
+    payloads = card.place(host + piece * np.arange(count, dtype=np.uint64))
+    on_device = card.place(runs.runs), card.place(runs.first_pieces)
+    mover = BlockMover(card.launcher, blocks=FEW_BLOCKS)
+    move = mover.scatter if to_pool else mover.gather
+    if not to_pool:
+        mover.scatter(planes, payloads, runs, on_device, plane_count=1, stream=card.stream)
+    kernel_s = card.seconds(lambda: move(planes, payloads, runs, on_device, plane_count=1, stream=card.stream))
+    expected = empty.copy()
+    expected[table.ravel()] = content
+    if not np.array_equal(card.read(pool, empty), expected):
+        raise RuntimeError(f"the kernel moved pieces of {piece} bytes wrong")
+    ends = [(pool + int(place) * piece, host + number * piece) for number, place in enumerate(table.ravel())]
+    copies = [(*(pair if to_pool else pair[::-1]), piece) for pair in ends]
+    return card.batch_s(copies, to_device=to_pool), kernel_s
+
+
+def shared_prefix(card: Card, launcher: Device, batch: int = 32, context: int = 4096) -> Answer:
+    """Half of each context is shared, in blocks that follow each other. A window is one range: it holds the prefix's
+    keys. It only informs: a window that gains nothing is not used."""
+    width = context // BF16.block_tokens
+    shared = width // 2
+    own = np.random.default_rng(0).permutation(batch * (width - shared)).astype(np.int32) + shared
+    prefix = np.arange(shared, dtype=np.int32)
+    tables = np.concatenate((np.tile(prefix, (batch, 1)), own.reshape(batch, -1)), axis=1)
+    chunk = np.full((64, BF16.block_bytes), 0x3C, np.uint8)
+    nbytes = (shared + len(own)) * BF16.block_bytes
+    layers = [(card.repeated(chunk, nbytes), card.repeated(chunk, nbytes)) for _ in range(LAYERS)]
+    attention = PagedAttention(launcher, BF16)
+    rows = KernelRows(
+        batch, card.place(np.arange(batch, dtype=np.int32)), card.place(np.full(batch, context, np.int32)),
+        card.place(np.ascontiguousarray(tables)), width, context,
+    )  # fmt: skip
+    results = np.zeros((batch, BF16.query_heads, BF16.head_dim), np.uint16)
+    queries, output = card.place(results), card.place(results)
+    scratch = card.place(np.zeros(attention.scratch_bytes(batch, context), np.uint8))
+
+    def step(is_kept: bool) -> None:
+        for planes in layers:
+            if is_kept:
+                window = CacheWindow.of_blocks(planes[0], BF16.block_bytes, prefix, launcher.window_bytes)
+                launcher.keep_in_cache(window, stream=card.stream)
+            attention.attend(queries, output, planes, rows, scratch=scratch, stream=card.stream)
+
+    without_s = card.seconds(lambda: step(False), in_graph=False)
+    kept = launcher.set_aside_cache(LAYERS * shared * BF16.block_bytes)
+    if not kept:
+        return Answer(None, "this device sets no part of its L2 cache aside")
+    with_s = card.seconds(lambda: step(True), in_graph=False)
+    launcher.keep_in_cache(None, stream=card.stream)
+    launcher.set_aside_cache(0)
+    read_bytes = 2 * LAYERS * batch * width * BF16.block_bytes
+    figures = {"by a window": without_s / with_s, "set aside MiB": kept / (1 << 20)}
+    says = (
+        f"{LAYERS} layers of decode of {batch} x {context}, {context // 2} shared: {without_s / with_s:.2f}x as fast "
+        f"with its keys in a window ({speed(figures, 'with', read_bytes, with_s)}; without "
+        f"{speed(figures, 'without', read_bytes, without_s)}; {kept >> 20} MiB of the L2 cache set aside)"
+    )
+    return Answer(True, says, figures)

@@ -1,4 +1,5 @@
-"""Every kernel once, over small memory, with its results checked: what the tools of compute-sanitizer watch.
+"""The questions about kernels by name; as a program, every kernel once, over small memory, with its results checked:
+the tools of compute-sanitizer watch that.
 
 python -m support.gpu_launches [--device N]      from benchmarks/
 """
@@ -7,13 +8,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
+from kvstore_cuda import nvrtc
+from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.kernels.cuda import BlockMover, CacheShape
 from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from support.gpu_card import Card
-from support.gpu_kernels import error_of
+from support.cuda_card import CudaCard
+from support.gpu_answers import Answer, Sizes
+from support.gpu_kernels import (
+    Card,
+    crossover,
+    decode_of_a_batch,
+    decode_of_one,
+    error_of,
+    errors,
+    gather_against_batch,
+    shared_prefix,
+)
+from support.gpu_rivals import decode_beside_transfer, decode_of_rivals
 
 SHAPES = (
     CacheShape(8, 2, 128, 16), CacheShape(8, 2, 128, 16, cache="int8"), CacheShape(4, 2, 64, 8, cache="fp8"),
@@ -22,6 +37,43 @@ SHAPES = (
 CONTEXTS = (1, 17, 600)  # of several partitions, too
 LARGEST_ERROR = 0.5  # what is asked here is whether memory is read and written where it should be
 _BLOCKS, _PLANES, _BLOCK_BYTES = 6, 2, 2064
+
+
+def of_card(device: int, sizes: Sizes, *, name: str) -> Answer:
+    """The question `name`. Unknown where there is no compiler of kernels."""
+    try:
+        return _ASKED[name](CudaCard(device, sizes), sizes)
+    except CompileError:
+        try:
+            nvrtc.library()
+        except CompileError as missing:
+            return Answer(None, f"not asked: {missing}")
+        raise
+
+
+def _launches(card: CudaCard, sizes: Sizes) -> Answer:
+    launch_all(card)
+    return Answer(True, "every kernel runs, with the results that it should have")
+
+
+def _crossover(card: CudaCard, sizes: Sizes) -> Answer:
+    batches = tuple(1 << power for power in range((2 * sizes.batch).bit_length()))
+    return crossover(card, batches, sizes.context)
+
+
+_ASKED: dict[str, Callable[[CudaCard, Sizes], Answer]] = {
+    "launches": _launches,
+    "errors": lambda card, sizes: errors(card),
+    "decode": lambda card, sizes: decode_of_a_batch(card, sizes.batch, sizes.context),
+    "decode-one": lambda card, sizes: decode_of_one(card, sizes.long_context),
+    "crossover": _crossover,
+    "decode-rivals": lambda card, sizes: decode_of_rivals(card, sizes.batch, sizes.context),
+    "beside-transfer": lambda card, sizes: decode_beside_transfer(
+        card, sizes.batch, sizes.context, sizes.layers, sizes.steps
+    ),
+    "gather-batch": lambda card, sizes: gather_against_batch(card, sizes.pieces_bytes, sizes.copied_bytes // 4),
+    "hot-prefix": lambda card, sizes: shared_prefix(card, card.launcher, sizes.batch, sizes.context),
+}
 
 
 def launch_all(card: Card) -> None:
@@ -70,8 +122,6 @@ def _must_equal(card: Card, address: int, expected: np.ndarray, what: str) -> No
 
 
 def main() -> int:
-    from support.cuda_card import CudaCard
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", type=int, default=0, metavar="N")
     launch_all(CudaCard(parser.parse_args().device, exact=True))

@@ -7,17 +7,133 @@ the caller keeps.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
+import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from pathlib import Path
 
 import numpy as np
 
+from kvstore_console.units import human_bytes
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
-from support.timing import warm
+from support.gpu_answers import Answer, Sizes
+from support.report import warm
+
+SAME_S, LONGEST_S, LOOK_S = 1.0, 10.0, 0.05
+_NAMES = ("libcufile.so.0", "libcufile.so")
+_WHEELS = ("cu13/lib", "cufile/lib")  # below nvidia/: of CUDA 13, of CUDA 12
+_FS_STATISTICS = Path("/proc/driver/nvidia-fs/stats")
+
+
+def settled_bytes(
+    driver: CudaDevice, expected: int | None = None, *, clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:  # fmt: skip
+    """Return the free bytes: with `expected` as soon as they are at least that, without it once they have not changed
+    for `SAME_S`; after `LONGEST_S` at the latest."""
+    began_s = same_since_s = clock()
+    free, _ = driver.memory_bytes()
+    while expected is None or free < expected:
+        now_s = clock()
+        if now_s - began_s >= LONGEST_S or (expected is None and now_s - same_since_s >= SAME_S):
+            break
+        pause(LOOK_S)
+        before, (free, _) = free, driver.memory_bytes()
+        if free != before:
+            same_since_s = clock()
+    return free
+
+
+def registers_read_only(device: int, sizes: Sizes) -> Answer:
+    """Whether an arena that a client maps read-only can be registered, and copied from."""
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
+    mapping, address, why = arena(driver, nbytes)
+    if why:
+        return Answer(False, f"a memfd that is mapped read-only CANNOT be registered: {why}")
+    at = on_device(driver, nbytes)
+    copy_s(driver, [Runs.of([CopyRun(at, address, nbytes)])], to_device=True)
+    back, to = pinned(driver, nbytes)
+    copy_s(driver, [Runs.of([CopyRun(to, at, nbytes)])], to_device=False)
+    return Answer(back[:] == mapping[:], "a memfd that is mapped read-only is registered, and copied from")
+
+
+def read_only_access_holds(device: int, sizes: Sizes) -> Answer:
+    """Whether an importer that maps device memory read-only cannot write to it."""
+    driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
+    at = driver.map(driver.create(nbytes), nbytes, read_only=True)
+    _, source = pinned(driver, nbytes)
+    try:
+        copy_s(driver, [Runs.of([CopyRun(at, source, nbytes)])], to_device=True)
+    except DriverError as error:
+        return Answer(True, f"a write to device memory that is mapped read-only fails: {error}")
+    return Answer(False, "a write to device memory that is mapped read-only WENT THROUGH")
+
+
+def _make_and_wait(device: int, nbytes: int, pipe: Connection) -> None:
+    driver = CudaDevice(device).use_in_this_thread()
+    handle = driver.create(nbytes)
+    at = driver.map(handle, nbytes)
+    mapping, source = pinned(driver, nbytes)
+    mapping[:] = b"survives" * (nbytes // 8)
+    copy_s(driver, [Runs.of([CopyRun(at, source, nbytes)])], to_device=True)
+    pipe.send(DupFd(driver.export_descriptor(handle)))
+    signal.pause()
+
+
+def memory_outlives_its_maker(device: int, sizes: Sizes) -> Answer:
+    """Whether memory lives while a process without a context holds its descriptor, over the kill -9 of its maker."""
+    nbytes = sizes.copied_bytes
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    maker = spawn.Process(target=_make_and_wait, args=(device, nbytes, theirs))
+    maker.start()
+    descriptor = ours.recv().detach()
+    maker.kill()
+    maker.join()
+    driver = CudaDevice(device).use_in_this_thread()
+    held, _ = driver.memory_bytes()
+    at = driver.map(driver.import_descriptor(descriptor), nbytes, read_only=True)
+    back, to = pinned(driver, nbytes)
+    copy_s(driver, [Runs.of([CopyRun(to, at, nbytes)])], to_device=False)
+    is_there = back[:] == b"survives" * (nbytes // 8)
+    return Answer(is_there, f"device memory outlives the kill -9 of its maker ({human_bytes(held)} free meanwhile)")
+
+
+class _CufileError(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_int), ("driver_code", ctypes.c_int))
+
+
+def has_direct_storage(device: int, sizes: Sizes) -> Answer:
+    """Whether NVMe and the device can exchange bytes without host memory. It only informs."""
+    CudaDevice(device).use_in_this_thread()
+    module = "nvidia-fs is loaded" if _FS_STATISTICS.exists() else "nvidia-fs is not loaded"
+    for name in candidates():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.cuFileDriverOpen.restype = _CufileError
+        code = library.cuFileDriverOpen().code
+        opened = "opens" if code == 0 else f"does not open (error {code})"
+        return Answer(True, f"GPUDirect Storage: {name} {opened}; {module}", {"there": float(code == 0)})
+    says = f"GPUDirect Storage: no {_NAMES[0]}, of the system or of the wheel nvidia-cufile; {module}"
+    return Answer(True, says, {"there": 0.0})
+
+
+def candidates() -> Iterator[str]:
+    """Names and paths of the library, in the order in which they are tried: the loader knows no wheels."""
+    yield from _NAMES
+    found = importlib.util.find_spec("nvidia")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        yield from (str(Path(place) / wheel / _NAMES[0]) for wheel in _WHEELS)
 
 
 def pinned(driver: CudaDevice, nbytes: int, *, for_kernels: bool = False) -> tuple[mmap.mmap, int]:

@@ -1,7 +1,7 @@
-"""Paged decode of others beside ours, on the same device in the same run, each where it is installed.
+"""Paged decode beside others: kernels that are installed here, in the same run, and transfers that fill the bus.
 
-Owns the tensors of a comparison. What is compared is a batch of equal contexts, bf16, blocks of 16 tokens; every side
-is repeated in a CUDA graph.
+Owns the tensors of a comparison. What is compared with other kernels is a batch of equal contexts, bf16, blocks of 16
+tokens; every side is repeated in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from support.gpu_answers import FULL, Answer, known
-from support.gpu_card import Card
-from support.gpu_kernels import BF16, Decode, speed
-from support.timing import warm
+from support.gpu_kernels import BF16, Card, Decode, speed
+from support.report import percentile, warm
 
 REPEATS, ROUNDS = 20, 5
 WORKSPACE_BYTES = 128 << 20
 RATIO = 1.0  # the least that is promised, against whichever paged kernel is there
+TPOT_RATIO = 1.05  # the most that is promised
 Queue = Callable[[], object]
 
 
@@ -126,3 +126,33 @@ def _together(queries: Any, planes: list[Any], batch: int, context: int) -> Queu
 
 TOGETHER = "torch's attention"
 RIVALS = {"FlashInfer": _flashinfer, "vLLM's FlashAttention": _vllm, TOGETHER: _together}
+
+
+def decode_beside_transfer(
+    card: Card, batch: int = 32, context: int = 4096, layers: int = 32, steps: int = 300
+) -> Answer:
+    """Steps alone, then beside copies from a thread of the engine's process (a client's), then from another process
+    (the tier's worker); then beside a client's stores, which keep to their budget while it decodes."""
+    case = Decode.of(card, BF16, batch, context)
+    alone_s = card.steps(case.queue, layers, steps)
+    middle_s, high_s = percentile(alone_s, 50), percentile(alone_s, 99)
+    said, figures, holds = [], {"alone p50 ms": middle_s * 1e3, "alone p99 ms": high_s * 1e3}, True
+    for name, copies in (
+        ("a client's copies", lambda: card.saturated(by_process=False)),
+        ("the worker's copies", lambda: card.saturated(by_process=True)),
+        ("a client's stores within their budget", card.stored),
+    ):
+        with copies() as reached:
+            beside_s = card.steps(case.queue, layers, steps)
+            rate = reached()
+        middle, high = percentile(beside_s, 50) / middle_s, percentile(beside_s, 99) / high_s
+        holds = holds and middle <= TPOT_RATIO
+        said.append(f"beside {name} ({rate / 1e9:.1f} GB/s) p50 {middle:.2f}x, p99 {high:.2f}x")
+        figures |= {f"{name}, p50": middle, f"{name}, p99": high, f"{name}, GB/s": rate / 1e9}
+        figures[f"{name}, p50 ms"] = middle * middle_s * 1e3
+        known("; ".join(said), figures, holds=None if holds else False)
+    says = (
+        f"steps of {layers} layers, {batch} x {context}: alone p50 {middle_s * 1e3:.2f} ms, p99 {high_s * 1e3:.2f}; "
+        f"{'; '.join(said)} (promised {TPOT_RATIO})"
+    )
+    return Answer(holds, says, figures)

@@ -20,19 +20,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from support.gpu_answers import Answer, Question, Sizes
-from support.gpu_lacking import lacking
+from support.gpu_answers import Answer, Question, Sizes, lacking
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "tests" / "gpu"
-NOT_OF_A_DEVICE = (
-    "test_device_every_call.py",
-    "test_device_gather.py",
-    "test_emulated_driver.py",
-    "test_emulated_kernels.py",
-    "test_gpu_check.py",
-    "test_gpu_every_call.py",
-)  # ask the emulated driver
+NOT_OF_A_DEVICE = (  # ask the emulated driver
+    "test_device_every_call.py", "test_device_gather.py", "test_emulated_driver.py", "test_emulated_kernels.py",
+    "test_gpu_check.py", "test_gpu_every_call.py",
+)  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 GET_SANITIZER = "no compute-sanitizer: it comes with the CUDA toolkit, or pip install 'nvidia-cuda-sanitizer-api>=13'"
 KILLED = ("daemon", "worker", "engines")

@@ -21,7 +21,7 @@ from kvstore_cuda.device import CudaDevice
 from kvstore_engine.host_memory import available_bytes
 from support.gpu_answers import Answer, Sizes
 from support.gpu_suites import SHOWN, shown_alone
-from support.timing import median
+from support.report import median
 from support.vllm_engine import PYTHON, EngineDied
 from support.vllm_turns import AGAIN, ALONE, COLD, WARM, Found, Room, Way, compared, connector, plugin
 

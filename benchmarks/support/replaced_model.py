@@ -84,21 +84,9 @@ class ModelFiles:
         return self.path.resolve()
 
 
-def _renamed_over(files: ModelFiles, other: str) -> None:
-    files.prepared(other).rename(files.served)
-
-
 def _link_turned(files: ModelFiles, other: str) -> None:
     files.path.unlink()
     files.path.symlink_to(files.others[other])
-
-
-def _deleted(files: ModelFiles, other: str) -> None:
-    files.served.unlink()
-
-
-def _touched(files: ModelFiles, other: str) -> None:
-    os.utime(files.served)
 
 
 def _overwritten(files: ModelFiles, other: str) -> None:
@@ -111,10 +99,6 @@ def _overwritten_with_its_time(files: ModelFiles, other: str) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def _overwritten_by_another_name(files: ModelFiles, other: str) -> None:
-    files.another_name().write_bytes(files.others[other].read_bytes())
-
-
 def _overwritten_by_a_map(files: ModelFiles, other: str) -> None:
     data = files.others[other].read_bytes()
     with files.served.open("r+b") as file:
@@ -123,25 +107,21 @@ def _overwritten_by_a_map(files: ModelFiles, other: str) -> None:
             mapped[:] = data
 
 
-def _cut(files: ModelFiles, other: str) -> None:
-    os.truncate(files.served, files.served.stat().st_size // 2)
-
-
 def _appended(files: ModelFiles, other: str) -> None:
     with files.served.open("ab") as file:
         file.write(bytes(4096))
 
 
-WAYS: dict[str, Callable[[ModelFiles, str], None]] = {
-    "renamed over": _renamed_over,
+WAYS: dict[str, Callable[[ModelFiles, str], object]] = {
+    "renamed over": lambda files, other: files.prepared(other).rename(files.served),
     "link turned": _link_turned,
-    "deleted": _deleted,
-    "touched": _touched,
+    "deleted": lambda files, other: files.served.unlink(),
+    "touched": lambda files, other: os.utime(files.served),
     "overwritten": _overwritten,
     "overwritten with its time": _overwritten_with_its_time,
-    "overwritten by another name": _overwritten_by_another_name,
+    "overwritten by another name": lambda files, other: shutil.copyfile(files.others[other], files.another_name()),
     "overwritten by a map": _overwritten_by_a_map,
-    "cut": _cut,
+    "cut": lambda files, other: os.truncate(files.served, files.served.stat().st_size // 2),
     "appended": _appended,
 }
 

@@ -1,14 +1,17 @@
 """What a benchmark reports: rows with a value, the baseline of the same run, and the target it has to meet.
 
 Owns the command line that every benchmark shares (`--json`, `--quick`) and the table for people. Progress goes to
-standard error, results to standard output; the JSON list is always the last line. Never measures anything.
+standard error, results to standard output; the JSON list is always the last line. Times are beside it: medians where a
+figure is typical, percentiles where it is a promise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -78,15 +81,25 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def parser_of(about: str, quick: str = "fewer rounds: seconds instead of tens of seconds") -> argparse.ArgumentParser:
+    """Return a command line with the options that every benchmark has; `quick` is the help of that one."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON list instead of a table")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def printed(rows: Sequence[Row], *, as_json: bool) -> int:
+    """Print the rows, and return the exit code: 1 when a target was missed."""
+    objects = [row.as_json() for row in rows]
+    print(json.dumps(objects) if as_json else table(objects))
+    return int(any(row.met is False for row in rows))
+
+
 def main(measure: Measure, about: str) -> int:
     """Run one benchmark by itself. The exit code is 1 when a target was missed."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: seconds instead of tens of seconds")
-    options = parser.parse_args()
-    objects = [row.as_json() for row in measure(options.quick)]
-    print(json.dumps(objects) if options.json else table(objects))
-    return 0 if all(fields["met"] is not False for fields in objects) else 1
+    options = parser_of(about).parse_args()
+    return printed(measure(options.quick), as_json=options.json)
 
 
 def table(objects: Sequence[dict[str, object]]) -> str:
@@ -124,3 +137,32 @@ def _possible(fields: dict[str, object]) -> str:
     if fields.get("baseline_of_memcpy") is not None:
         parts.append(f"the baseline is {fields['baseline_of_memcpy']:.2f} of memcpy")
     return "; ".join(parts)
+
+
+def time_once(action: Callable[[], object]) -> float:
+    """Seconds that one call took."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def time_each(action: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each of `times` calls, one after the other."""
+    return [time_once(action) for _ in range(times)]
+
+
+def percentile(seconds: Sequence[float], percent: float) -> float:
+    """The smallest sample that at least `percent` of all samples do not exceed (nearest rank)."""
+    ordered = sorted(seconds)
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+
+
+def median(seconds: Sequence[float]) -> float:
+    return percentile(seconds, 50)
+
+
+def warm(once: Callable[[], float], longest_s: float) -> None:
+    """Repeat `once`, which says how long it took, for `longest_s`: whatever is compared is as warm."""
+    took_s = 0.0
+    while took_s < longest_s:
+        took_s += once()

@@ -23,9 +23,9 @@ from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing import finish, finish_all
 from kvstore_tiers.testing.transfers import put
-from torture_runs.blocks import Bytes, payload_of
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.file_damage import DRASTIC, FILE_DAMAGES, Scene
+from torture_runs.kill_model import Bytes, payload_of
 from torture_runs.slot_damage import SLOT_DAMAGES, SlotBytes
 from torture_runs.stored_directory import (
     CAPACITY_BYTES,
@@ -221,11 +221,7 @@ def _judge_all(tier: NvmeTier, stored: StoredDirectory, rolled_back: bool, figur
 
 
 def read_and_judge(
-    tier: NvmeTier,
-    places: Sequence[tuple[Slot, StoredBlock]],
-    figures: Figures,
-    what: str,
-    any_version: bool = False,
+    tier: NvmeTier, places: Sequence[tuple[Slot, StoredBlock]], figures: Figures, what: str, any_version: bool = False
 ) -> int:
     """Read each block from its slot. Returns how many were served. Wrong bytes are failures; refusals are counted."""
     buffers = [np.zeros(slot.nbytes, np.uint8) for slot, _ in places]

@@ -17,9 +17,8 @@ import numpy as np
 from kvstore_client import Session
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import admin_pb2 as pb
-from torture_runs.blocks import Bytes
 from torture_runs.figures import Assignment, Clock, Figures
-from torture_runs.kill_model import MODELS, Conversation
+from torture_runs.kill_model import MODELS, Bytes, Conversation
 from torture_runs.mortal_daemon import MortalDaemon
 from torture_runs.slot_damage import SLOT_DAMAGES, SlotBytes
 

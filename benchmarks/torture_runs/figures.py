@@ -5,13 +5,20 @@ named in `MUST_BE_ZERO` that is not zero makes a run a failure.
 Invariants: every number counts events since the start of the harness, so two runs are added field by field, but for
 those whose names begin with `most_` or `over_`: of these the larger one stands. `None` with a reason means that
 something was not measured, and is never turned into 0.
+
+The ledger is a file of JSON lines, one a run, under the user's state directory unless another is named: the runs of one
+state of the source are added up. Lines are only ever appended; one that is not JSON is passed over.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,25 +26,16 @@ from typing import Any
 MAX_FAILURES = 20
 REPORT_EVERY_S = 1.0
 MUST_BE_ZERO = (
-    "served_wrong",
-    "served_other_tenants",
-    "corruption_store_failures",
-    "durable_lost",
-    "resurrected",
-    "wrong_bytes_after_kill",
-    "over_capacity_bytes",
-    "over_host_capacity_bytes",
-    "restart_failures",
-    "daemon_tracebacks",
-    "visibility_misses",
-    "visibility_wrong",
-    "visibility_probes_absent",
-    "dram_wrong",
-    "power_loss_wrong",
-    "power_loss_lost",
-)
+    "served_wrong", "served_other_tenants", "corruption_store_failures", "durable_lost", "resurrected",
+    "wrong_bytes_after_kill", "over_capacity_bytes", "over_host_capacity_bytes", "restart_failures",
+    "daemon_tracebacks", "visibility_misses", "visibility_wrong", "visibility_probes_absent", "dram_wrong",
+    "power_loss_wrong", "power_loss_lost",
+)  # fmt: skip
 MAXIMA = ("most_", "over_")
 WHY_NULL = "_why_null"
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("proto", "tiers", "kvstore", "client")
+ABOUT_A_RUN = ("commit", "at", "seed", "seconds_asked", "interrupted", "seconds_by_harness")
 
 
 @dataclass(frozen=True)
@@ -141,3 +139,55 @@ def add_up(total: dict[str, Any], figures: Mapping[str, Any]) -> None:
         name for name in total if name.endswith(WHY_NULL) and total.get(name.removesuffix(WHY_NULL)) is not None
     ]:
         del total[name]
+
+
+def default_path() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "kvstored" / "torture.jsonl"
+
+
+def source_state() -> str:
+    """The commit, with a digest of what differs from it in the product's own folders; else the version."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD").strip()
+        changed = _git("diff", "HEAD", "--", *PRODUCT) + _untracked()
+    except (OSError, subprocess.CalledProcessError):
+        from kvstored import __version__
+
+        return f"version {__version__}"
+    return f"{commit}+{hashlib.sha256(changed.encode()).hexdigest()[:8]}" if changed else commit
+
+
+def _untracked() -> str:
+    names = _git("ls-files", "--others", "--exclude-standard", "--", *PRODUCT).split("\n")
+    return "".join((ROOT / name).read_text(errors="replace") for name in names if name.endswith(".py"))
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as ledger:
+        ledger.write(json.dumps(line) + "\n")
+
+
+def sums(path: Path) -> dict[str, dict[str, Any]]:
+    """By state of the source, in the order of their first runs: how many runs, and their figures added up."""
+    total: dict[str, dict[str, Any]] = {}
+    for line in _lines(path):
+        of_commit = total.setdefault(str(line.get("commit")), {"runs": 0})
+        of_commit["runs"] += 1
+        add_up(of_commit, {name: value for name, value in line.items() if name not in ABOUT_A_RUN})
+    return total
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(text)
+            except ValueError:
+                continue
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout

@@ -52,7 +52,7 @@ HARNESSES = (
         0.10, "corruptions", ("corruptions", "served_wrong"),
     ),
     Harness(
-        "kills", "kill_lanes", "kill -9 at random and at each failpoint, under clients of two tenants",
+        "kills", "run_harness", "kill -9 at random and at each failpoint, under clients of two tenants",
         0.36, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
     ),
     Harness(

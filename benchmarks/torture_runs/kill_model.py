@@ -13,15 +13,28 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore_client import Fingerprint, LayerGroup
-from torture_runs.blocks import Bytes, payload_of
 
+Bytes = npt.NDArray[np.uint8]
+_POOL_BYTES = 4 << 20
+_POOL = np.random.default_rng(0x70C7).integers(0, 256, _POOL_BYTES, dtype=np.uint8)
+_NAME_BYTES = 16
 BLOCK_TOKENS = 64
 MODELS = tuple(
     Fingerprint("torture", name, groups=(LayerGroup(0, "full", 0, (0, 1), nbytes // BLOCK_TOKENS // 2),))
     for name, nbytes in (("small blocks", 4096), ("large blocks", 24 * 1024))
 )
+
+
+def payload_of(nbytes: int, *name: object) -> Bytes:
+    """The `nbytes` bytes of the block with this name."""
+    digest = xxhash.xxh3_128_digest(repr(name).encode())
+    start = int.from_bytes(digest[:8], "little") % (_POOL_BYTES - nbytes)
+    payload = _POOL[start : start + nbytes].copy()
+    payload[:_NAME_BYTES] = np.frombuffer(digest, dtype=np.uint8)[:nbytes]
+    return payload
 
 
 class State(Enum):

@@ -9,27 +9,43 @@ missing for want of room. Never judges a block: the clients' models do.
 from __future__ import annotations
 
 import grp
+import json
 import os
+import queue
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from kvstore_client import KVStoreError
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstored.config import load_config
 from kvstored.config.tiers import MemorySection
-from torture_runs.client_processes import Client
+from torture_runs.child_process import end_child, start_child
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.harnesses import PREFIX
+from torture_runs.kill_model import Conversation
 from torture_runs.mortal_daemon import DaemonFailed, MortalDaemon, further_settings, knows_setting
-from torture_runs.reshaping import killed_while_reshaping
 
 MIB = 1 << 20
+RESHAPED_BYTES = 8 * MIB
+RESHAPED_SETTINGS = (
+    "host.capacity=32MiB", "host.staging=4MiB", "host.arena=2MiB", "host.prefault=false",
+    f"nvme.capacity={RESHAPED_BYTES}", "nvme.slab=1MiB", "nvme.io_threads=2", "limits.max_block=1MiB",
+)  # fmt: skip
+BLOCKS = 15  # of 64 tokens: fewer than 1000 tokens a conversation
+SMALL, LARGE = 56, 8  # conversations: the first fill every slab that fits, the second half of the capacity
+RESHAPING_PATIENCE_S = 5.0
+TOGETHER = 8
 HOST_BYTES, NVME_BYTES = 32 * MIB, 32 * MIB
 SETTINGS = (
     f"host.capacity={HOST_BYTES}", "host.staging=8MiB", "host.arena=2MiB", "host.prefault=false",
@@ -49,6 +65,107 @@ STARTUP_SHARE, RANDOM_SHARE = 0.06, 0.5
 COMMAND_SHARE = 0.1  # of all lives: started as `kvstored serve`; the others are forked from a process that imported it
 COMPLAINTS = 5  # of a daemon's log are reported with what was lost
 LATEST_STARTUP_KILL = 1.2  # in times of the last start that was let through
+
+
+def killed_while_reshaping(beside: Path, failpoint: str, hit: int, is_forked: bool, figures: Figures) -> bool:
+    """Whether the failpoint was reached. What was answered durable after the reshaping began must be there."""
+    directory = beside.parent / "reshaping"
+    shutil.rmtree(directory, ignore_errors=True)
+    large = [Conversation("large", 1, number, BLOCKS) for number in range(LARGE)]
+    with MortalDaemon(directory, *RESHAPED_SETTINGS) as daemon:
+        daemon.is_forked = is_forked
+        daemon.start(f"{failpoint}=kill@{hit}")
+        _store_delete_store(daemon, large)
+        was_reached = daemon.wait_killed(RESHAPING_PATIENCE_S)
+        daemon.kill9()
+        figures.at_least("over_capacity_bytes", max(0, daemon.disk_bytes() - RESHAPED_BYTES))
+        daemon.start()
+        with daemon.connect(large[0].fingerprint) as session:
+            for conversation in large:
+                with session.get(conversation.tokens(BLOCKS)) as lease:
+                    if len(lease) < conversation.durable_head:
+                        figures.fail("durable_lost", f"{failpoint}: {len(lease)} of {conversation.durable_head} blocks")
+                    for block in range(len(lease)):
+                        if not np.array_equal(lease.payload(block), conversation.payload(block)):
+                            figures.fail("wrong_bytes_after_kill", f"{failpoint}: block {block}")
+                figures.add("kill_checked_durable", conversation.durable_blocks)
+    shutil.rmtree(directory, ignore_errors=True)
+    return was_reached
+
+
+def _store_delete_store(daemon: MortalDaemon, large: list[Conversation]) -> None:
+    small = [Conversation("small", 0, number, BLOCKS) for number in range(SMALL)]
+    try:
+        with daemon.connect(small[0].fingerprint, deadline_s=5.0) as session:
+            for wait in ("published", "settled"):  # all are on their way before the first is waited for
+                for conversation in small:
+                    session.put(conversation.tokens(BLOCKS), payloads=conversation.payloads(BLOCKS), wait=wait)
+            with ThreadPoolExecutor(TOGETHER) as threads:  # each delete waits for a commit, which they share so
+                list(threads.map(lambda each: session.delete(each.tokens(BLOCKS), deadline_s=5.0), small))
+        with daemon.connect(large[0].fingerprint, deadline_s=5.0) as session:
+            for conversation in large:
+                receipt = session.put(
+                    conversation.tokens(BLOCKS), payloads=conversation.payloads(BLOCKS), wait="settled"
+                )
+                conversation.answered(receipt.durability)
+                if session.state != "connected":
+                    return
+    except KVStoreError:
+        return
+
+
+class Client:
+    """One `kill_client` process; its answers come through a queue, so that a dead one is not waited for."""
+
+    def __init__(self, socket_dir: Path, name: str, uid: int, seed: int, log: Path) -> None:
+        self.name = f"client {name} of uid {uid}"
+        self._log = log
+        script = Path(__file__).with_name("kill_client.py")
+        command: list[str | Path] = [sys.executable, script, socket_dir, name, str(uid), str(seed)]
+        with log.open("wb") as errors:
+            self._child = start_child(command, stdin=-1, stdout=-1, stderr=errors, text=True)
+        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._ended: dict[str, Any] | None = None
+
+    def order(self, what: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        self._ended = None
+        self._child.stdin.write(json.dumps(what) + "\n")
+        self._child.stdin.flush()
+
+    def wait_verified(self, patience_s: float) -> bool:
+        """False when its life ended before it had checked everything."""
+        answer = self._next(patience_s)
+        self._ended = answer.get("ended")
+        return "verified" in answer
+
+    @property
+    def interrupted_by(self) -> str:
+        return str((self._ended or {}).get("interrupted_by", ""))
+
+    def wait_ended(self, patience_s: float) -> dict[str, Any]:
+        while self._ended is None:
+            self._ended = self._next(patience_s).get("ended")
+        return self._ended
+
+    def close(self) -> None:
+        end_child(self._child, 2.0)
+
+    def _next(self, patience_s: float) -> dict[str, Any]:
+        try:
+            answer = self._lines.get(timeout=patience_s)
+        except queue.Empty:
+            answer = {}
+        if not answer:
+            raise RuntimeError(f"{self.name} does not answer:\n{self._log.read_text(errors='replace')[-2000:]}")
+        return answer
+
+    def _listen(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put({})
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:

@@ -37,7 +37,8 @@ def torture(assignment: Assignment, figures: Figures) -> None:
                 workers=workers,
             )
         except CompilerMissing as error:
-            _leave_out(figures, str(error))
+            for name in NAMES:
+                figures.leave_out(name, str(error))
             return
         figures.add("power_loss_states", found.states)
         figures.add("power_loss_lost", found.lost)
@@ -50,8 +51,3 @@ def torture(assignment: Assignment, figures: Figures) -> None:
         figures.heartbeat(now=True)
         seed += 1
         shortest_s *= 2  # on a busy machine the first may have had no time left for a single state
-
-
-def _leave_out(figures: Figures, why: str) -> None:
-    for name in NAMES:
-        figures.leave_out(name, why)

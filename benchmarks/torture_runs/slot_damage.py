@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torture_runs.blocks import Bytes
+from torture_runs.kill_model import Bytes
 
 SECTOR_BYTES = 512
 HEADER_BYTES = 4096
@@ -29,19 +29,6 @@ class SlotBytes:
 
 
 SlotDamage = Callable[[np.random.Generator, SlotBytes], Bytes]
-
-
-def flip_payload(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    return _flipped(rng, slot.image, HEADER_BYTES, slot.used_bytes)
-
-
-def flip_header(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    return _flipped(rng, slot.image, 0, HEADER_BYTES)
-
-
-def flip_identity(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    """In the 160 bytes that hold key, tenant, lengths, generation and checksums."""
-    return _flipped(rng, slot.image, 0, 160)
 
 
 def tear(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
@@ -78,37 +65,20 @@ def scribble(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
     return damaged
 
 
-def take_former(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    """The write was lost: what lay there before is back, whole and with sound checksums."""
-    return slot.former
-
-
-def take_other(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    """Another slot's write went astray and landed here, whole and with sound checksums."""
-    return slot.other
-
-
-def take_former_payload(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    return np.concatenate([slot.image[:HEADER_BYTES], slot.former[HEADER_BYTES:]])
-
-
-def take_other_payload(rng: np.random.Generator, slot: SlotBytes) -> Bytes:
-    return np.concatenate([slot.image[:HEADER_BYTES], slot.other[HEADER_BYTES:]])
-
-
 SLOT_DAMAGES: dict[str, SlotDamage] = {
-    "flip_payload": flip_payload,
-    "flip_header": flip_header,
-    "flip_identity": flip_identity,
+    "flip_payload": lambda rng, slot: _flipped(rng, slot.image, HEADER_BYTES, slot.used_bytes),
+    "flip_header": lambda rng, slot: _flipped(rng, slot.image, 0, HEADER_BYTES),
+    "flip_identity": lambda rng, slot: _flipped(rng, slot.image, 0, 160),  # key, tenant, lengths, generation, checksums
     "torn": tear,
     "torn_backwards": tear_backwards,
     "torn_in_holes": tear_in_holes,
     "zeroed_sectors": zero_sectors,
     "scribbled": scribble,
-    "stale": take_former,
-    "stale_payload": take_former_payload,
-    "misdirected": take_other,
-    "misdirected_payload": take_other_payload,
+    # A write was lost, or went astray: an image is whole, with sound checksums.
+    "stale": lambda rng, slot: slot.former,
+    "stale_payload": lambda rng, slot: np.concatenate([slot.image[:HEADER_BYTES], slot.former[HEADER_BYTES:]]),
+    "misdirected": lambda rng, slot: slot.other,
+    "misdirected_payload": lambda rng, slot: np.concatenate([slot.image[:HEADER_BYTES], slot.other[HEADER_BYTES:]]),
 }
 
 

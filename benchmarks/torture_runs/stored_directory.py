@@ -20,7 +20,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing import finish
 from kvstore_tiers.testing.transfers import put
-from torture_runs.blocks import Bytes, payload_of
+from torture_runs.kill_model import Bytes, payload_of
 
 CAPACITY_BYTES = 4 << 20
 SLAB_BYTES = 256 << 10

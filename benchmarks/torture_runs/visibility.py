@@ -24,9 +24,9 @@ import numpy as np
 
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup
-from torture_runs.blocks import payload_of
 from torture_runs.child_process import end_child, start_child
 from torture_runs.figures import Assignment, Clock, Figures
+from torture_runs.kill_model import payload_of
 from torture_runs.mortal_daemon import MortalDaemon
 
 BLOCK_TOKENS = 16

@@ -220,7 +220,7 @@ def test_client_pool_has_room_for_blocks_of_full_size() -> None:
 
 def test_workers_that_are_killed_again_and_again_come_back_at_once() -> None:
     """Those that copied nothing are started ever more rarely: each has copied a block before the next death."""
-    says = asked_of("gpu_worker_kills.worker_kills", kills=8)
+    says = asked_of("gpu_tier.worker_kills", kills=8)
     assert "8 of 8 kill -9 of the worker: 1 of 1 blocks kept" in says and "Answer(holds=True" in says, says
     assert "'copies between deaths': 8" in says, says
 

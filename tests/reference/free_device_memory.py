@@ -14,7 +14,7 @@ _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 _PROGRAM = """
 import sys
 from kvstore_cuda.device import CudaDevice
-from support.gpu_free import settled_bytes
+from support.gpu_memory import settled_bytes
 print(settled_bytes(CudaDevice(0).use_in_this_thread(), int(sys.argv[1]) if sys.argv[1:] else None))
 """
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from batches import Bytes
-from serving import serve
+from serving import Bytes, serve
 
 STAGING_BYTES = 32 << 20  # as much as is between client and daemon at a time
 ARENAS_BYTES = 128 << 20  # at least: more than a processor's caches hold

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from batches import Batch, Bytes
-from serving import serve
+from serving import Batch, Bytes, serve
 
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, Session

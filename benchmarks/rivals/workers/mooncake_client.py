@@ -15,9 +15,8 @@ import subprocess
 import sys
 import time
 
-from batches import Batch
 from mooncake.store import MooncakeDistributedStore
-from serving import serve
+from serving import Batch, serve
 
 MASTER, METRICS_PORT, PORT = "127.0.0.1", 9103, 50151
 START_TIMEOUT_S = 30.0

@@ -14,8 +14,7 @@ import time
 
 import numpy as np
 import redis
-from batches import Batch
-from serving import serve
+from serving import Batch, serve
 
 
 class Values:

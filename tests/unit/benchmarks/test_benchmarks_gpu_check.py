@@ -64,7 +64,7 @@ def test_a_file_of_tests_is_judged_by_what_was_asked(
 
 
 def test_a_package_is_named_as_it_is_installed_and_a_module_of_ours_is_none() -> None:
-    from support.gpu_lacking import lacking, one_line, why_not_imported
+    from support.gpu_answers import lacking, one_line, why_not_imported
 
     assert lacking("ModuleNotFoundError: No module named 'torch.cuda'") == "torch is not installed"
     both = "ModuleNotFoundError: No module named 'grpc'\nModuleNotFoundError: No module named 'xdist'"
@@ -94,7 +94,7 @@ def test_the_questions_are_listed_whatever_is_missing_and_a_mistake_is_one_line(
 
 
 def test_free_memory_is_taken_once_it_has_settled() -> None:
-    from support.gpu_free import SAME_S, settled_bytes
+    from support.gpu_memory import SAME_S, settled_bytes
 
     clock = [0.0]
 
@@ -116,10 +116,10 @@ def test_free_memory_is_taken_once_it_has_settled() -> None:
 
 
 def test_cufile_is_looked_for_in_wheels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from support import gpu_direct_storage
+    from support import gpu_memory
 
     (tmp_path / "nvidia").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    tried = list(gpu_direct_storage.candidates())
+    tried = list(gpu_memory.candidates())
     assert tried[0] == "libcufile.so.0" and str(tmp_path / "nvidia" / "cu13" / "lib" / "libcufile.so.0") in tried

@@ -71,8 +71,7 @@ def test_the_three_sides_compute_one_model_and_have_figures() -> None:
 @pytest.mark.parametrize("side", ["our engine", "torch's loop"])
 def test_a_side_that_computes_another_model_is_noticed(side: str) -> None:
     """The side's own code, with weights of another seed."""
-    from support.decode_models import SMALL_MODEL, in_transformers
-    from support.decode_sides import by_attention_of_torch, our_engine, prompts
+    from support.decode_models import SMALL_MODEL, by_attention_of_torch, in_transformers, our_engine, prompts
 
     sizes, asked = small(), prompts(3, 24, SMALL_MODEL.shape.vocabulary)
     other = replace(SMALL_MODEL, shape=replace(SMALL_MODEL.shape, seed=1))
@@ -95,7 +94,7 @@ def test_a_side_that_computes_another_model_is_noticed(side: str) -> None:
 
 
 def test_an_answer_that_ends_before_its_time_is_no_figure() -> None:
-    from support.decode_sides import decoded_by
+    from support.decode_models import decoded_by
 
     class Broken(TwinCompute):
         def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:

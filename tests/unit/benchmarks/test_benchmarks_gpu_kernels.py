@@ -139,7 +139,7 @@ def test_every_kernel_is_launched_for_the_tools_and_checked() -> None:
 
 @pytest.mark.slow
 def test_a_step_is_judged_beside_a_transfer() -> None:
-    from support.gpu_beside import decode_beside_transfer
+    from support.gpu_rivals import decode_beside_transfer
 
     card = HostCard(steps_s=[[1e-3] * 4, [1.02e-3, 1e-3, 1e-3, 3e-3], [1.04e-3] * 4, [1.01e-3] * 4])
     answer = decode_beside_transfer(card, batch=1, context=16, layers=2, steps=4)
@@ -154,7 +154,7 @@ def test_a_step_is_judged_beside_a_transfer() -> None:
 
 @pytest.mark.slow
 def test_the_gather_kernel_is_compared_by_size_and_its_bytes_are() -> None:
-    from support.gpu_gather import gather_against_batch
+    from support.gpu_kernels import gather_against_batch
 
     card = HostCard([1.0, 4.0, 1.0, 1.0], batches_s=[2.0, 2.0, 2.0, 0.5])
     answer = gather_against_batch(card, (64, 128), 512)

@@ -159,7 +159,7 @@ def test_the_promise_is_of_both_prompts_and_of_throughput(warm: tuple[float, flo
 
 
 def test_the_shape_is_llama_3_8bs(tmp_path: Path) -> None:
-    shape = support("vllm_shape").Shape()
+    shape = support("vllm_turns").Shape()
     assert shape.token_bytes == 128 << 10
     assert shape.weights_bytes == pytest.approx(2 * 8.03e9, rel=1e-3)
     shape.write(tmp_path)

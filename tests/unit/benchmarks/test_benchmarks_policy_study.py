@@ -41,7 +41,7 @@ def load(name: str) -> ModuleType:
 def traces(tmp_path: Path) -> Path:
     folder = tmp_path / "traces"
     folder.mkdir()
-    load("study.standins").write_standins(folder, requests=400, sessions=5)
+    load("policy_study").write_standins(folder, requests=400, sessions=5)
     return folder
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_cut_off_goes_on(
     lines = kept.read_text().splitlines()
     assert len(lines) == 3
     kept.write_text("\n".join([*lines[:2], lines[2][:40]]))
-    runs = load("study.runs")
+    runs = load("study.sources")
     run, code_of = runs.run, runs.code_of
     ran = []
 

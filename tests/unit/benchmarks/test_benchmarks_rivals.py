@@ -52,7 +52,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", ["rivals.lmcache", "rivals.mooncake", "rivals.redis", "many_clients", "degraded"])
+@pytest.mark.parametrize("name", ["rivals.lmcache", "rivals.values", "many_clients", "degraded"])
 def test_a_benchmark_loads_without_its_rival_installed(name: str) -> None:
     load(name)
 
@@ -94,7 +94,7 @@ def test_each_mode_of_a_rival_is_judged_where_its_median_is_best() -> None:
 
 
 def test_beside_a_ratio_stands_what_the_copies_alone_would_reach() -> None:
-    limits, lmcache, report = load("rivals.limits"), load("rivals.lmcache"), load("support.report")
+    limits, lmcache, report = load("rivals.turns"), load("rivals.lmcache"), load("support.report")
     engine, server = lmcache.MODES
     samples = {"kvstored": [0.02], engine: [0.03], server: [0.06], limits.COPIES: [0.015], limits.MEMCPY: [0.012]}
 
@@ -109,7 +109,7 @@ def test_beside_a_ratio_stands_what_the_copies_alone_would_reach() -> None:
 
 
 def test_beside_a_lookup_stands_an_empty_echo() -> None:
-    limits = load("rivals.limits")
+    limits = load("rivals.turns")
 
     middle, _ = load("rivals.lmcache").lookup_rows(
         "lookup", {"kvstored": [0.003], "rival": [0.01], limits.ECHO: [0.002]}
@@ -119,7 +119,7 @@ def test_beside_a_lookup_stands_an_empty_echo() -> None:
 
 
 def test_the_copies_alone_are_asked_for_like_any_contender() -> None:
-    limits = load("rivals.limits")
+    limits = load("rivals.turns")
 
     with limits.copies() as alone:
         alone.prepare(4, 1 << 16)
@@ -204,7 +204,7 @@ def test_redis_that_is_not_installed_is_named_with_what_to_do(monkeypatch: pytes
 
 def test_a_batch_that_is_not_the_one_put_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "rivals/workers"))
-    batch = load("batches").Batch(4, 16384)
+    batch = load("serving").Batch(4, 16384)
     batch.prepare(1)
     put = batch.source.copy()
     batch.prepare(2)

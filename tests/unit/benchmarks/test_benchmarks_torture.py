@@ -44,8 +44,7 @@ def test_a_sound_tier_serves_nothing_wrong(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_skips_checksums_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("slot_transfers", "io"):
-        monkeypatch.setattr(f"kvstore_tiers.nvme.{place}.checksum_of", lambda segments, nbytes: 1)
+    monkeypatch.setattr("kvstore_tiers.nvme.slot_transfers.checksum_of", lambda segments, nbytes: 1)
     found = corrupt(tmp_path)
     assert found.counts["served_wrong"] > 0 and "served other bytes" in found.failures[0]
 
@@ -107,7 +106,7 @@ def test_the_model_says_what_must_be_there_and_what_must_not() -> None:
 
 
 def test_payloads_name_their_blocks() -> None:
-    payload_of = module("torture_runs.blocks").payload_of
+    payload_of = module("torture_runs.kill_model").payload_of
     assert np.array_equal(payload_of(4096, "a", 1), payload_of(4096, "a", 1))
     assert not np.array_equal(payload_of(4096, "a", 1), payload_of(4096, "a", 2))
     assert payload_of(8, "short").nbytes == 8
@@ -146,7 +145,7 @@ def test_what_the_page_wants_to_be_nought_is_what_fails_a_run() -> None:
 
 
 def test_the_ledger_adds_up_by_commit_and_passes_over_what_is_torn(tmp_path: Path) -> None:
-    ledger, path = module("torture_runs.ledger"), tmp_path / "state" / "torture.jsonl"
+    ledger, path = module("torture_runs.figures"), tmp_path / "state" / "torture.jsonl"
     for commit, kills in (("a", 5), ("b", 1), ("a", 7)):
         ledger.append(path, {"commit": commit, "seed": kills, "kills": kills, "seconds": 2.5})
     with path.open("a") as file:
@@ -211,5 +210,5 @@ def test_every_lane_runs_in_a_folder_of_its_own_and_its_crash_is_reported(tmp_pa
     figures = module("torture_runs.figures")
     assignment = figures.Assignment(1, 5.0, tmp_path, stop_at=5)
     with pytest.raises(RuntimeError, match="lane 0 ended with status 1; lane 1 ended with status 1"):
-        module("torture_runs.lanes").in_lanes("no_such_harness", 2, assignment, figures.Figures())
+        module("torture_runs.run_harness").in_lanes("no_such_harness", 2, assignment, figures.Figures())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
