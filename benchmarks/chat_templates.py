@@ -33,7 +33,7 @@ from support.template_conversations import CONVERSATIONS, Conversation
 from support.template_references import BOS, EOS, llama_prompts, transformers_prompts
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kvstore_engine.server.chat_messages import Message
+from kvstore_engine.server.chat import Message
 from kvstore_engine.template import ChatTemplate, TemplateError
 from tests.reference.make_gguf import TinyModel, write_model  # needs the line above
 

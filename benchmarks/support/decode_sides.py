@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Request, RequestSettings, Token
-from kvstore_engine.bench.opened_engine import BenchEngine, opened
+from kvstore_engine.bench.in_process import BenchEngine, opened
 
 Tokens = npt.NDArray[np.int64]
 Decode = Callable[[Tokens], "Decoded"]

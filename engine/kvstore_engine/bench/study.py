@@ -13,9 +13,8 @@ from itertools import product
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
-from kvstore_engine.bench.in_process import run_in_process
+from kvstore_engine.bench.in_process import BenchEngine, opened, run_in_process
 from kvstore_engine.bench.loads import LoadSettings, make_load
-from kvstore_engine.bench.opened_engine import BenchEngine, opened
 from kvstore_engine.bench.outcome import Outcome, Run
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.summary import Summary, kinds, summarise

@@ -22,7 +22,6 @@ from kvstore_engine.gguf import FileDigest, FileWatch
 from kvstore_engine.loaded_model import check_vocabulary, context_tokens, fingerprint_of
 from kvstore_engine.model import ModelConfig
 from kvstore_engine.models.cache import cache_root
-from kvstore_engine.pool import BlockPool
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.server.computing import open_computing
@@ -45,7 +44,6 @@ class Serving:
 
     engine: BatchEngine
     worker: RemoteExecutor | None
-    pool: BlockPool
     constrainer: Constrainer
     tokenizer: Tokenizer
     sessions: TenantSessions | None
@@ -73,7 +71,7 @@ def open_serving(
         digest, sessions, copies, costs = reading.result(), None, None, LearnedCosts()
         if options.kvstore is not None:
             device = DeviceName.parse(options.device)
-            fingerprint = fingerprint_of(file, config, tokenizer, computing.pool, digest.weights, device)
+            fingerprint = fingerprint_of(file, config, tokenizer, computing.compute.pool, digest.weights, device)
             copies = stack.enter_context(computing.open_copies())
             connect = partial(kvstore_client.connect, device=copies.device)
             sessions = TenantSessions(Path(options.kvstore), fingerprint, connect)
@@ -100,7 +98,7 @@ def open_serving(
         stack.callback(engine.close)
         constrainer = Constrainer(tokenizer, config.vocabulary)
         threading.Thread(target=_prepare, args=(constrainer,), daemon=True).start()
-        yield Serving(engine, computing.worker, computing.pool, constrainer, tokenizer, sessions, watch, digest)
+        yield Serving(engine, computing.worker, constrainer, tokenizer, sessions, watch, digest)
 
 
 def _settings(options: EngineOptions) -> EngineSettings:

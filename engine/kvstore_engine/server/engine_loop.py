@@ -131,7 +131,7 @@ class EngineLoop:
         self.send({"refused": request_id, "kind": kind, "message": message, "retry_after_s": retry_after_s})
 
     def _status(self, serving: Serving) -> Header:
-        pool, worker = serving.pool, serving.worker
+        pool, worker = serving.engine.compute.pool, serving.worker
         return {
             "sequences": {"running": serving.engine.running, "waiting": serving.engine.waiting},
             "pool": {"blocks": pool.blocks, "free_blocks": pool.free_blocks, "block_tokens": pool.block_tokens},

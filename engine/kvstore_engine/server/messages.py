@@ -17,8 +17,7 @@ from kvstore_engine.batching import Event, Finished, Request, RequestSettings, T
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.frames import Header, Int32Array
-from kvstore_engine.server.one_call import OneCall
-from kvstore_engine.server.tools import Turn, next_step
+from kvstore_engine.server.tools import OneCall, Turn, next_step
 from kvstore_engine.tokenizer import Tokenizer
 
 Refusal = Literal["usage", "overloaded", "failed"]

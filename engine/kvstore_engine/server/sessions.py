@@ -1,25 +1,73 @@
-"""The daemon sessions of a server's tenants.
+"""The daemon sessions of a server's tenants, and the check that the daemon answers.
 
 Owns one session for each tenant with requests, and how tenants are kept apart in the daemon: to it the server is one
 user, so a tenant's name is in the fingerprint as its account, and so in the root of every key. The nameless
 tenant of a server without keys shares with every other engine of this user.
+A session can be connected to a daemon that is stopped, whose sockets still accept: one thread for all sessions pings at
+intervals, never between a request and the daemon, and logs when the daemon stops or starts to answer.
 Invariant: at most `MAX_SESSIONS` are open; a tenant beyond them computes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import kvstore_client
 from kvstore_engine.restore import KvSession
-from kvstore_engine.server.store_watch import StoreWatch
 from kvstore_proto.fingerprint import Fingerprint
 
+INTERVAL_S = 1.0
+MISSES = 2  # in a row: one may be a daemon that is busy
 MAX_SESSIONS = 64
 _log = logging.getLogger(__name__)
+
+
+class Pinged(Protocol):
+    def ping(self) -> float | None: ...
+
+
+class StoreWatch:
+    """`sessions()` are the open ones; one that answers is enough. The thread pings from `start` until `close`."""
+
+    def __init__(self, sessions: Callable[[], Iterable[Pinged]]) -> None:
+        self._sessions = sessions
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store watch", daemon=True)
+        self._missed = 0
+        self.answers: bool | None = None  # None: not pinged yet
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def look(self) -> None:
+        """Ping once, and log a change."""
+        session = next(iter(self._sessions()), None)
+        if session is None:
+            return
+        self._missed = 0 if session.ping() is not None else self._missed + 1
+        if 0 < self._missed < MISSES:
+            return
+        answers = not self._missed
+        if answers != self.answers:
+            if not answers:
+                _log.warning("kvstored does not answer: prompts are computed, and nothing is stored, until it does")
+            elif self.answers is not None:
+                _log.warning("kvstored answers again: stored prompts are loaded")
+        self.answers = answers
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            self.look()
 
 
 class TenantSessions:

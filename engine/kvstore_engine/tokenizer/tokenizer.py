@@ -5,17 +5,62 @@ becomes is decided in `byte_level` or `sentencepiece`. Correctness is equality w
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.tokenizer import byte_level, sentencepiece
-from kvstore_engine.tokenizer.pretokenize import pre_tokenizer
-from kvstore_engine.tokenizer.special import SpecialTokens
 from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
+
+_WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
+
+
+class SpecialTokens:
+    """Finds special tokens in text before anything else is tokenised.
+
+    The order is llama.cpp's (`tokenizer_st_partition`): longest special first, over all the text that is still plain.
+    That is not leftmost-longest: where two specials overlap, the longer wins wherever it stands.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = [
+            (vocabulary.tokens[i], i)
+            for i, kind in enumerate(vocabulary.kinds.tolist())
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+        special.sort(key=lambda entry: len(entry[0].encode()), reverse=True)
+        self._all = tuple(special)
+        self._strip_after = vocabulary.strip_after
+        # A prompt that merely quotes "<|im_end|>" must not end the turn: without parse_special only the
+        # tokens a model's author declared to be part of the text are recognised.
+        self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
+
+    def split(self, text: str, parse_special: bool) -> Sequence[str | int]:
+        """`text` as stretches: str for plain text (never empty), int for a special token's id."""
+        stretches: list[str | int] = [text] if text else []
+        for special, token_id in self._all if parse_special else self._user_defined:
+            if special in text:
+                stretches = _split_by(stretches, special, token_id, strip=token_id in self._strip_after)
+        return stretches
+
+
+def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, strip: bool) -> list[str | int]:
+    """`stretches` with each `special` in them replaced; `strip`: the white space behind it belongs to it."""
+    result: list[str | int] = []
+    for stretch in stretches:
+        if isinstance(stretch, int):
+            result.append(stretch)
+            continue
+        for position, plain in enumerate(stretch.split(special)):
+            if position:
+                result.append(token_id)
+                plain = plain.lstrip(_WHITE_SPACE) if strip else plain
+            if plain:
+                result.append(plain)
+    return result
 
 
 class Tokenizer:
@@ -32,7 +77,7 @@ class Tokenizer:
         self._special = SpecialTokens(vocabulary)
         self._pieces: dict[int, bytes] = {}
         self._sentence_piece = sentence_piece
-        silent = sentence_piece or pre_tokenizer(vocabulary.pre).add_bos
+        silent = sentence_piece or byte_level.pre_tokenizer(vocabulary.pre).add_bos
         self.add_bos = silent if vocabulary.add_bos is None else vocabulary.add_bos
         self.add_eos = bool(vocabulary.add_eos)
         prefix = vocabulary.add_space_prefix

@@ -21,12 +21,10 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.torch_executor.arrivals import Arrivals
 from kvstore_engine.torch_executor.attention import AttentionBackend
 from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bound
-from kvstore_engine.torch_executor.decoder import Decoder
-from kvstore_engine.torch_executor.inputs import InputMemory
 from kvstore_engine.torch_executor.library import check_answers, torch_library
-from kvstore_engine.torch_executor.logits import Computed, DeviceLogits, LogitsMemory
+from kvstore_engine.torch_executor.model import Decoder, TorchModel
 from kvstore_engine.torch_executor.recordings import DecodeSteps, Recorder
-from kvstore_engine.torch_executor.weights import TorchModel
+from kvstore_engine.torch_executor.step_memory import Computed, DeviceLogits, InputMemory, LogitsMemory
 
 
 class TorchExecutor(StepExecutor):

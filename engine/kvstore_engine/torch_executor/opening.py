@@ -19,17 +19,21 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
-from kvstore_engine.torch_executor.attention import AttentionBackend
+from kvstore_engine.torch_executor.attention import (
+    AttentionBackend,
+    KernelAttention,
+    ReferenceAttention,
+    crossover_on,
+    kernel_shape,
+)
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.device_copies import open_device_copies
 from kvstore_engine.torch_executor.executor import TorchExecutor
-from kvstore_engine.torch_executor.kernel_attention import KernelAttention, crossover_on, kernel_shape
 from kvstore_engine.torch_executor.library import check_device, current_stream, free_bytes, torch_library
+from kvstore_engine.torch_executor.model import TorchModel, weight_bytes
 from kvstore_engine.torch_executor.planes import Memory, TorchPlanes
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
 from kvstore_engine.torch_executor.recordings import CudaRecorder
-from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
-from kvstore_engine.torch_executor.weights import TorchModel, weight_bytes
 
 
 @contextlib.contextmanager

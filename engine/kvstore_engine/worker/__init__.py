@@ -7,7 +7,7 @@ child finds all of them, and the step that killed the old one is computed again.
 
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.worker.failure import StepFailed, WorkerNotice
+from kvstore_engine.worker.packets import WorkerSetup
 from kvstore_engine.worker.remote import RemoteExecutor
-from kvstore_engine.worker.setup import WorkerSetup
 
 __all__ = ["PoolSetup", "RemoteExecutor", "StepFailed", "StepSizes", "WorkerNotice", "WorkerSetup"]

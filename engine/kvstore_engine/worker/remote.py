@@ -1,7 +1,7 @@
 """An executor whose ggml runs in another process, and which outlives it.
 
-Owns the worker, its restarts, and the mailbox. It never samples or schedules, and never loses K/V: the pool's memory
-belongs to the caller.
+Owns the worker, its socket and restarts, and the mailbox. It never samples or schedules, and never loses K/V: the
+pool's memory belongs to the caller.
 
 When a worker dies the same step is computed again by a new one: computing writes K and V of the step's own positions
 and nothing else, so doing it twice is doing it once. A step that has killed `_ATTEMPTS` workers is taken apart:
@@ -11,6 +11,10 @@ each slice runs alone, and those that kill a worker again are named in `StepFail
 from __future__ import annotations
 
 import logging
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,16 +31,95 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker.failure import StepFailed, WorkerNotice
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory
-from kvstore_engine.worker.packets import Order, Reply, Status
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
 from kvstore_engine.worker.patience import StepPatience
-from kvstore_engine.worker.process import WorkerDied, WorkerProcess
-from kvstore_engine.worker.setup import WorkerSetup
 
+_HINTS = {
+    "SIGABRT": ", ggml's assertion is above",
+    "SIGBUS": ", the model file was cut short or cannot be read",
+    "SIGKILL": ", perhaps for lack of memory",
+}
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
 _ATTEMPTS = 3
 _START_ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
+
+
+class WorkerDied(Exception):
+    """The process is gone, or was ended because it did not answer; the message says how."""
+
+
+class WorkerProcess:
+    """A child that is starting; `receive` gives its first reply, the one to the setup."""
+
+    def __init__(
+        self, setup: WorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
+    ) -> None:
+        # Datagrams with a connection: a packet is whole, and the end of a process is the end of its socket.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            passed = (theirs.fileno(), model_descriptor, pool_descriptor, mailbox_descriptor)
+            # Never a fork of this process: its threads' locks would come along without the threads.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvstore_engine.worker", *map(str, passed)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+            )
+        self._send(setup.encode())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable while no order is out: the process has ended."""
+        return self._socket.fileno()
+
+    def order(self, order: Order, timeout_s: float) -> Reply:
+        """Have one step computed. WorkerDied if that is the end of the process, or takes longer."""
+        self._send(order.encode())
+        return self.receive(timeout_s)
+
+    def receive(self, timeout_s: float) -> Reply:
+        self._socket.settimeout(timeout_s)
+        try:
+            packet = self._socket.recv(MAX_PACKET_BYTES)
+        except TimeoutError:
+            self.end()
+            raise WorkerDied(f"it did not answer within {timeout_s:g} s and was killed") from None
+        except OSError:
+            packet = b""
+        if not packet:
+            raise WorkerDied(self._ending())
+        return Reply.decode(packet)
+
+    def end(self) -> None:
+        """Kill it; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _send(self, packet: bytes) -> None:
+        try:
+            self._socket.send(packet)
+        except OSError:
+            raise WorkerDied(self._ending()) from None
+
+    def _ending(self) -> str:
+        """How it ended. Its socket is closed, so it is dead or about to be."""
+        try:
+            status = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it closed its socket and still runs: it cannot be used
+            status = None
+        self.end()
+        if status is None:
+            return "it closed its connection and was killed"
+        if status >= 0:
+            return f"it exited with status {status}"
+        name = signal.Signals(-status).name
+        hint = _HINTS.get(name, "")
+        return f"it was ended by {name}{hint}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from kvstore_engine.bench.against import Comparison, context_for, turn_loads
 from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
 from kvstore_engine.bench.files import COLUMNS, as_csv, as_json, write_files
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build
-from kvstore_engine.bench.in_process import run_in_process
+from kvstore_engine.bench.in_process import BenchEngine, run_in_process
 from kvstore_engine.bench.loads import LOADS, LoadSettings, make_load
-from kvstore_engine.bench.opened_engine import BenchEngine
 from kvstore_engine.bench.outcome import Run
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.report import report_page

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvstore_engine.server.middleware import log_access
-from kvstore_engine.server.store_watch import StoreWatch
+from kvstore_engine.server.sessions import StoreWatch
 
 
 class Pinged:
@@ -22,7 +22,7 @@ class Pinged:
 def test_the_store_goes_and_returns_with_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     session = Pinged()
     watch = StoreWatch(lambda: [session])
-    with caplog.at_level(logging.INFO, "kvstore_engine.server.store_watch"):
+    with caplog.at_level(logging.INFO, "kvstore_engine.server.sessions"):
         for answers in (True, True, False, True, False, False, False, False, True, True):
             session.answers = answers
             watch.look()

@@ -316,7 +316,7 @@ class _Broken:
 def test_a_request_that_cannot_be_taken_in_leaves_the_others_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        serving = Serving(_Broken(), None, None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
+        serving = Serving(_Broken(), None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
         ask = Ask("a", np.array([1], np.int32), 5, SamplingSettings())
         EngineLoop(ours)._add(serving, ask.header(), frames.pack_tokens(ask.tokens))
         ((header, _),) = frames.FrameReader(theirs).receive()
