@@ -39,7 +39,7 @@ def core_wait_s() -> float:
 
 
 def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
-    """The same for both sides: as many as sequences, of lengths that differ by up to a quarter."""
+    """Return prompts, equal for both sides: one for each sequence, of lengths that differ by up to a quarter."""
     random = np.random.Generator(np.random.PCG64(question["seed"]))
     most = question["prompt_tokens"]
     lengths = random.integers(max(1, most - most // 4), most + 1, question["sequences"])
@@ -48,7 +48,7 @@ def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
 
 
 def context_tokens(question: dict[str, Any]) -> int:
-    """What one sequence needs."""
+    """Return the tokens of context that one sequence needs."""
     needed = question["prompt_tokens"] + question["steps"] + _WARM_STEPS + 1
     return int(-(-needed // _ROUND_TOKENS) * _ROUND_TOKENS)
 

@@ -24,9 +24,8 @@ from kvstore_engine.batching import (
     RequestSettings,
     Token,
 )
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop
-from kvstore_engine.bench.outcome import Outcome, Run
-from kvstore_engine.bench.workload import BenchRequest, Workload
+from kvstore_engine.bench.summary import Outcome, Run
+from kvstore_engine.bench.workload import Arrivals, BenchRequest, ClosedLoop, Workload
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes

@@ -71,7 +71,7 @@ def parser() -> Parser:
     _add_info(commands)
     add_serve(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     _add_restorations(commands)
-    add_bench(commands, models=_MODELS, exit_codes=_EXIT_CODES)
+    _add_bench(commands)
     return top
 
 
@@ -255,14 +255,13 @@ def _add_info(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def add_bench(commands: Commands, *, models: str, exit_codes: str) -> None:
-    """Add `bench` to the commands; `models` and `exit_codes` are the paragraphs that all commands share."""
+def _add_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "bench",
         help="measure latency and throughput",
         description="Measure an engine in this process, or any OpenAI-style server, under a made-up load. With --out: "
         "JSON, CSV and an HTML page with plots.",
-        epilog=f"{_BENCH_EXAMPLES}\n{_LOADS}\n{_AGAINST}\n{models}\n{exit_codes}",
+        epilog=f"{_BENCH_EXAMPLES}\n{_LOADS}\n{_AGAINST}\n{_MODELS}\n{_EXIT_CODES}",
     )
     what = command.add_argument_group("what is measured")
     what.add_argument("--model", metavar="MODEL", help="run it in this process; with --url: the name to ask for")

@@ -19,12 +19,11 @@ from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching import EngineSettings
 from kvstore_engine.bench.against import Comparison, compare
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
-from kvstore_engine.bench.files import as_json, write_files
 from kvstore_engine.bench.in_process import BenchEngine
-from kvstore_engine.bench.loads import LOADS, LoadSettings
 from kvstore_engine.bench.over_http import Endpoint
+from kvstore_engine.bench.report import as_json, write_files
 from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_server
+from kvstore_engine.bench.workload import LOADS, Arrivals, ClosedLoop, LoadSettings, OpenLoop
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models import locate
@@ -160,7 +159,7 @@ def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
 
 
 def vocabulary_of(path: Path) -> int:
-    """How many ids the model knows."""
+    """Return how many ids the model knows."""
     with GGUFFile.open(path) as file:
         tokens = file.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list | tuple) else UNKNOWN_VOCABULARY

@@ -61,7 +61,7 @@ class NativeKernels(Kernels):
         return self._address("q8_product")
 
     def _address(self, operation: str) -> int:
-        """Of `operation` in the chosen build; 0: it has none."""
+        """Return the address of `operation` in the chosen build; 0: it has none."""
         return getattr(self._library, f"kv_{operation}_of")(self.isa.encode()) or 0
 
     def _usable(self) -> list[str]:

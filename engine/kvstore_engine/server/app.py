@@ -19,13 +19,12 @@ from starlette.routing import Route
 
 from kvstore_engine.restore.record import RECORDS
 from kvstore_engine.server import chat, completions, inquiries
-from kvstore_engine.server.answers import Answers
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
 from kvstore_engine.server.body import BodyRoom, read_fields
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.metrics import CONTENT_TYPE
 from kvstore_engine.server.middleware import CLIENT_LEFT, RequestLog, RequireKey
-from kvstore_engine.server.responses import error_response, json_response, stream_response, whole_response
+from kvstore_engine.server.responses import Answers, error_response, json_response, stream_response, whole_response
 from kvstore_engine.server.service import Service
 
 Planner: TypeAlias = Callable[[dict[str, Any], Caller, Service], Awaitable[completions.Plan]]
@@ -133,7 +132,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such path, or not with this method."""
+    """Answer an error of the router: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 405 and error.headers is not None:

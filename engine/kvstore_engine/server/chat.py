@@ -18,11 +18,10 @@ from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
 from kvstore_engine.server.body import Flag, Integer, Text, not_supported, read, unsupported
 from kvstore_engine.server.completions import Plan
-from kvstore_engine.server.grammars import checked, read_grammar
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
-from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
+from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length, checked, read_grammar
 from kvstore_engine.server.tools import THOUGHT, Turn, call_grammar, strict_grammar
 from kvstore_engine.template import MAY_BE_BARE
 
@@ -154,7 +153,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _functions(tools: list[Any]) -> list[Tool]:
-    """As they are: the template gives them their form."""
+    """Return `tools` as they are: the template gives them their form."""
     if not all(map(_is_function, tools)):
         raise ValueError("must be a list of functions, each with a name")
     return tools

@@ -100,7 +100,8 @@ class InProcess:
         self.limits, self.pool = executor.limits, executor.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """As `StepExecutor.step`; a step that fails is StepFailed. OperationError: no other will do better."""
+        """Compute as `StepExecutor.step` does; a step that fails is StepFailed. OperationError: no other will do
+        better."""
         try:
             with self._watch.watching(slices):
                 return self._executor.step(slices, whole)
@@ -156,9 +157,8 @@ def open_computing(
         blocks = pool_blocks(config, options, sizes.max_context, free)
         pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate)
         patience = StepPatience(options.hung_after_s)
-        worker = stack.enter_context(
-            RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
-        )
+        worker = RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
+        stack.callback(worker.close)
         yield Computing(worker, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
 
 

@@ -57,7 +57,7 @@ class Connection(HttpToolsProtocol):
         self._make_room()
 
     def _make_room(self) -> None:
-        """Where there are too many connections, end an idle one: this one, if no other is."""
+        """End an idle connection where there are too many: this one, if no other is."""
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
             leaves = min(idle, key=lambda one: one._idle_since_s)
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way that has come as a whole."""
+        """Return whether no request is under way that has come as a whole."""
         cycle = self.cycle
         return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_engine.batching import Event, Finished, Token
-from kvstore_engine.server.answers import finish_reason
 from kvstore_engine.server.service import ServedModel
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 Json = dict[str, Any]
 _FLOOR = -9999.0  # of a log probability: JSON has no infinity
@@ -119,7 +118,7 @@ class CompletionRenderer(Renderer):
         if event.text:
             choice.pieces.append(event.text)
         if isinstance(event, Finished):
-            choice.reason = finish_reason(event)
+            choice.reason = _finish_reason(event)
             return [self._piece(index, event.text, None, choice.reason)]
         logprobs = None
         if self.with_logprobs:
@@ -192,7 +191,7 @@ class ChatRenderer(Renderer):
         if entries:
             chunks[0]["logprobs"] = {"content": entries, "refusal": None}
         if isinstance(event, Finished):
-            reason = finish_reason(event)
+            reason = _finish_reason(event)
             message.reason = "tool_calls" if message.calls and reason == "stop" else reason
             chunks.append(self._delta(index, {}, None, message.reason))
         return chunks
@@ -258,3 +257,8 @@ def _text(tokenizer: Tokenizer, token: int) -> str:
 
 def _floored(logprob: float | None) -> float:
     return _FLOOR if logprob is None else max(_FLOOR, logprob)
+
+
+def _finish_reason(event: Finished) -> str:
+    """Return OpenAI's name for it: "length" also for a full context, "stop" for the model's own end."""
+    return "length" if event.reason in ("length", "context") else "stop"

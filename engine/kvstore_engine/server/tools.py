@@ -59,7 +59,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """How the marks around a call stand in a grammar: as special tokens, where the vocabulary has such, or as text.
+    """The marks around a call in a grammar: special tokens, where the vocabulary has them, or text.
 
     `unseen`: the marks, those of a thought too, that leave no trace in an answer's text, with what they stand for.
     `thoughts`: how those marks of a thought stand in a grammar that are special tokens.
@@ -105,7 +105,7 @@ class ToolCallReader:
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """What has become certain: content (never empty) and calls, in order."""
+        """Return what has become certain: content (never empty) and calls, in order."""
         self._held += text
         while self._advance():
             pass

@@ -30,10 +30,10 @@ from kvstore_engine.kernels.cuda.program import address_of
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
-from kvstore_engine.torch_executor.buckets import BUCKETS
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.library import torch_library
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
+from kvstore_engine.torch_executor.recordings import BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class StepRows:
 
 
 class AttentionBackend(ABC):
-    """Of one model and pool. `layer` is a layer's number."""
+    """Attention of one model over one pool. `layer` is a layer's number."""
 
     def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
-        """Before the work of a step is queued. `tables`: of each sequence the whole blocks before the step's tokens,
-        once.
+        """Prepare a step whose work is not queued yet. `tables`: of each sequence the whole blocks before the step's
+        tokens, once.
 
         Returns what a recording of the step depends on beside its rows and its longest context: a recorded step may
         stand for this one where that was equal.
@@ -134,8 +134,8 @@ class KernelAttention(AttentionBackend):
 
 
 def crossover_on(device: Device, cache: Cache) -> Crossover:
-    """Where attention over `cache`, which is on `device`, becomes one pass: by `crossover.settled`, measured on the
-    first layer's planes with the rows that decode steps have. Before they are in use. Raises as `kernel_shape`."""
+    """Return where attention over `cache`, which is on `device`, becomes one pass: by `crossover.settled`, measured on
+    the first layer's planes with the rows that decode steps have. Before they are in use. Raises as `kernel_shape`."""
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes
 
@@ -160,7 +160,11 @@ def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> Cache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Over `cache`, whose `turns` are on the processor."""
+    """Attention in plain torch over `cache`, whose `turns` are on the processor: slow, the CUDA kernels must agree with
+    it.
+
+    It computes in float32 what `kernels.reference.paged_attention` defines. Padding rows give zeros.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._torch = cache, torch_library()

@@ -1,12 +1,15 @@
-"""What a pool's planes and a model's layers are to attention: stored rows, tables of turns, kinds of layers.
+"""A pool's planes and a model's layers as attention sees them: stored rows, tables of turns, kinds of layers, arrivals.
 
-Owns the tables of turns. Stored rows are the slow twins of csrc/elements.h and csrc/cache_layout.h, for attention in
-plain torch. A slot is a token's place in a plane: block id * block_tokens + place in the block.
+Owns the tables of turns and the list of loads under way: before a step reads a layer, its stream waits until that layer
+has come. It never computes, nor waits itself for a copy. Stored rows are the slow twins of csrc/elements.h and
+csrc/cache_layout.h, for attention in plain torch. A slot is a token's place in a plane: block id * block_tokens + place
+in the block.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,42 @@ from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.frequencies import rotation
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.torch_executor.arrivals import Arrivals
 from kvstore_engine.torch_executor.library import torch_library
 
+WaitFor = Callable[[int], None]
 _TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 _SCALED = {"int8": ("int8", 127.0), "fp8": ("float8_e4m3fn", 448.0)}  # and the greatest element
 _ZERO = 1e-34  # a row whose greatest element is below is stored as zeros
+
+
+class Arrivals:
+    """The loads under way into one pool of `layers` layers. For the engine's thread alone.
+
+    A load is the function that lets what this thread queues from now on run after a layer has come. It never raises.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._loads: list[WaitFor] = []
+
+    def add(self, load: WaitFor) -> None:
+        self._loads.append(load)
+
+    def remove(self, load: WaitFor) -> None:
+        """Forget `load`, which has come, or failed. Unknown ones are ignored."""
+        self._loads = [each for each in self._loads if each != load]
+
+    def wait(self, layer: int) -> None:
+        """Let a step that reads K and V of `layer` wait for it."""
+        for load in self._loads:
+            load(layer)
+
+    def wait_all(self) -> None:
+        """Let a step that was recorded, or is about to be, wait for all layers: a replay waits for none."""
+        loads, self._loads = self._loads, []
+        for load in loads:
+            for layer in range(self._layers):
+                load(layer)
 
 
 class StoredRows(ABC):

@@ -214,7 +214,7 @@ class Decoder:
         return hidden + self._branch(self._linear(layer.ffn_down, gated), layer.post_ffw_norm)
 
     def _branch(self, values: Any, norm: Any) -> Any:
-        """What is added to the residual stream, float32."""
+        """Return what is added to the residual stream, float32."""
         values = values.float()
         return values if norm is None else self._normed(values, norm)
 

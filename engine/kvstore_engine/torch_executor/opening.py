@@ -33,14 +33,14 @@ from kvstore_engine.torch_executor.library import check_device, current_stream, 
 from kvstore_engine.torch_executor.model import TorchModel, weight_bytes
 from kvstore_engine.torch_executor.planes import Memory, TorchPlanes
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
-from kvstore_engine.torch_executor.recordings import CudaRecorder
+from kvstore_engine.torch_executor.recordings import cuda_recorder
 
 
 @contextlib.contextmanager
 def open_torch_executor(
     file: GGUFFile, device: DeviceName, setup: PoolSetup, sizes: StepSizes
 ) -> Iterator[TorchExecutor]:
-    """As `opening.open_executor`."""
+    """Open as `opening.open_executor` does."""
     check_device(device)
     with contextlib.ExitStack() as stack:
         if device.is_cuda:
@@ -51,7 +51,7 @@ def open_torch_executor(
         if device.is_cuda:
             launcher = _launcher(device, stack)
             pool, cache = new_pool(model, setup, sizes, launcher)
-            attention, recorder = _on_gpu(cache, launcher, device, stack), CudaRecorder()
+            attention, recorder = _on_gpu(cache, launcher, device, stack), cuda_recorder()
             if pool.blocks > 1:
                 pool.copy_blocks([0], [1])  # what moves blocks is compiled, and fails, before anything is served
         else:
@@ -62,7 +62,7 @@ def open_torch_executor(
 
 @contextlib.contextmanager
 def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[BlockCopies]:
-    """As `opening.open_copies`."""
+    """Open as `opening.open_copies` does."""
     device, host = executor.model.device, HostCopies(executor.pool)
     if not device.is_cuda:
         yield host
@@ -73,7 +73,7 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Why the model of `file` cannot run on `device`, beside what ggml's checks find."""
+    """Return why the model of `file` cannot run on `device`, beside what ggml's checks find."""
     found = []
     try:
         check_device(device)

@@ -33,7 +33,7 @@ _STAGE_BYTES = 16 << 20
 
 
 class BlockMoves(ABC):
-    """Over `tensor`, uint8 [planes, blocks, block_bytes]. Block ids are those of the pool, int32."""
+    """Moves of blocks within `tensor`, uint8 [planes, blocks, block_bytes]. Block ids are the pool's, int32."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -44,7 +44,7 @@ class BlockMoves(ABC):
 
     @abstractmethod
     def scatter(self, parts: Any, planes: slice, block_ids: Int32Array) -> None:
-        """Such a tensor into these blocks, no one twice."""
+        """Copy such a tensor into these blocks, none twice."""
 
     @abstractmethod
     def move(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -52,7 +52,7 @@ class BlockMoves(ABC):
 
 
 class TorchMoves(BlockMoves):
-    """On any device."""
+    """Moves by torch, plane by plane, on any device."""
 
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
         return self._tensor[planes].index_select(1, self._ids(block_ids))
@@ -70,8 +70,8 @@ class TorchMoves(BlockMoves):
 
 
 class KernelMoves(BlockMoves):
-    """By csrc/blocks.cu, all planes in one launch. `stream()`: the address of torch's current stream. ValueError for
-    blocks that are no multiple of 16 bytes."""
+    """Moves by csrc/blocks.cu, all planes in one launch. `stream()`: the address of torch's current stream. ValueError
+    for blocks that are no multiple of 16 bytes."""
 
     def __init__(self, tensor: Any, launcher: Launcher, stream: Callable[[], int] = lambda: STREAM_OF_DEFAULT) -> None:
         super().__init__(tensor)
@@ -102,8 +102,8 @@ class KernelMoves(BlockMoves):
         copy(listed, payloads, runs, lists, plane_count=len(addresses), stream=self._stream())
 
     def _on_device(self, runs: BlockRuns, planes: Any, payload: int = 0) -> tuple[int, int, tuple[int, int], Any]:
-        """Where the kernel finds addresses of planes, of the payload, runs and pieces: all in one tensor, the last
-        value. Its memory is used again only for work that is queued on the same stream later."""
+        """Return where the kernel finds addresses of planes, of the payload, runs and pieces: all in one tensor, the
+        last value. Its memory is used again only for work that is queued on the same stream later."""
         arrays = [
             runs.runs,
             planes,

@@ -14,15 +14,14 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_console.units import parse_size
 from kvstore_engine.errors import UsageError
+from kvstore_engine.kernels.base import Int32Array
 from kvstore_engine.kernels.cuda.device import CacheWindow
 
 VARIABLE = "KVENGINE_L2_PREFIX"
 _log = logging.getLogger(__name__)
-Int32Array = npt.NDArray[np.int32]
 _NONE = np.zeros(0, np.int32)
 
 
@@ -47,7 +46,8 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """By the setting; None without it, and where the device has no windows. UsageError for a wrong size."""
+        """Return a window by the setting; None without it, and where the device has no windows. UsageError for a wrong
+        size."""
         text = os.environ.get(VARIABLE, "")
         try:
             nbytes = parse_size(text or "0")
@@ -62,8 +62,8 @@ class PrefixWindow:
         return cls(device, block_bytes)
 
     def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
-        """Before a step whose sequences only read the blocks of `tables`. Steps with equal results have equal windows,
-        in planes that begin at address 0."""
+        """Choose for a step whose sequences only read the blocks of `tables`. Steps with equal results have equal
+        windows, in planes that begin at address 0."""
         shared = most_shared(tables)
         self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
         return self._chosen

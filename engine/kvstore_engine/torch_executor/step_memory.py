@@ -25,7 +25,7 @@ _FIELDS = 6
 
 
 class InputMemory:
-    """For steps within `limits`, padded by at most `padding` rows."""
+    """Inputs of steps within `limits`, padded by at most `padding` rows."""
 
     def __init__(self, limits: StepLimits, device: DeviceName, padding: int) -> None:
         torch = torch_library()
@@ -85,7 +85,7 @@ class Computed(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> Computed:
-        """With the likeliest of each row. Queues work, and waits for none."""
+        """Find the likeliest of each row. Queues work, and waits for none."""
         torch = torch_library()
         most, best = logits.max(dim=-1)
         return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))

@@ -39,7 +39,7 @@ class WorkerSetup:
 
 
 class Status(IntEnum):
-    """How an order ended. All but DONE come with a message."""
+    """The end of an order. All but DONE come with a message."""
 
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit

@@ -18,8 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Literal
 
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
@@ -28,7 +27,6 @@ from kvstore_engine.gguf import FileWatch
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker.failure import StepFailed, WorkerNotice
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
@@ -44,6 +42,27 @@ _ATTEMPTS = 3
 _START_ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
+
+
+class StepFailed(RuntimeError):
+    """A step cannot be computed: `slices` are the indices at fault; the others can be tried again.
+
+    K and V of the positions of this step are undefined; the rest of the pool is untouched.
+    """
+
+    def __init__(self, message: str, slices: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.slices = slices
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNotice:
+    """The worker's state changed. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
+
+    state: Literal["starting", "ready", "dead"]
+    pid: int
+    deaths: int
+    reason: str = ""
 
 
 class WorkerDied(Exception):
@@ -107,7 +126,7 @@ class WorkerProcess:
             raise WorkerDied(self._ending()) from None
 
     def _ending(self) -> str:
-        """How it ended. Its socket is closed, so it is dead or about to be."""
+        """Return how it ended. Its socket is closed, so it is dead or about to be."""
         try:
             status = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:  # it closed its socket and still runs: it cannot be used
@@ -120,13 +139,6 @@ class WorkerProcess:
         name = signal.Signals(-status).name
         hint = _HINTS.get(name, "")
         return f"it was ended by {name}{hint}"
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """What callers of an executor ask of its model."""
-
-    config: ModelConfig
 
 
 class RemoteExecutor:
@@ -151,7 +163,7 @@ class RemoteExecutor:
         OperationError as loading a model raises them; FileChanged, here and later, instead of a worker that would have
         other weights.
         """
-        self.model, self.pool, self.threads = RemoteModel(config), pool, sizes.threads
+        self.pool, self.threads = pool, sizes.threads
         self.limits = limits = StepLimits(
             config.vocabulary,
             pool.blocks,
@@ -161,8 +173,6 @@ class RemoteExecutor:
             sizes.max_context,
         )
         self.deaths = 0
-        # Of the last step, as the worker measured it: the rest of `forward` is what the distance costs.
-        self.compute_s = 0.0
         self._watch = watch
         self._setup = WorkerSetup(str(watch.file.path), PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
         self._patience = patience or StepPatience()
@@ -205,7 +215,7 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `StepExecutor.step`; raises as `forward`."""
+        """Compute as `StepExecutor.step` does; raises as `forward`."""
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
@@ -225,14 +235,6 @@ class RemoteExecutor:
             self._worker = None
         self._mail_memory.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _living(self) -> WorkerProcess:
         if self._worker is None:
             raise RuntimeError("the executor is closed")
@@ -249,8 +251,7 @@ class RemoteExecutor:
             raise ValueError(reply.message)
         if reply.status is not Status.DONE:
             raise StepFailed(reply.message, tuple(range(count)))
-        self.compute_s = reply.compute_ns / 1e9
-        self._patience.took(slices, self.compute_s)
+        self._patience.took(slices, reply.compute_ns / 1e9)
         return self._mailbox.logits(self._step, reply.rows)
 
     def _take_apart(self, slices: Sequence[SequenceSlice]) -> None:
@@ -310,7 +311,7 @@ class RemoteExecutor:
         raise OperationError(f"no ggml worker can be started ({attempts} attempts): {last}")
 
     def _descriptors(self) -> tuple[int, int, int]:
-        """Of the model, the pool and the mailbox, for a worker to inherit."""
+        """Return the descriptors of the model, the pool and the mailbox, for a worker to inherit."""
         return self._watch.file.source.descriptor, self._pool_memory.descriptor, self._mail_memory.descriptor
 
 
