@@ -16,9 +16,8 @@ import grpc
 import pytest
 
 from kvctl.doctor.serving import certificate
-from kvctl.doctor.surroundings import Level, Surroundings
+from kvctl.doctor.surroundings import DaemonSettings, Level, Surroundings
 from kvctl.output import FAILED
-from kvstored.admin.reload import Settings
 from tests.e2e.test_daemon_eviction import Watcher
 from tests.reference.conversations import found_blocks, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
@@ -244,7 +243,7 @@ def test_a_renewed_certificate_is_served_and_a_broken_one_is_not(tmp_path: Path,
         renew()
         second = chain.read_text().strip()
         settings = {"unary.listen": f"[::1]:{port}", "unary.tls_cert": str(chain)}
-        around = Surroundings(daemon.socket_dir, Settings("a test", settings), daemon.status())
+        around = Surroundings(daemon.socket_dir, DaemonSettings("a test", settings), daemon.status())
         (found,) = certificate(around)
         assert found.level is Level.WARN and f"another one than {chain} has" in found.seen
         assert [each["name"] for each in kvctl.json("reload")["applied"]] == ["unary.tls_cert", "unary.tls_key"]

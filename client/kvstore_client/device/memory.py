@@ -30,7 +30,6 @@ from kvstore_client.memory import Bytes
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice, forget, quietly
 from kvstore_cuda.driver import DriverError as DeviceError
-from kvstore_cuda.driver import NoDriver
 from kvstore_proto.arena import HEADER_BYTES
 
 
@@ -120,9 +119,7 @@ class DeviceMemory(CudaDevice):
                     self.register(self._address, _BUFFER_BYTES)
                 undo.callback(forget, self.driver, self.context, self._address, buffer)
                 ending = undo.pop_all()
-        except NoDriver as error:
-            raise invalid(str(error)) from None
-        except OSError as error:
+        except OSError as error:  # NoDriver is one
             raise invalid(f"CUDA device {index} cannot be used: {error}") from None
         weakref.finalize(self, ending.close).atexit = False  # the driver may be gone already then
 

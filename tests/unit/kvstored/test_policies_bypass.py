@@ -177,6 +177,8 @@ def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
         def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
             missed.extend(missing)
 
+        def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None: ...
+
     policy = Listening(shelf.residency, 0)
     shelf.residency.listen(0, policy)
     asked = GetRequest(b"".join(key(number) for number in range(MISSING_MAX + 50)))
