@@ -14,7 +14,7 @@ from kvstore_console.units import human_seconds
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.bench.in_process import BenchEngine, opened, run_in_process
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
-from kvstore_engine.bench.summary import Outcome, Run, Summary, kinds, summarise
+from kvstore_engine.bench.summary import Outcome, Run, Summary, durations, inter_token, kinds, summarise
 from kvstore_engine.bench.workload import (
     Arrivals,
     ClosedLoop,
@@ -124,19 +124,11 @@ def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int 
         summary=summarise(run),
         by_kind={kind: summarise(run, kind) for kind in kinds(run.outcomes)},
         profile=run.profile,
-        ttft=Histogram(max(0.0, outcome.ttft_s) for outcome in done),
-        inter_token=_gaps(done),
+        ttft=durations(outcome.ttft_s for outcome in done),
+        inter_token=inter_token(done),
     )
     progress(_line(case, run.outcomes))
     return case
-
-
-def _gaps(done: Sequence[Outcome]) -> Histogram:
-    return Histogram(
-        max(0.0, later - earlier)
-        for outcome in done
-        for earlier, later in zip(outcome.token_s, outcome.token_s[1:], strict=False)
-    )
 
 
 def _line(case: Case, outcomes: Sequence[Outcome]) -> str:

@@ -91,7 +91,6 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
     prompts = sum(outcome.prompt_tokens for outcome in done)
     known = bool(done) and all(outcome.reused_tokens is not None for outcome in done)
     seconds = run.seconds or 1e-9
-    gaps = (later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))
     return Summary(
         seconds=run.seconds,
         requests=len(chosen),
@@ -102,11 +101,11 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
         generated_per_s=generated / seconds,
         total_per_s=(generated + prompts) / seconds,
         requests_per_s=len(done) / seconds,
-        ttft_s=_latencies(outcome.ttft_s for outcome in done),
-        tpot_s=_latencies(outcome.tpot_s for outcome in done if outcome.tpot_s is not None),
-        inter_token_s=_latencies(gaps),
-        total_s=_latencies(outcome.total_s for outcome in done),
-        queued_s=_latencies(outcome.queued_s for outcome in done if outcome.queued_s is not None),
+        ttft_s=durations(outcome.ttft_s for outcome in done).as_json(),
+        tpot_s=durations(outcome.tpot_s for outcome in done if outcome.tpot_s is not None).as_json(),
+        inter_token_s=inter_token(done).as_json(),
+        total_s=durations(outcome.total_s for outcome in done).as_json(),
+        queued_s=durations(outcome.queued_s for outcome in done if outcome.queued_s is not None).as_json(),
     )
 
 
@@ -116,5 +115,11 @@ def kinds(outcomes: Sequence[Outcome]) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _latencies(values: Iterable[float]) -> dict[str, float]:
-    return Histogram(max(0.0, value) for value in values).as_json()
+def durations(values: Iterable[float]) -> Histogram:
+    """Return the distribution of `values`, of which clocks may make one less than 0."""
+    return Histogram(max(0.0, value) for value in values)
+
+
+def inter_token(done: Sequence[Outcome]) -> Histogram:
+    """Return the distribution of times between two pieces of an answer, of the answers `done`."""
+    return durations(later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))
