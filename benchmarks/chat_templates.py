@@ -37,7 +37,7 @@ from typing import Any
 from support.report import progress
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kvstore_engine.server.chat_messages import Message
+from kvstore_engine.server.chat import Message
 from kvstore_engine.template import ChatTemplate, TemplateError
 from tests.reference.make_gguf import TinyModel, write_model  # needs the line above
 

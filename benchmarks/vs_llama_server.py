@@ -1,7 +1,7 @@
 """Conversations that come back: our engine with kvstored against llama.cpp's server with its own prompt cache.
 
-Both run the same GGUF on the same ggml build (the `xllamacpp` wheel) with the same threads; our attention kernel is
-compiled for AVX2 only, which is what that build uses. Six conversations of some 2,000 tokens are asked one after the
+Both run the same GGUF on the same ggml build (the `xllamacpp` wheel) with the same threads; our kernels run
+for AVX2 only, which is what that build uses. Six conversations of some 2,000 tokens are asked one after the
 other, twice, so that each comes back after five others; then the engine process is started anew (after an upgrade or a
 crash) and each comes back once more. llama.cpp's server has one slot, its host-memory prompt cache (`--cache-ram`,
 8 GiB, its default) and no unified K/V; the better of flash attention off and on counts. Time to first token is wall
@@ -13,6 +13,7 @@ time from the text in hand to the first token's text, without HTTP on either sid
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,15 +91,14 @@ def _answer(name: str, socket_dir: Path) -> None:
 
 def _ours(socket_dir: Path) -> Any:
     import contextlib
-    from functools import partial
 
     from kvstore_engine.batching import RequestSettings
     from kvstore_engine.generation import Prompt
-    from kvstore_engine.kernels import build, selection
+    from kvstore_engine.kernels.selection import ISA_VARIABLE
     from kvstore_engine.loaded_model import LoadOptions, open_model
     from kvstore_engine.models.locate import locate
 
-    selection.build_kernels = partial(build.build_kernels, cpu="x86-64-v3")
+    os.environ[ISA_VARIABLE] = "avx2"  # what the other side has
     options = LoadOptions(context=CONTEXT_TOKENS, threads=THREADS, kvstore=socket_dir)
     stack = contextlib.ExitStack()
     loaded = stack.enter_context(open_model(locate(f"{MODEL}:q8_0"), options))

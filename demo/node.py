@@ -34,7 +34,7 @@ def prepare(model: str) -> None:
             fetch += ["--quant", quantisation]
         if subprocess.run(fetch, stdout=sys.stderr, check=False).returncode:
             raise DemoFailedError(f"the model {model} could not be had (see above)")
-    print("first run of the engine (compiles its kernels where there is a compiler)", file=sys.stderr, flush=True)
+    print("first run of the engine", file=sys.stderr, flush=True)
     once = [str(COMMANDS / "kvengine"), "generate", "--model", model, "--prompt", "Hello", "--max-tokens", "2"]
     done = subprocess.run([*once, "--quiet"], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Request, RequestSettings, Token
-from kvstore_engine.bench.opened_engine import BenchEngine, opened
+from kvstore_engine.bench.in_process import BenchEngine, opened
 from kvstore_engine.ggml import load_library
 from kvstore_engine.ggml.dequantise import dequantised
 from kvstore_engine.gguf import GGUFFile

@@ -11,7 +11,7 @@ import pytest
 
 from kvctl.main import main
 from kvctl.output import OK
-from kvstore_engine.server.sessions import TenantSessions, fingerprint_for
+from kvstore_engine.server.assembly import TenantSessions, fingerprint_for
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon

@@ -17,7 +17,7 @@ from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.models.known import KNOWN_MODELS
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.tokenizer.pretokenize import PRE_TOKENIZERS
+from kvstore_engine.tokenizer.byte_level import PRE_TOKENIZERS
 from tests.reference import llama_tokenize
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary, write_tiny_llama
 

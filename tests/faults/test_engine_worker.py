@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -17,12 +18,13 @@ import pytest
 
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model import load_model
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker import RemoteExecutor, StepFailed, StepSizes, WorkerNotice
+from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 from tests.reference.make_gguf import TinyModel, write_model
@@ -64,7 +66,7 @@ def _open(model: Path) -> _Setting:
 @pytest.fixture(scope="module")
 def shared(model: Path) -> Iterator[_Setting]:
     opened = _open(model)
-    with opened.executor:
+    with contextlib.closing(opened.executor):
         yield opened
 
 

@@ -41,11 +41,11 @@ from kvstore_engine.restore.copies import BlockLoad, HostCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.restore.session import KvLease, Payload
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.torch_executor.attention import ReferenceAttention
 from kvstore_engine.torch_executor.device_copies import DeviceCopies, open_device_copies
 from kvstore_engine.torch_executor.executor import TorchExecutor
+from kvstore_engine.torch_executor.model import TorchModel
 from kvstore_engine.torch_executor.opening import new_pool
-from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
-from kvstore_engine.torch_executor.weights import TorchModel
 from kvstore_restore.learned import LearnedCosts
 from tests.gpu.device_torch import EmulatedStream
 from tests.reference.assumed_costs import assume

@@ -17,10 +17,16 @@ from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.elements import KV_TYPES, widen_rows
-from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, StepMemory
-from kvstore_engine.kernels.native import NativeKernels
+from kvstore_engine.kernels.layout import (
+    ROWS_PER_ITEM,
+    SPAN_TOKENS,
+    AttentionShape,
+    LayerAttention,
+    StepMemory,
+    plan_work,
+)
 from kvstore_engine.kernels.reference import paged_attention
-from kvstore_engine.kernels.work import ROWS_PER_ITEM, SPAN_TOKENS, plan_work
+from kvstore_engine.kernels.selection import NativeKernels
 from tests.reference.compilers import Compiler, native_kernels
 from tests.reference.examples import examples
 

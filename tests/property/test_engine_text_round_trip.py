@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from kvstore_engine.kernels.build import build_kernels
-from kvstore_engine.kernels.native import NativeKernels
+from kvstore_engine.kernels.selection import NativeKernels
 
 Compiler = Literal["system", "zig"]
 

@@ -51,10 +51,10 @@ def _on(device: str) -> Opens:
 @contextlib.contextmanager
 def _with_our_kernels(path: Path, setup: PoolSetup, sizes: StepSizes) -> Iterator[StepExecutor]:
     """torch's executor as on a GPU: padded steps, and the kernels' source compiled for the host."""
+    from kvstore_engine.torch_executor.attention import KernelAttention
     from kvstore_engine.torch_executor.executor import TorchExecutor
-    from kvstore_engine.torch_executor.kernel_attention import KernelAttention
+    from kvstore_engine.torch_executor.model import TorchModel
     from kvstore_engine.torch_executor.opening import new_pool
-    from kvstore_engine.torch_executor.weights import TorchModel
     from tests.cuda_shim.launcher import ShimLauncher
 
     model = TorchModel(GGUFFile.open(path), DeviceName.parse("torch:cpu"), sizes.max_context)

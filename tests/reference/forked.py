@@ -27,7 +27,7 @@ from typing import IO, Any
 PROGRAMS = {
     "kvstored": ("kvstored.daemon", "kvstored.cli", "kvstored.store.policies.chain_hazard", "kvstore_tiers.nvme.tier"),
     "kvstore_client.testing.child": ("kvstore_client.entry",),
-    "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.listener"),
+    "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),
     "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
 }
 """What can be forked, and what of it is imported before: also what each start would import later."""

@@ -19,7 +19,7 @@ from kvstore_engine.graph.step import StepLimits, plan_step
 from kvstore_engine.kernels import select_kernels
 from kvstore_engine.model import ModelConfig, RopeConfig
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 VOCABULARY = 64
 _MASK = (1 << 64) - 1

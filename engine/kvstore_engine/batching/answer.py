@@ -20,7 +20,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.restore.session import NextStep
 from kvstore_engine.sampler import Sampler, SamplingSettings
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 Floats = npt.NDArray[np.float32]
 

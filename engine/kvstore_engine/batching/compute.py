@@ -12,7 +12,7 @@ from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker.failure import StepFailed
+from kvstore_engine.worker.remote import StepFailed
 
 
 class Compute(Protocol):

@@ -25,7 +25,7 @@ from kvstore_engine.blocks import BlockSpace
 from kvstore_engine.errors import UsageError
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog
-from kvstore_engine.worker.failure import StepFailed
+from kvstore_engine.worker.remote import StepFailed
 from kvstore_restore.learned import LearnedCosts
 
 _PATIENCE_S = 0.01  # for the daemon, beside running answers

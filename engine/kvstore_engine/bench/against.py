@@ -18,14 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvstore_engine.bench.arrivals import ClosedLoop
 from kvstore_engine.bench.child import Child
 from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment, mapped_libraries, same_build
-from kvstore_engine.bench.loads import LoadSettings, make_load
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
 from kvstore_engine.bench.summary import Summary, summarise
-from kvstore_engine.bench.workload import Workload
+from kvstore_engine.bench.workload import ClosedLoop, LoadSettings, Workload, make_load
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml import find_library
 
@@ -73,14 +71,14 @@ def compare(wanted: Comparison, progress: Progress, *, server: bool = True, deco
 
 
 class _Builds:
-    """What the sides were seen to run."""
+    """The builds that the sides were seen to run."""
 
     def __init__(self) -> None:
         self.features: list[str] = []
         self.same = True
 
     def see(self, baseline: Running) -> None:
-        """Of a running server of llama.cpp's: which ggml, and whether it is ours."""
+        """Note which ggml a running server of llama.cpp's has, and whether it is ours."""
         found = find_library()
         ours = [found] if found.is_file() else sorted(found.glob("libggml*.so*"))
         theirs = baseline.libraries()
@@ -195,9 +193,9 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
     """A process for each side, with nothing loaded yet."""
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
-        Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment}) as ours,
+        contextlib.closing(Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
         # Set for this side, too, so that it does not inherit another count from this process.
-        Child(module, ["llama", *arguments], _LIBGOMP_SPINS) as llama,
+        contextlib.closing(Child(module, ["llama", *arguments], _LIBGOMP_SPINS)) as llama,
     ):
         yield {OURS: ours, _PLAIN: llama, _FLASH: llama, DEFAULT: llama}
 

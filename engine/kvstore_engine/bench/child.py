@@ -11,8 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvstore_engine.errors import OperationError
 
@@ -21,7 +20,7 @@ _END_S = 30.0
 
 
 class Child:
-    """`python -m module arguments...`, once it has said that it is ready."""
+    """`python -m module arguments...`, once it has said that it is ready, until `close`."""
 
     def __init__(
         self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -64,14 +63,6 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None

@@ -10,6 +10,7 @@ to wait for a core.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from contextlib import closing
@@ -19,16 +20,26 @@ from typing import Any
 import numpy as np
 
 from kvstore_engine.bench.child import answer_questions
-from kvstore_engine.bench.core_wait import core_wait_s
 from kvstore_engine.bench.workload import Int32Array
 
+_TASKS = Path("/proc/self/task")
 _ROUND_TOKENS = 256  # llama.cpp pads its K/V to so many
 _WARM_STEPS = 2
 _FIRST_WORD = 300
 
 
+def core_wait_s() -> float:
+    """Seconds since the threads that live now were made, summed over them; 0 where the kernel does not say."""
+    waited_ns = 0
+    with contextlib.suppress(OSError):
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has just ended
+                waited_ns += int((task / "schedstat").read_text().split()[1])
+    return waited_ns / 1e9
+
+
 def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
-    """The same for both sides: as many as sequences, of lengths that differ by up to a quarter."""
+    """Return prompts, equal for both sides: one for each sequence, of lengths that differ by up to a quarter."""
     random = np.random.Generator(np.random.PCG64(question["seed"]))
     most = question["prompt_tokens"]
     lengths = random.integers(max(1, most - most // 4), most + 1, question["sequences"])
@@ -37,7 +48,7 @@ def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
 
 
 def context_tokens(question: dict[str, Any]) -> int:
-    """What one sequence needs."""
+    """Return the tokens of context that one sequence needs."""
     needed = question["prompt_tokens"] + question["steps"] + _WARM_STEPS + 1
     return int(-(-needed // _ROUND_TOKENS) * _ROUND_TOKENS)
 
@@ -66,7 +77,7 @@ def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[st
 
 def decode_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
     from kvstore_engine.batching import EngineSettings, Request, RequestSettings
-    from kvstore_engine.bench.opened_engine import BenchEngine, opened
+    from kvstore_engine.bench.in_process import BenchEngine, opened
 
     count, steps = question["sequences"], question["steps"]
     settings = EngineSettings(max_running=count, prefix_sharing=False)

@@ -59,13 +59,13 @@ def digest(path: Path) -> str:
 
 
 def same_build(ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
-    """Whether every ggml file of ours is, byte for byte, one of theirs. False where either is not known."""
+    """Return whether every ggml file of ours is, byte for byte, one of theirs. False where either is not known."""
     our_digests = {digest(path) for path in ours if "llama" not in path.name or "xllamacpp" in path.name}
     return bool(our_digests) and our_digests <= {digest(path) for path in theirs}
 
 
 def cpu_features(library: Path) -> list[str]:
-    """Of the ggml in this file or folder, as it says itself; asked in a process of its own."""
+    """Return the CPU features of the ggml in this file or folder, as it says itself; asked in a process of its own."""
     command = [sys.executable, "-m", __name__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
@@ -76,7 +76,7 @@ def cpu_features(library: Path) -> list[str]:
 
 
 def kernel_environment(features: Iterable[str]) -> dict[str, str]:
-    """What keeps our kernels to the instructions that this ggml uses."""
+    """Return the environment that keeps our kernels to the instructions that this ggml uses."""
     features = set(features)
     if "avx512" in features or "avx2" not in features:
         return {}

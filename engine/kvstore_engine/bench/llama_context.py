@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.bench.workload import Int32Array
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml.library import find_library
 
-Int32Array = npt.NDArray[np.int32]
 _LOG = ct.CFUNCTYPE(None, ct.c_int, ct.c_char_p, ct.c_void_p)
 _PAST_DRIFT_BYTES = 512  # more than any parameter struct takes
 _FIRST_WORDS = (512, 2048, 512, 1)  # n_ctx, n_batch, n_ubatch, n_seq_max

@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop
-from kvstore_engine.bench.outcome import Outcome, Run
-from kvstore_engine.bench.workload import BenchRequest, Workload
+from kvstore_engine.bench.summary import Outcome, Run
+from kvstore_engine.bench.workload import Arrivals, BenchRequest, ClosedLoop, Workload
 from kvstore_engine.errors import OperationError, UsageError
 
 _LINE_BYTES = 1 << 20

@@ -1,18 +1,31 @@
-"""A study as one HTML page: what it comes to, curves over the number of clients, distributions, and the table.
+"""A study as files: JSON with everything, CSV with one line a case, and one HTML page to look at.
 
-Owns the layout. Nothing outside the page is loaded by it.
+Owns their names, columns and layout. Nothing outside the page is loaded by it. Never measures anything.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from kvstore_console import page as markup
 from kvstore_console.axes import PERCENT, SECONDS, Unit, linear_axis, log_axis
 from kvstore_console.charts import Curve, Points, bar_chart, line_chart
 from kvstore_console.units import human_seconds
 from kvstore_engine.bench.study import Case
+from kvstore_engine.errors import OperationError
 
+_CSV_LATENCIES = ("ttft_s", "tpot_s", "inter_token_s", "total_s", "queued_s")
+_CSV_PARTS = ("mean", "p50", "p90", "p99", "max")
+COLUMNS = (
+    "load", "concurrency", "rate", "block_tokens", "seconds", "requests", "failed", "generated_tokens",
+    "prompt_tokens", "computed_tokens", "ideal_prompt_tokens", "evaluated_ratio", "generated_per_s", "total_per_s",
+    "requests_per_s", *(f"{name}_{part}" for name in _CSV_LATENCIES for part in _CSV_PARTS), "kv_mean_used",
+    "kv_peak_used", "local_tokens", "daemon_tokens",
+)  # fmt: skip
 _HEADINGS = (
     "load", "arrivals", ">blocks", ">tokens/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">between tokens p99",
     ">queue p50", ">total p50", ">computed of ideal", ">K/V used", ">failed",
@@ -20,6 +33,51 @@ _HEADINGS = (
 _SOURCES = (("computed", "computed"), ("local", "this engine's blocks"), ("daemon", "the daemon"))
 _COUNT = Unit(lambda value: f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
 Get = Callable[[Case], float]
+
+
+def as_json(about: Mapping[str, object], cases: Sequence[Case]) -> dict[str, object]:
+    """Everything, as one object."""
+    return {**about, "cases": [case.as_json() for case in cases]}
+
+
+def as_csv(cases: Sequence[Case]) -> str:
+    """One line a case, with the columns `COLUMNS`; empty where a figure is not known."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for case in cases:
+        fields = _flat(case)
+        writer.writerow(["" if fields.get(name) is None else fields[name] for name in COLUMNS])
+    return text.getvalue()
+
+
+def write_files(folder: Path, about: Mapping[str, object], cases: Sequence[Case]) -> list[Path]:
+    """bench.json, bench.csv and bench.html in `folder`. OperationError if that cannot be."""
+    texts = {
+        "bench.json": json.dumps(as_json(about, cases), indent=1) + "\n",
+        "bench.csv": as_csv(cases),
+        "bench.html": report_page(about, cases),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise OperationError(f"cannot write to {folder}: {error.strerror}") from None
+    return [folder / name for name in texts]
+
+
+def _flat(case: Case) -> dict[str, object]:
+    fields = case.as_json()
+    for name in _CSV_LATENCIES:
+        latency = fields[name]
+        assert isinstance(latency, dict)
+        fields |= {f"{name}_{part}": latency[part] for part in _CSV_PARTS}
+    kv, sources = case.profile.get("kv"), case.profile.get("prompt_tokens_by_source")
+    if isinstance(kv, dict) and isinstance(sources, dict):
+        fields |= {"kv_mean_used": kv["mean_used"], "kv_peak_used": kv["peak_used"]}
+        fields |= {"local_tokens": sources["local"], "daemon_tokens": sources["daemon"]}
+    return fields
 
 
 def report_page(about: Mapping[str, object], cases: Sequence[Case]) -> str:
@@ -104,7 +162,7 @@ def _latencies(cases: Sequence[Case]) -> str:
 
 
 def _sources(cases: Sequence[Case]) -> str | None:
-    """Where prompts came from; None if nothing was reused anywhere."""
+    """Draw where prompts came from; None if nothing was reused anywhere."""
     found = []
     for case in cases:
         sources = case.profile.get("prompt_tokens_by_source")

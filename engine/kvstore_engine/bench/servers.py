@@ -27,7 +27,6 @@ from kvstore_engine.bench.ggml_build import family, mapped_libraries
 from kvstore_engine.errors import OperationError
 
 DEFAULT_SLOTS = 4
-_CACHE_RAM_MIB = 8192  # its default
 _START_S = 180.0
 _END_S = 30.0
 
@@ -41,10 +40,10 @@ class LlamaServerSettings:
     context: int | None = None
     flash: bool | None = None
     unified: bool = True
-    cache_ram_mib: int = _CACHE_RAM_MIB
+    cache_ram_mib: int = 8192  # its default
 
     def command(self) -> list[str]:
-        """As options of the program `llama-server`; nothing is said of what is left at its default."""
+        """Return the options of the program `llama-server`; nothing is said of what is left at its default."""
         options = ["-t", str(self.threads)]
         if self == LlamaServerSettings(self.threads):
             return options
@@ -54,11 +53,9 @@ class LlamaServerSettings:
         return [*options, "--cache-ram", str(self.cache_ram_mib)]
 
 
-def best_on_cpus(
-    threads: int, sequences: int, context: int, cache_ram_mib: int = _CACHE_RAM_MIB
-) -> LlamaServerSettings:
+def best_on_cpus(threads: int, sequences: int, context: int) -> LlamaServerSettings:
     """`context`: tokens of one sequence."""
-    return LlamaServerSettings(threads, sequences, context * sequences, False, False, cache_ram_mib)
+    return LlamaServerSettings(threads, sequences, context * sequences, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,8 @@ def our_server(
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
     """llama.cpp's: `program`, or the one in the wheel `xllamacpp`."""
     if program is None:
-        with Child("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))]) as child:
+        child = Child("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
+        with contextlib.closing(child):
             address = child.ask({})
             running = Running(str(address), child.pid)
             _wait(running.url, lambda: None)
@@ -157,7 +155,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(url: str, check: Callable[[], None]) -> None:
-    """Until /health says yes."""
+    """Wait until /health says yes."""
     deadline = time.monotonic() + _START_S
     host, _, port = url.removeprefix("http://").partition(":")
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What `kvengine bench` measures: one case for each load, block size and number of clients, or rate.
+"""Measures for `kvengine bench`: one case for each load, block size and number of clients, or rate.
 
 Owns the order of the cases and what is kept of each. An engine in this process is opened once for each load and block
 size; before its cases it answers a few unmeasured requests, since first uses of memory and graphs are slow.
@@ -12,14 +12,18 @@ from itertools import product
 
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
-from kvstore_engine.bench.in_process import run_in_process
-from kvstore_engine.bench.loads import LoadSettings, make_load
-from kvstore_engine.bench.opened_engine import BenchEngine, opened
-from kvstore_engine.bench.outcome import Outcome, Run
+from kvstore_engine.bench.in_process import BenchEngine, opened, run_in_process
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
-from kvstore_engine.bench.summary import Summary, kinds, summarise
-from kvstore_engine.bench.workload import Workload, ideal_tokens
+from kvstore_engine.bench.summary import Outcome, Run, Summary, durations, inter_token, kinds, summarise
+from kvstore_engine.bench.workload import (
+    Arrivals,
+    ClosedLoop,
+    LoadSettings,
+    OpenLoop,
+    Workload,
+    ideal_tokens,
+    make_load,
+)
 from kvstore_engine.profiler import FanOut, Histogram, Profiler
 
 _WARM_UP = LoadSettings(requests=2, prompt_tokens=32, generate_tokens=4, seed=99)
@@ -100,7 +104,7 @@ def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) 
 
 
 def _warm_up(wanted: StudySettings) -> Workload:
-    """With tokens that the model has: a request that is refused warms nothing."""
+    """Make a load of tokens that the model has: a request that is refused warms nothing."""
     return make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary))
 
 
@@ -120,19 +124,11 @@ def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int 
         summary=summarise(run),
         by_kind={kind: summarise(run, kind) for kind in kinds(run.outcomes)},
         profile=run.profile,
-        ttft=Histogram(max(0.0, outcome.ttft_s) for outcome in done),
-        inter_token=_gaps(done),
+        ttft=durations(outcome.ttft_s for outcome in done),
+        inter_token=inter_token(done),
     )
     progress(_line(case, run.outcomes))
     return case
-
-
-def _gaps(done: Sequence[Outcome]) -> Histogram:
-    return Histogram(
-        max(0.0, later - earlier)
-        for outcome in done
-        for earlier, later in zip(outcome.token_s, outcome.token_s[1:], strict=False)
-    )
 
 
 def _line(case: Case, outcomes: Sequence[Outcome]) -> str:

@@ -1,16 +1,63 @@
-"""A run in figures: latencies as percentiles, throughput, and how much of the prompts had to be computed.
+"""Outcomes of a run's requests, and the run in figures: latencies, throughput, computed parts of prompts.
 
-Owns what is counted. Percentiles are those of the profiler's histograms, which have no upper bound.
+Owns what is counted. All times are seconds since the run began; latencies count from when the request was due.
+Percentiles are those of the profiler's histograms, which have no upper bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from kvstore_engine.bench.outcome import Outcome, Run
 from kvstore_engine.profiler.histogram import Histogram
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`token_s`: when each piece of the answer came; `generated` tokens may have come in fewer pieces.
+
+    reused_tokens: of the prompt, not computed (None: the server does not say). message: why it failed.
+    """
+
+    id: str
+    kind: str
+    due_s: float
+    prompt_tokens: int
+    token_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    generated: int = 0
+    queued_s: float | None = None
+    reused_tokens: int | None = None
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.message and bool(self.token_s)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.due_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each token after the first; None of an answer of one."""
+        if self.generated < 2 or len(self.token_s) < 2:
+            return None
+        return (self.token_s[-1] - self.token_s[0]) / (self.generated - 1)
+
+    @property
+    def total_s(self) -> float:
+        return self.end_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All outcomes, how long it took, and what the engine's profiler says (empty of a server somewhere else)."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    profile: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +84,13 @@ class Summary:
 
 
 def summarise(run: Run, kind: str | None = None) -> Summary:
-    """Of all requests, or of those of one kind."""
+    """Return the figures of all requests, or of the requests of one kind."""
     chosen = [outcome for outcome in run.outcomes if kind is None or outcome.kind == kind]
     done = [outcome for outcome in chosen if outcome.ok]
     generated = sum(outcome.generated for outcome in done)
     prompts = sum(outcome.prompt_tokens for outcome in done)
     known = bool(done) and all(outcome.reused_tokens is not None for outcome in done)
     seconds = run.seconds or 1e-9
-    gaps = (later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))
     return Summary(
         seconds=run.seconds,
         requests=len(chosen),
@@ -55,11 +101,11 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
         generated_per_s=generated / seconds,
         total_per_s=(generated + prompts) / seconds,
         requests_per_s=len(done) / seconds,
-        ttft_s=_latencies(outcome.ttft_s for outcome in done),
-        tpot_s=_latencies(outcome.tpot_s for outcome in done if outcome.tpot_s is not None),
-        inter_token_s=_latencies(gaps),
-        total_s=_latencies(outcome.total_s for outcome in done),
-        queued_s=_latencies(outcome.queued_s for outcome in done if outcome.queued_s is not None),
+        ttft_s=durations(outcome.ttft_s for outcome in done).as_json(),
+        tpot_s=durations(outcome.tpot_s for outcome in done if outcome.tpot_s is not None).as_json(),
+        inter_token_s=inter_token(done).as_json(),
+        total_s=durations(outcome.total_s for outcome in done).as_json(),
+        queued_s=durations(outcome.queued_s for outcome in done if outcome.queued_s is not None).as_json(),
     )
 
 
@@ -69,5 +115,11 @@ def kinds(outcomes: Sequence[Outcome]) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _latencies(values: Iterable[float]) -> dict[str, float]:
-    return Histogram(max(0.0, value) for value in values).as_json()
+def durations(values: Iterable[float]) -> Histogram:
+    """Return the distribution of `values`, of which clocks may make one less than 0."""
+    return Histogram(max(0.0, value) for value in values)
+
+
+def inter_token(done: Sequence[Outcome]) -> Histogram:
+    """Return the distribution of times between two pieces of an answer, of the answers `done`."""
+    return durations(later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))

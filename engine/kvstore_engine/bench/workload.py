@@ -1,17 +1,60 @@
-"""What is asked of an engine in a measurement: prompts in token ids and how much to generate.
+"""The requests of a measurement: arrivals, and loads made up from a seed.
 
-Owns plain values, and the least that any engine has to compute for them. It never sends anything.
+Owns plain values, the making of prompts, and the least that any engine has to compute for them. It never sends
+anything. The same name, numbers and seed give the same tokens. Token ids are drawn from those that are ordinary words
+in every vocabulary that is used here: the first few hundred are control tokens and bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.errors import UsageError
+
 Int32Array = npt.NDArray[np.int32]
+_FIRST_WORD = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """`concurrency` clients, each with one request at a time."""
+
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise UsageError(f"the concurrency must be at least 1, got {self.concurrency}")
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} client{'s' if self.concurrency > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests due at random times, `rate` a second on average."""
+
+    rate: float
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < float("inf"):
+            raise UsageError(f"the rate must be over 0 requests a second, got {self.rate}")
+
+    def due_s(self, count: int) -> list[float]:
+        """Seconds from the start, one for each request; the same for the same seed."""
+        gaps = np.random.Generator(np.random.PCG64(self.seed)).exponential(1 / self.rate, count)
+        due: list[float] = np.cumsum(gaps).tolist()
+        return due
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s"
+
+
+Arrivals = ClosedLoop | OpenLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +82,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int:
-        """What the longest request needs of a context."""
+        """Return the tokens of context that the longest request needs."""
         return max(len(request.tokens) + request.max_tokens for request in self.requests)
 
     @property
@@ -65,3 +108,156 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
             seen.add(prefix)
         needed += max(1, count - known)
     return needed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """`prompt_tokens` and `generate_tokens` are those of an ordinary request; each load says what it makes of them."""
+
+    requests: int = 32
+    prompt_tokens: int = 256
+    generate_tokens: int = 64
+    vocabulary: int = 32000
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.prompt_tokens, self.generate_tokens) < 1:
+            raise UsageError("requests, prompt tokens and generated tokens must all be at least 1")
+
+
+class _Words:
+    """A stream of random tokens."""
+
+    def __init__(self, settings: LoadSettings) -> None:
+        self.random = np.random.Generator(np.random.PCG64(settings.seed))
+        self._range = (min(_FIRST_WORD, settings.vocabulary // 2), settings.vocabulary)
+
+    def some(self, count: int) -> Int32Array:
+        return self.random.integers(*self._range, count).astype(np.int32)
+
+    def about(self, count: int) -> int:
+        """Near `count`: no two requests of a real load are of one length."""
+        return max(1, round(count * self.random.uniform(0.75, 1.25)))
+
+
+def decode_only(settings: LoadSettings) -> Workload:
+    """Prompts as short as they go: what is measured is decoding."""
+    words = _Words(settings)
+    prompt = min(16, settings.prompt_tokens)
+    requests = [
+        BenchRequest(f"decode-{number}", words.some(prompt), settings.generate_tokens)
+        for number in range(settings.requests)
+    ]
+    return Workload("decode", f"prompts of {prompt} tokens, {settings.generate_tokens} generated", tuple(requests))
+
+
+def independent(settings: LoadSettings) -> Workload:
+    """Prompts with nothing in common, of lengths around the one asked for."""
+    words = _Words(settings)
+    requests = [
+        BenchRequest(f"chat-{number}", words.some(words.about(settings.prompt_tokens)), settings.generate_tokens)
+        for number in range(settings.requests)
+    ]
+    about = f"unrelated prompts of about {settings.prompt_tokens} tokens"
+    return Workload("chat", about, tuple(requests))
+
+
+def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Workload:
+    """`share` of each prompt is one of `groups` system prompts; the rest is its own."""
+    words = _Words(settings)
+    common = round(settings.prompt_tokens * share)
+    prefixes = [words.some(common) for _ in range(groups)]
+    requests = []
+    for number in range(settings.requests):
+        own = words.some(settings.prompt_tokens - common)
+        tokens = np.concatenate([prefixes[int(words.random.integers(groups))], own])
+        requests.append(BenchRequest(f"shared-{number}", tokens, settings.generate_tokens))
+    about = f"prompts of {settings.prompt_tokens} tokens, {share:.0%} of them one of {groups} prefixes"
+    return Workload(f"shared-{round(share * 100)}", about, tuple(requests))
+
+
+def multi_turn(settings: LoadSettings) -> Workload:
+    """Conversations that come back after all the others have had their turn, in another order each time.
+
+    The answers in a conversation's history are the load's own, not what the engine said: so every engine is asked the
+    same, and what it said itself is not found again by any.
+    """
+    words, turns = _Words(settings), 3
+    sessions = max(1, settings.requests // turns)
+    histories = [words.some(words.about(settings.prompt_tokens)) for _ in range(sessions)]
+    requests = []
+    for turn in range(turns):
+        for session in words.random.permutation(sessions).tolist():
+            if turn:
+                answer, question = words.some(settings.generate_tokens), words.some(words.about(24))
+                histories[session] = np.concatenate([histories[session], answer, question])
+            name, kind = f"session-{session}-turn-{turn}", "first turn" if turn == 0 else "later turn"
+            requests.append(BenchRequest(name, histories[session], settings.generate_tokens, kind))
+    about = f"{sessions} conversations of {turns} turns, from about {settings.prompt_tokens} tokens"
+    return Workload("multi-turn", about, tuple(requests))
+
+
+def long_beside_short(settings: LoadSettings) -> Workload:
+    """Chats, and one in eight requests with a prompt many times as long, which must not make the chats wait."""
+    words, times_longer, one_in = _Words(settings), 8, 8
+    requests = []
+    for number in range(settings.requests):
+        is_long = number % one_in == one_in // 2
+        count = settings.prompt_tokens * times_longer if is_long else words.about(settings.prompt_tokens)
+        kind = "long" if is_long else "short"
+        requests.append(BenchRequest(f"{kind}-{number}", words.some(count), settings.generate_tokens, kind))
+    about = f"chats of about {settings.prompt_tokens} tokens, one in {one_in} of {times_longer} times that"
+    return Workload("long-short", about, tuple(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of request, of which there are `weight` in ten; its lengths are in units of an ordinary request's."""
+
+    name: str
+    weight: int
+    prompt: float
+    answer: float
+
+
+_KINDS = (_Kind("short", 9, 1.0, 1.0), _Kind("long", 1, 8.0, 16.0))
+
+
+def mixed_answers(settings: LoadSettings) -> Workload:
+    """Answers of very unequal lengths: nine in ten requests are short, one in ten has a long prompt and a long answer.
+
+    Lengths vary log-normally within a kind. All requests may generate as much as the longest, so that a scheduler has
+    to find out by itself what is short. Over HTTP, where an answer cannot be made to end, the limit is the length.
+    """
+    words, sigma = _Words(settings), 0.5
+    weights = [kind.weight / sum(kind.weight for kind in _KINDS) for kind in _KINDS]
+    chosen = [_KINDS[at] for at in words.random.choice(len(_KINDS), settings.requests, p=weights)]
+    factors = np.exp(words.random.normal(-(sigma**2) / 2, sigma, settings.requests)).tolist()
+    lengths = [
+        max(1, round(settings.generate_tokens * kind.answer * factor))
+        for kind, factor in zip(chosen, factors, strict=True)
+    ]
+    requests = []
+    for number, (kind, length) in enumerate(zip(chosen, lengths, strict=True)):
+        tokens = words.some(words.about(max(1, round(settings.prompt_tokens * kind.prompt))))
+        requests.append(BenchRequest(f"{kind.name}-{number}", tokens, length, kind.name, limit=max(lengths)))
+    about = f"one in ten requests is far longer, answers of {min(lengths)} to {max(lengths)} tokens"
+    return Workload("mixed", about, tuple(requests))
+
+
+LOADS: dict[str, Callable[[LoadSettings], Workload]] = {
+    "decode": decode_only,
+    "chat": independent,
+    "shared-50": lambda settings: shared_prefix(settings, 0.5),
+    "shared-90": lambda settings: shared_prefix(settings, 0.9),
+    "multi-turn": multi_turn,
+    "long-short": long_beside_short,
+    "mixed": mixed_answers,
+}
+
+
+def make_load(name: str, settings: LoadSettings) -> Workload:
+    """The load of this name. UsageError if there is none."""
+    if name not in LOADS:
+        raise UsageError(f"load {name!r} is unknown; known: {', '.join(LOADS)}")
+    return LOADS[name](settings)

@@ -1,6 +1,7 @@
-"""`kvengine bench`: measures an engine or a server and prints the figures.
+"""`kvengine bench`: measures an engine or a server, or compares with llama.cpp's, and prints the figures.
 
-Owns the reading of options and what is printed where: figures on stdout, progress on stderr.
+Owns the reading of options, the sizes of --quick and of the default load, and what is printed where: figures on stdout,
+progress on stderr.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import argparse
 import contextlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching import EngineSettings
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
-from kvstore_engine.bench.files import as_json, write_files
-from kvstore_engine.bench.loads import LOADS
-from kvstore_engine.bench.opened_engine import BenchEngine
+from kvstore_engine.bench.against import Comparison, compare
+from kvstore_engine.bench.in_process import BenchEngine
 from kvstore_engine.bench.over_http import Endpoint
+from kvstore_engine.bench.report import as_json, write_files
 from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_server
-from kvstore_engine.cli.bench_options import UNKNOWN_VOCABULARY, load_settings, progress, vocabulary_of
+from kvstore_engine.bench.workload import LOADS, Arrivals, ClosedLoop, LoadSettings, OpenLoop
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models import locate
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.threads import default_threads
@@ -31,15 +35,16 @@ _MOST_SEQUENCES = 256
 _HEADINGS = (
     "load", "arrivals", ">blocks", ">tokens/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">computed/ideal",
 )  # fmt: skip
+UNKNOWN_VOCABULARY = 32000
+_QUICK = LoadSettings(requests=8, prompt_tokens=64, generate_tokens=16)
+_ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure as `options` say; 0, or an error that `main` turns into an exit code."""
     _check(options)
     if options.against:
-        from kvstore_engine.cli import bench_against
-
-        return bench_against.run(options)
+        return _run_against(options)
     cases = list(_server(options) if options.url else _engine(options))
     about = _about(options)
     written = write_files(options.out, about, cases) if options.out else []
@@ -139,3 +144,93 @@ def _text(cases: Sequence[Case]) -> str:
             *map(human_seconds, latencies), "" if ratio is None else f"{ratio:.3f}",
         ])  # fmt: skip
     return render_table(_HEADINGS, rows)
+
+
+def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
+    """The load's sizes: what was given, else those of --quick or the defaults."""
+    base = _QUICK if options.quick else LoadSettings()
+    return LoadSettings(
+        requests=base.requests if options.requests is None else options.requests,
+        prompt_tokens=base.prompt_tokens if options.prompt_tokens is None else options.prompt_tokens,
+        generate_tokens=base.generate_tokens if options.generate_tokens is None else options.generate_tokens,
+        vocabulary=options.vocabulary or vocabulary,
+        seed=options.seed,
+    )
+
+
+def vocabulary_of(path: Path) -> int:
+    """Return how many ids the model knows."""
+    with GGUFFile.open(path) as file:
+        tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list | tuple) else UNKNOWN_VOCABULARY
+
+
+def progress(options: argparse.Namespace) -> Callable[[str], None]:
+    """Shows progress, or does not."""
+    return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _run_against(options: argparse.Namespace) -> int:
+    """Compare as `options` say; 0, or an error that `main` turns into an exit code."""
+    if options.rate:
+        raise UsageError("--against is a closed loop: give --concurrency, not --rate")
+    if len(options.load) > 1:
+        raise UsageError("--against takes one load at a time")
+    if options.llama_server is not None and not options.llama_server.is_file():
+        raise UsageError(f"--llama-server {options.llama_server}: no such file")
+    rounds = (_QUICK_ROUNDS if options.quick else _ROUNDS) if options.rounds is None else options.rounds
+    if rounds < 1:
+        raise UsageError(f"there must be at least 1 round, got {rounds}")
+    path = locate(options.model)
+    wanted = Comparison(
+        path,
+        threads=options.threads or default_threads(),
+        concurrency=tuple(options.concurrency or ((1, 4) if options.quick else (1, 4, 8, 16))),
+        rounds=rounds,
+        load=load_settings(options, vocabulary_of(path)),
+        load_name=options.load[0],
+        decode_steps=16 if options.quick else 48,
+        program=options.llama_server,
+    )
+    result = compare(
+        wanted,
+        progress(options),
+        server=options.only != "decode",
+        decode=options.only != "server",
+    )
+    result = {"model": path.name, "threads": wanted.threads, "rounds": rounds, **result}
+    if options.out:
+        _write_comparison(options, result)
+    print(json.dumps(result) if options.json else _comparison_text(result))
+    return 0
+
+
+def _write_comparison(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "against.json").write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise OperationError(f"cannot write to {options.out}: {error.strerror}") from None
+
+
+def _comparison_text(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}, {result['threads']} threads, ours over llama.cpp's ({result['baseline']})"]
+    if not result["same_ggml_build"]:
+        lines.append("the two sides did not _run_against the same ggml build: no ratios")
+    for row in result["rows"]:
+        lines.append(
+            f"{row['concurrency']:>3} clients over HTTP: throughput {_times(row, 'throughput_ratio_best')} of its best "
+            f"setting and {_times(row, 'throughput_ratio_default')} of its default, TTFT "
+            f"{_times(row, 'ttft_ratio_best')}, TPOT {_times(row, 'tpot_ratio_best')}"
+        )
+    for row in result["decode_rows"]:
+        lines.append(
+            f"{row['concurrency']:>3} sequences, decoding alone: {row['throughput_ours']:.0f} tokens/s, "
+            f"{_times(row, 'throughput_ratio_best')} of its best setting and "
+            f"{_times(row, 'throughput_ratio_default')} of its default"
+        )
+    return "\n".join(lines)
+
+
+def _times(row: dict[str, Any], name: str) -> str:
+    return "?" if row[name] is None else f"{row[name]:.2f}x"

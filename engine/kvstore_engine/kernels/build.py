@@ -51,10 +51,10 @@ class BuildError(RuntimeError):
     """The kernels could not be compiled; the message is one line."""
 
 
-def build_kernels(folder: Path | None = None) -> Path:
+def build_kernels() -> Path:
     """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError."""
     compiler, units = _compiler(), _units(platform.machine())
-    target = (folder or cache_folder()) / f"kernels-{_digest(compiler, units)}.so"
+    target = cache_folder() / f"kernels-{_digest(compiler, units)}.so"
     if not target.exists():
         _build(compiler, units, target)
     return target

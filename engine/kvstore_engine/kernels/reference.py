@@ -13,8 +13,7 @@ import numpy.typing as npt
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 from kvstore_engine.kernels.elements import widen_rows
 from kvstore_engine.kernels.foreign import array_at, pointer_at
-from kvstore_engine.kernels.layout import Layer, LayerAttention, Step
-from kvstore_engine.kernels.work import ITEM_FIELDS
+from kvstore_engine.kernels.layout import ITEM_FIELDS, Layer, LayerAttention, Step
 
 FloatArray = npt.NDArray[np.float32]
 _PLAIN = LayerAttention()

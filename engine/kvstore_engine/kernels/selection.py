@@ -1,24 +1,112 @@
-"""Chooses the kernels: compiled C++ if this machine has a compiler, else numpy.
+"""The compiled kernels through ctypes, and the choice between them and numpy's.
 
-Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|reference
-forces one, and then its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels'
-instruction set: a comparison with a ggml that was built without AVX-512 needs that.
+Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|reference forces one, and then
+its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels' instruction set: a
+comparison with a ggml that was built without AVX-512 needs that. ctypes releases the GIL for the length of each call.
 """
 
+import ctypes as ct
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_engine.errors import OperationError
-from kvstore_engine.kernels.base import Kernels
+from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 from kvstore_engine.kernels.build import BuildError, build_kernels
-from kvstore_engine.kernels.native import NativeKernels
 from kvstore_engine.kernels.reference import ReferenceKernels
 
 KERNEL_VARIABLE = "KVENGINE_KERNEL"
 ISA_VARIABLE = "KVENGINE_KERNEL_ISA"
 _NAMES = ("cpp", "reference")
 _log = logging.getLogger(__name__)
+
+
+class NativeKernels(Kernels):
+    """paged_attention.cpp, the products and block_copy.cpp, as built by `build.build_kernels`."""
+
+    name = "cpp"
+
+    def __init__(self, library: Path, isa: str | None = None) -> None:
+        """Load `library`, for the instruction set `isa` or the best one. Raises OSError if that cannot be."""
+        self._library = ct.CDLL(str(library), mode=ct.RTLD_LOCAL)
+        self._library.kv_build_name.restype = ct.c_char_p
+        for operation in ("attention", "q4_product", "q8_product"):
+            getattr(self._library, f"kv_{operation}_of").restype = ct.c_void_p
+        self.isas = self._usable()
+        self.isa = isa or self.isas[0]
+        if self.isa not in self.isas:
+            raise OSError(f"instruction set {self.isa!r} cannot be used here; usable: {', '.join(self.isas)}")
+        self._copy = self._library.kv_copy_blocks
+        self._copy.restype = None
+        self._copy.argtypes = [ct.c_void_p] * 3 + [ct.c_int64] * 4 + [ct.c_int32] * 2
+        self._move = self._library.kv_move_blocks
+        self._move.restype = None
+        self._move.argtypes = [ct.c_void_p] * 3 + [ct.c_int64] * 3 + [ct.c_int32]
+
+    @property
+    def attention_address(self) -> int:
+        return self._address("attention")
+
+    @property
+    def q4_product_address(self) -> int:
+        return self._address("q4_product")
+
+    @property
+    def q8_product_address(self) -> int:
+        return self._address("q8_product")
+
+    def _address(self, operation: str) -> int:
+        """Return the address of `operation` in the chosen build; 0: it has none."""
+        return getattr(self._library, f"kv_{operation}_of")(self.isa.encode()) or 0
+
+    def _usable(self) -> list[str]:
+        """The instruction sets that the library has a build for and this processor can run, the best first."""
+        names: list[str] = []
+        while name := self._library.kv_build_name(len(names)):
+            names.append(name.decode())
+        return names
+
+    def copy_blocks(
+        self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
+    ) -> None:
+        plane_count, _, block_bytes = planes.shape
+        plane_addresses = _plane_addresses(planes)
+        payload_addresses = np.array([payload.ctypes.data for payload in payloads], np.int64)
+        tables = np.ascontiguousarray(tables, np.int32)
+        self._copy(
+            plane_addresses.ctypes.data,
+            payload_addresses.ctypes.data,
+            tables.ctypes.data,
+            plane_count,
+            len(payloads),
+            tables.shape[1],
+            block_bytes,
+            int(into_pool),
+            threads,
+        )
+
+    def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
+        addresses = _plane_addresses(planes)
+        sources, targets = (np.ascontiguousarray(ids, np.int32) for ids in (sources, targets))
+        self._move(
+            addresses.ctypes.data,
+            sources.ctypes.data,
+            targets.ctypes.data,
+            len(planes),
+            len(sources),
+            planes.shape[2],
+            threads,
+        )
+
+
+def _plane_addresses(planes: Bytes) -> npt.NDArray[np.int64]:
+    addresses: npt.NDArray[np.int64] = planes.ctypes.data + planes.strides[0] * np.arange(len(planes), dtype=np.int64)
+    return addresses
 
 
 class KernelError(OperationError):

@@ -3,7 +3,6 @@
 from kvstore_engine.batching.observer import FanOut
 from kvstore_engine.profiler.histogram import Histogram
 from kvstore_engine.profiler.profiler import Profiler
-from kvstore_engine.profiler.trace_file import TraceFile
 from kvstore_engine.profiler.tracing_observer import TracingObserver
 
-__all__ = ["FanOut", "Histogram", "Profiler", "TraceFile", "TracingObserver"]
+__all__ = ["FanOut", "Histogram", "Profiler", "TracingObserver"]

@@ -28,18 +28,18 @@ class Histogram:
         for value in values:
             self.add(value)
 
-    def add(self, value: float, times: int = 1) -> None:
+    def add(self, value: float) -> None:
         """Count `value`. ValueError for one below 0 or not finite: such a duration is a mistake of the caller's."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
-        self.count += times
-        self.sum += value * times
+        self.count += 1
+        self.sum += value
         self.least, self.greatest = min(self.least, value), max(self.greatest, value)
         if value == 0:
-            self._zeros += times
+            self._zeros += 1
             return
         bucket = math.ceil(math.log(value) / _LOG_RATIO)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
 
     @property
     def mean(self) -> float:

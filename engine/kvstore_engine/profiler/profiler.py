@@ -9,26 +9,22 @@ never hidden.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from kvstore_engine.batching.events import Reason, Usage
 from kvstore_engine.batching.observer import Observer, StepRecord
 from kvstore_engine.profiler.histogram import Histogram
 
-LATENCIES: Mapping[str, str] = MappingProxyType(
-    {
-        "ttft": "time to first token, from being queued",
-        "tpot": "time per further token, mean of a sequence",
-        "inter_token": "between one token and the next",
-        "total": "end to end, from being queued",
-        "queued": "from being queued to the first admission",
-        "step": "one step of the batch, all of it",
-        "compute": "the forward pass of a step",
-        "decode_step": "a step without any prompt in it",
-    }
+_LATENCIES = (
+    "ttft",  # from being queued
+    "tpot",  # mean of a sequence
+    "inter_token",
+    "total",  # from being queued
+    "queued",  # to the first admission
+    "step",
+    "compute",  # the forward pass of a step
+    "decode_step",  # a step without any prompt in it
 )
 
 
@@ -47,7 +43,7 @@ class Profiler(Observer):
     """Give it to the engine as its observer; `as_json` at any time."""
 
     def __init__(self) -> None:
-        self.latency = {name: Histogram() for name in LATENCIES}
+        self.latency = {name: Histogram() for name in _LATENCIES}
         self.reasons: Counter[str] = Counter()
         self.sources: Counter[str] = Counter({"local": 0, "daemon": 0, "computed": 0})
         self.events: Counter[str] = Counter()
@@ -120,7 +116,7 @@ class Profiler(Observer):
 
     @property
     def seconds(self) -> float:
-        """From the first thing that was observed to the last."""
+        """Return the time from the first thing that was observed to the last."""
         return max(0.0, self._end_s - self._begin_s) if self._begin_s is not None else 0.0
 
     def as_json(self) -> dict[str, object]:

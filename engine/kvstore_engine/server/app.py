@@ -18,16 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvstore_engine.restore.record import RECORDS
-from kvstore_engine.server import chat, completions, texts
-from kvstore_engine.server.answers import Answers
+from kvstore_engine.server import chat, completions, inquiries
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
 from kvstore_engine.server.body import BodyRoom, read_fields
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.metrics import CONTENT_TYPE
 from kvstore_engine.server.middleware import CLIENT_LEFT, RequestLog, RequireKey
-from kvstore_engine.server.responses import error_response, json_response, stream_response, whole_response
+from kvstore_engine.server.responses import Answers, error_response, json_response, stream_response, whole_response
 from kvstore_engine.server.service import Service
-from kvstore_engine.server.state import health
 
 Planner: TypeAlias = Callable[[dict[str, Any], Caller, Service], Awaitable[completions.Plan]]
 TextCall: TypeAlias = Callable[[dict[str, Any], Service], Awaitable[dict[str, Any]]]
@@ -40,8 +38,8 @@ def application(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", endpoints.answering(completions.plan), methods=["POST"]),
         Route("/v1/chat/completions", endpoints.answering(chat.plan), methods=["POST"]),
-        Route("/tokenize", endpoints.converting(texts.tokenize), methods=["POST"]),
-        Route("/detokenize", endpoints.converting(texts.detokenize), methods=["POST"]),
+        Route("/tokenize", endpoints.converting(inquiries.tokenize), methods=["POST"]),
+        Route("/detokenize", endpoints.converting(inquiries.detokenize), methods=["POST"]),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/restorations", endpoints.restorations),
@@ -92,13 +90,13 @@ class _Endpoints:
         return convert
 
     async def models(self, request: Request) -> Response:
-        return json_response(texts.models(self._service))
+        return json_response(inquiries.models(self._service))
 
     async def model(self, request: Request) -> Response:
-        return json_response(texts.model(self._service, request.path_params["name"]))
+        return json_response(inquiries.model(self._service, request.path_params["name"]))
 
     async def health(self, request: Request) -> Response:
-        status, value = await health(self._service, in_detail=request.state.is_known)
+        status, value = await inquiries.health(self._service, in_detail=request.state.is_known)
         return json_response(value, status)
 
     async def restorations(self, request: Request) -> Response:
@@ -134,7 +132,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such path, or not with this method."""
+    """Answer an error of the router: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 405 and error.headers is not None:

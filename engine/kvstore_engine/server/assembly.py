@@ -1,11 +1,17 @@
 """Puts the scheduler's process together: what computes, the pool, daemon sessions and the batch engine.
 
 Owns the lifetime of all of them and the defaults that tie them together. It never runs a step.
+
+Of the daemon's sessions there is one for each tenant with requests. To the daemon the server is one user, so a tenant's
+name is in the fingerprint as its account, and so in the root of every key. The nameless tenant of a server without keys
+shares with every other engine of this user. A session can be connected to a daemon that is stopped, whose sockets still
+accept: one thread pings at intervals, never between a request and the daemon.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,19 +28,99 @@ from kvstore_engine.gguf import FileDigest, FileWatch
 from kvstore_engine.loaded_model import check_vocabulary, context_tokens, fingerprint_of
 from kvstore_engine.model import ModelConfig
 from kvstore_engine.models.cache import cache_root
-from kvstore_engine.pool import BlockPool
 from kvstore_engine.profiler import TracingObserver
+from kvstore_engine.restore import KvSession
 from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.server.computing import open_computing
-from kvstore_engine.server.handed_file import HandedFile
-from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.server.sessions import TenantSessions
+from kvstore_engine.server.options import EngineOptions, HandedFile
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.worker import RemoteExecutor, WorkerNotice
+from kvstore_proto.fingerprint import Fingerprint
 from kvstore_restore.learned import LearnedCosts
 
+_INTERVAL_S = 1.0
+_MISSES = 2  # in a row: one may be a daemon that is busy
+MAX_SESSIONS = 64
+_log = logging.getLogger(__name__)
 _STEP_TOKENS = 512
+
+
+class TenantSessions:
+    """Sessions with the daemon in `folder`, opened when first asked for.
+
+    At most `MAX_SESSIONS` are open; a tenant beyond them computes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: Fingerprint,
+        connect: Callable[..., KvSession] = kvstore_client.connect,
+    ) -> None:
+        self._folder, self._fingerprint, self._connect = folder, fingerprint, connect
+        self._sessions: dict[str, KvSession] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store watch", daemon=True)
+        self._missed = 0
+        self.answers: bool | None = None  # None: not pinged yet
+
+    def watch(self) -> None:
+        """Check from now on whether the daemon answers."""
+        self._thread.start()
+
+    def look(self) -> None:
+        """Ping once, by any session, and log a change."""
+        session = next(iter(list(self._sessions.values())), None)
+        if session is None:
+            return
+        self._missed = 0 if session.ping() is not None else self._missed + 1
+        if 0 < self._missed < _MISSES:
+            return
+        answers = not self._missed
+        if answers != self.answers:
+            if not answers:
+                _log.warning("kvstored does not answer: prompts are computed, and nothing is stored, until it does")
+            elif self.answers is not None:
+                _log.warning("kvstored answers again: stored prompts are loaded")
+        self.answers = answers
+
+    def __call__(self, tenant: str) -> KvSession | None:
+        """The tenant's session: degraded, not an error, while no daemon answers. None beyond the limit."""
+        session = self._sessions.get(tenant)
+        if session is None and len(self._sessions) < MAX_SESSIONS:
+            name = f"kvengine:{tenant}" if tenant else "kvengine"
+            session = self._connect(
+                self._folder, fingerprint=fingerprint_for(self._fingerprint, tenant), client_name=name
+            )
+            self._sessions[tenant] = session
+        elif session is None:
+            _log.warning("tenant %s gets no daemon session: %d are open already", tenant, MAX_SESSIONS)
+        return session
+
+    def state(self) -> str:
+        """ "connected" if all are and the daemon answers, else "degraded"; "none" before the first."""
+        states = {session.state for session in self._sessions.values()}
+        if not states:
+            return "none"
+        return "connected" if states == {"connected"} and self.answers is not False else "degraded"
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_INTERVAL_S):
+            self.look()
+
+
+def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
+    """Return `fingerprint` for `tenant`: the keys of two tenants are never equal."""
+    return replace(fingerprint, account=tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +131,6 @@ class Serving:
 
     engine: BatchEngine
     worker: RemoteExecutor | None
-    pool: BlockPool
     constrainer: Constrainer
     tokenizer: Tokenizer
     sessions: TenantSessions | None
@@ -73,7 +158,7 @@ def open_serving(
         digest, sessions, copies, costs = reading.result(), None, None, LearnedCosts()
         if options.kvstore is not None:
             device = DeviceName.parse(options.device)
-            fingerprint = fingerprint_of(file, config, tokenizer, computing.pool, digest.weights, device)
+            fingerprint = fingerprint_of(file, config, tokenizer, computing.compute.pool, digest.weights, device)
             copies = stack.enter_context(computing.open_copies())
             connect = partial(kvstore_client.connect, device=copies.device)
             sessions = TenantSessions(Path(options.kvstore), fingerprint, connect)
@@ -100,7 +185,7 @@ def open_serving(
         stack.callback(engine.close)
         constrainer = Constrainer(tokenizer, config.vocabulary)
         threading.Thread(target=_prepare, args=(constrainer,), daemon=True).start()
-        yield Serving(engine, computing.worker, computing.pool, constrainer, tokenizer, sessions, watch, digest)
+        yield Serving(engine, computing.worker, constrainer, tokenizer, sessions, watch, digest)
 
 
 def _settings(options: EngineOptions) -> EngineSettings:

@@ -1,35 +1,159 @@
 """`POST /v1/chat/completions`: a conversation through the model's own template, with tools.
 
-Owns the fields that only chats have.
+Owns the fields that only chats have: messages, which keep the form in which they came, since what the chat template
+reads of them is `kvstore_engine.template`'s to find out; tools; and the forms of `tool_choice`, of which each member is
+read or refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Any
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
-from kvstore_engine.server.body import Flag, Integer, not_supported, read, unsupported
-from kvstore_engine.server.call_grammars import call_grammar, strict_grammar
-from kvstore_engine.server.chat_messages import MAX_MESSAGES, Message
+from kvstore_engine.server.body import Flag, Integer, Text, not_supported, read, unsupported
 from kvstore_engine.server.completions import Plan
-from kvstore_engine.server.grammars import checked, read_grammar
 from kvstore_engine.server.keys import Caller
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
-from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
-from kvstore_engine.server.tool_choice import Tool, ToolChoice, read_choice
-from kvstore_engine.server.tools import THOUGHT, Turn
+from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length, checked, read_grammar
+from kvstore_engine.server.tools import THOUGHT, Turn, call_grammar, strict_grammar
+from kvstore_engine.template import MAY_BE_BARE
 
+MAX_MESSAGES = 4096
+Tool = dict[str, Any]
+_FORMS = "tool_choice must be none, auto, required, name one of the tools, or list allowed_tools"
 MAX_TOOLS = 128
 _LOST_MEMBERS = ("audio", "function_call", "refusal", "prefix", "partial")
 
 
+def _content(content: Any) -> Any:
+    """Return a text, a list of text parts, or None, which an empty list comes to."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of text parts")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise ValueError("must be text: this model reads nothing else")
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("must have a text in each part")
+    return [{"type": "text", "text": text} for text in texts] or None
+
+
+def _arguments(value: Any) -> Any:
+    """Return JSON text, as OpenAI's API has it, or the value itself. ValueError for another text."""
+    try:
+        if isinstance(value, str) and value:
+            json.loads(value, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        raise ValueError("must be JSON with finite numbers") from None
+    return value or {}
+
+
+def _finite(text: str) -> float:
+    """Return the number, which a template is to print again. ValueError for one that no float holds."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+class CalledFunction(BaseModel):
+    name: Text
+    arguments: Annotated[Any, BeforeValidator(_arguments)] = {}
+
+
+class MadeCall(BaseModel):
+    id: Any = None
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, object]:
+        named = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**named, "type": "function", "function": function}
+
+
+class Message(BaseModel):
+    """One message. Templates may read fields that OpenAI's API does not have, such as `reasoning_content`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, BeforeValidator(_content)] = None
+    tool_calls: list[MadeCall] | None = None
+
+    @model_validator(mode="after")
+    def _combine(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("must be an assistant's, since it has tool_calls")
+        if self.content is None and self.role not in MAY_BE_BARE:
+            raise ValueError("needs a content: a string or a list of text parts")
+        return self
+
+    def for_template(self) -> dict[str, object]:
+        read: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            read["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return read | {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`names` None: all tools are meant, else those. `shows_others`: the prompt has the other tools, too."""
+
+    is_forced: bool = False
+    names: tuple[str, ...] | None = None
+    shows_others: bool = True
+
+    def among(self, tools: list[Tool]) -> tuple[list[Tool], list[Tool]]:
+        """Return the tools that the model is shown, and the tools of which it must call one: none where it is free.
+        ApiError for names without a tool."""
+        chosen = tools
+        if self.names is not None:
+            by_name = {tool["function"]["name"]: tool for tool in tools}
+            if not by_name.keys() >= set(self.names):
+                raise invalid(_FORMS, "tool_choice")
+            chosen = [tool for tool in tools if tool["function"]["name"] in self.names]
+        if self.is_forced and not chosen:
+            raise invalid(_FORMS, "tool_choice")
+        return tools if self.shows_others else chosen, chosen if self.is_forced else []
+
+
+def read_choice(value: Any) -> ToolChoice:
+    """The choice that a `tool_choice` makes. ApiError for another form."""
+    match value:
+        case ToolChoice():
+            return value
+        case "none":
+            return ToolChoice(names=(), shows_others=False)
+        case "auto" | "required":
+            return ToolChoice(is_forced=value == "required")
+        case {"type": "function", "function": {"name": str(name), **more}, **beside} if not (more or beside):
+            return ToolChoice(is_forced=True, names=(name,))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": list(tools), **more},
+            **beside,
+        } if tools and not (more or beside):
+            return ToolChoice(mode == "required", tuple(map(_tool_name, tools)), shows_others=False)
+    raise invalid(_FORMS, "tool_choice")
+
+
+def _tool_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **more}, **beside} if not (more or beside):
+            return name
+    raise invalid(_FORMS, "tool_choice")
+
+
 def _functions(tools: list[Any]) -> list[Tool]:
-    """As they are: the template gives them their form."""
+    """Return `tools` as they are: the template gives them their form."""
     if not all(map(_is_function, tools)):
         raise ValueError("must be a list of functions, each with a name")
     return tools

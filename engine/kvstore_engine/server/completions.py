@@ -14,13 +14,11 @@ from pydantic import Field, model_validator
 
 from kvstore_engine.server.api_errors import invalid
 from kvstore_engine.server.body import Flag, Integer, read, unsupported
-from kvstore_engine.server.frames import Int32Array
-from kvstore_engine.server.grammars import read_grammar
 from kvstore_engine.server.keys import Caller
-from kvstore_engine.server.messages import Ask
+from kvstore_engine.server.messages import Ask, Int32Array
 from kvstore_engine.server.renderers import CompletionRenderer, Renderer
 from kvstore_engine.server.service import Service
-from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length
+from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length, read_grammar
 
 MAX_PROMPTS = 64
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's

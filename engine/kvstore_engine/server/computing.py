@@ -1,37 +1,129 @@
-"""What computes a server's steps, and its pool: ggml in a worker process, or torch in the scheduler's own.
+"""Opens what computes a server's steps, and its pool: ggml in a worker process, or torch in the scheduler's own.
 
-Owns their lifetime and the size of the pool. It never runs a step but the first ones, which warm up.
+Owns their lifetime and the size of the pool, and steps in the scheduler's own process: a device's memory belongs to the
+process that got it, and the scheduler copies K and V in and out of it. A step that fails there costs the answers in it
+and no other; one that hangs, and a device that has failed for good, end the process, which is started again: a kernel
+that never ends can be ended in no other way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from kvstore_client.link_rate import parse_rate
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.devices import DeviceName
-from kvstore_engine.errors import UsageError
-from kvstore_engine.executors import PoolSetup, StepSizes
+from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
+from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import FileWatch
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.host_memory import available_bytes
 from kvstore_engine.model import ModelConfig, copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
-from kvstore_engine.server.hang_watch import HangWatch
-from kvstore_engine.server.in_process import InProcess
 from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.worker import RemoteExecutor, WorkerNotice
+from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 
+_HUNG = 75  # EX_TEMPFAIL: another process may do better
+_WARM_UP_TOKENS = 64
 _MOST_OF_MEMORY = 0.5  # of what is free, for a pool without --pool
 _log = logging.getLogger(__name__)
+
+
+def _end() -> None:
+    os._exit(_HUNG)
+
+
+class HangWatch:
+    """Watches the steps of one thread until `close`; `end()` does not return, but in tests."""
+
+    def __init__(self, patience: StepPatience, end: Callable[[], None] = _end) -> None:
+        self._patience, self._end = patience, end
+        self._changed = threading.Condition()
+        self._due_s: float | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def watching(self, slices: Sequence[SequenceSlice]) -> Iterator[None]:
+        """A step of `slices` is computed within."""
+        limit_s, begin_s = self._patience.limit_s(slices), time.monotonic()
+        with self._changed:
+            self._due_s = begin_s + limit_s
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            self._due_s = None  # the thread sees it when that time has come
+        self._patience.took(slices, time.monotonic() - begin_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._is_closed:
+                due_s = self._due_s
+                if due_s is None:
+                    self._changed.wait()
+                elif (left_s := due_s - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                else:
+                    _log.error("a step hangs: this process ends, and is started again")
+                    self._due_s = None
+                    self._end()
+
+
+class InProcess:
+    """The engine's `Compute` over `executor`; both arguments are the caller's to close."""
+
+    def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
+        self._executor, self._watch = executor, watch
+        self.limits, self.pool = executor.limits, executor.pool
+
+    def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
+        """Compute as `StepExecutor.step` does; a step that fails is StepFailed. OperationError: no other will do
+        better."""
+        try:
+            with self._watch.watching(slices):
+                return self._executor.step(slices, whole)
+        except OperationError:
+            raise
+        except RuntimeError as error:
+            raise StepFailed(f"the step failed: {error}", tuple(range(len(slices)))) from error
+
+    def warm_up(self) -> None:
+        """Compute a short prompt and one token after it: what has to be compiled is, and what cannot run says so before
+        anything is served. OperationError.
+        """
+        pool = self.pool
+        count = min(_WARM_UP_TOKENS, self.limits.max_tokens, self.limits.max_context - 1)
+        blocks = pool.allocate(-(-(count + 1) // pool.block_tokens))
+        try:
+            for start, tokens in ((0, count), (count, 1)):
+                self.step([SequenceSlice(np.zeros(tokens, np.int32), start, np.array(blocks, np.int32))])
+        except StepFailed as error:
+            raise OperationError(f"nothing can be computed here: {error}") from error
+        finally:
+            pool.free(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +131,6 @@ class Computing:
     """`worker`: the process that computes; None: this one does. `open_copies`: as of `opening`, for this pool."""
 
     compute: Compute
-    pool: BlockPool
     open_copies: Callable[[], contextlib.AbstractContextManager[BlockCopies]]
     worker: RemoteExecutor | None = None
 
@@ -66,10 +157,9 @@ def open_computing(
         blocks = pool_blocks(config, options, sizes.max_context, free)
         pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate)
         patience = StepPatience(options.hung_after_s)
-        worker = stack.enter_context(
-            RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
-        )
-        yield Computing(worker, pool, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
+        worker = RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
+        stack.callback(worker.close)
+        yield Computing(worker, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
 
 
 @contextlib.contextmanager
@@ -90,9 +180,7 @@ def _on_device(
         _log.warning(
             "steps run on %s in the scheduler's process: if that ends, running answers end with it", device.name
         )
-        yield Computing(
-            computing, executor.pool, partial(open_copies, executor, device, parse_rate(options.store_rate))
-        )
+        yield Computing(computing, partial(open_copies, executor, device, parse_rate(options.store_rate)))
 
 
 def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:

@@ -1,4 +1,6 @@
-"""One HTTP connection: uvicorn's over httptools, with what that lacks. It never reads a body: `body` does.
+"""uvicorn's server, and one HTTP connection over httptools with what uvicorn's lacks.
+
+The only module that imports uvicorn. A connection never reads a body: `body` does.
 
 | uvicorn, with httptools | here |
 |---|---|
@@ -14,9 +16,15 @@ uvicorn over h11 has a limit on the head, and none of the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 1 << 16
@@ -24,6 +32,8 @@ HEAD_TIMEOUT_S = 60.0
 WRITE_TIMEOUT_S = 60.0  # for a client to read what fills a socket's buffers
 _MOST_PIPELINED = 8  # requests behind the one that is answered; further ones are not read before it has ended
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
+_BACKLOG = 128  # also the most that are accepted before one is closed
+_KEEP_ALIVE_S = 75
 
 
 class Connection(HttpToolsProtocol):
@@ -47,7 +57,7 @@ class Connection(HttpToolsProtocol):
         self._make_room()
 
     def _make_room(self) -> None:
-        """Where there are too many connections, end an idle one: this one, if no other is."""
+        """End an idle connection where there are too many: this one, if no other is."""
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
             leaves = min(idle, key=lambda one: one._idle_since_s)
@@ -56,7 +66,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way that has come as a whole."""
+        """Return whether no request is under way that has come as a whole."""
         cycle = self.cycle
         return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 
@@ -171,3 +181,38 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+
+
+class Listener(uvicorn.Server):
+    """Serves `application` on `bound`, a socket that listens, until `should_exit` is set and what ran has ended or was
+    cut off after `drain_s`. At most `connections` at once, and half of the descriptors that there may be.
+    """
+
+    def __init__(
+        self, application: ASGIApp, bound: socket.socket, drain_s: float, connections: int = Connection.most
+    ) -> None:
+        most = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        config = uvicorn.Config(
+            application,
+            http=type("BoundedConnection", (Connection,), {"most": most}),
+            ws="none",
+            lifespan="off",  # a start that a signal may interrupt, and that may fail with one line, is `run`'s
+            interface="asgi3",
+            access_log=False,  # ours has tenants and tokens
+            log_config=None,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._bound = bound
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._bound])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are `run`'s: uvicorn ends the process by the signal that stopped it, and not with status 0."""
+        yield

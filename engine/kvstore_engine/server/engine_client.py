@@ -23,11 +23,9 @@ from typing import Any, Literal, TypeAlias
 from kvstore_engine.batching import Event, Finished
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileDigest, OpenFile
-from kvstore_engine.server import frames
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable
-from kvstore_engine.server.handed_file import HandedFile
-from kvstore_engine.server.messages import Ask, Failure, unpack_events
-from kvstore_engine.server.options import EngineOptions
+from kvstore_engine.server.messages import LENGTHS, Ask, Failure, Header, encode, lengths, pack_tokens, unpack_events
+from kvstore_engine.server.options import EngineOptions, HandedFile
 
 State = Literal["starting", "ready", "restarting", "stopped", "closed"]
 _Item: TypeAlias = list[Event] | ApiError | None
@@ -35,6 +33,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _CALM_S = 60.0  # an engine that lived this long may be restarted at once again
 _END_TIMEOUT_S = 10.0
+_STATUS_TIMEOUT_S, _RECORDS_TIMEOUT_S = 1.0, 5.0
 _STOPPED_RETRY_S = 60.0
 # In steps. More than the socket's buffers hold: a client that reads at all is never that far behind.
 _MOST_BEHIND = 8192
@@ -61,7 +60,7 @@ class EventQueue:
         self.put(None)
 
     async def next(self) -> list[Event] | None:
-        """What a step brought; None once the client has left. ApiError if there will be no more."""
+        """Return what a step brought; None once the client has left. ApiError if there will be no more."""
         item = await self._queue.get()
         if isinstance(item, ApiError):
             raise item
@@ -118,22 +117,22 @@ class EngineClient:
         queue = EventQueue()
         for ask in asks:
             self._waiting[ask.id] = queue
-            self._writer.write(frames.encode(ask.header(), frames.pack_tokens(ask.tokens)))
+            self._writer.write(encode(ask.header(), pack_tokens(ask.tokens)))
         return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Their client has left: nothing more is delivered, and the engine computes no more for them."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None and self._writer is not None:
-                self._writer.write(frames.encode({"op": "cancel", "id": request_id}))
+                self._writer.write(encode({"op": "cancel", "id": request_id}))
 
-    async def status(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
+    async def status(self) -> dict[str, Any] | None:
         """The scheduler's report; None if it does not arrive within the time."""
-        return await self._ask({"op": "status"}, timeout_s)
+        return await self._ask({"op": "status"}, _STATUS_TIMEOUT_S)
 
-    async def restorations(self, last: int, timeout_s: float = 5.0) -> list[dict[str, Any]] | None:
+    async def restorations(self, last: int) -> list[dict[str, Any]] | None:
         """The records of the last restorations, the latest first; None as `status`."""
-        answer = await self._ask({"op": "restorations", "last": last}, timeout_s)
+        answer = await self._ask({"op": "restorations", "last": last}, _RECORDS_TIMEOUT_S)
         return None if answer is None else answer["restorations"]
 
     async def _ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
@@ -141,7 +140,7 @@ class EngineClient:
             return None
         number = next(self._numbers)
         future = self._statuses[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frames.encode({**question, "seq": number}))
+        self._writer.write(encode({**question, "seq": number}))
         try:
             return await asyncio.wait_for(future, timeout_s) or None
         except TimeoutError:
@@ -169,7 +168,7 @@ class EngineClient:
                 "-m",
                 "kvstore_engine.server.engine_process",
                 str(theirs.fileno()),
-                json.dumps(self._options.encode()),
+                self._options.encode(),
                 model.encode(),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), model.descriptor],
@@ -232,18 +231,18 @@ class EngineClient:
             return False
         return True
 
-    async def _receive(self) -> frames.Header | None:
+    async def _receive(self) -> Header | None:
         """One frame's header; None at the end."""
         assert self._reader is not None
         try:
-            header, blob = frames.lengths(await self._reader.readexactly(frames.LENGTHS.size))
+            header, blob = lengths(await self._reader.readexactly(LENGTHS.size))
             raw = await self._reader.readexactly(header + blob)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        frame: frames.Header = json.loads(raw[:header])
+        frame: Header = json.loads(raw[:header])
         return frame
 
-    def _handle(self, header: frames.Header) -> None:
+    def _handle(self, header: Header) -> None:
         if "events" in header:
             self._deliver(unpack_events(header))
         elif "refused" in header:
@@ -313,7 +312,7 @@ _FAILURES: dict[Failure, type[Exception]] = {
 }
 
 
-def _refusal(header: frames.Header) -> ApiError:
+def _refusal(header: Header) -> ApiError:
     message: str = header["message"]
     match header["kind"]:
         case "overloaded":

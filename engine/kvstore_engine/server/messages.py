@@ -1,6 +1,7 @@
-"""The messages between the HTTP process and the scheduler's: the headers of their frames.
+"""The messages between the HTTP process and the scheduler's: frames of a JSON header and raw bytes.
 
-Owns the translation between the engine's values and JSON.
+Owns the framing: two lengths, then the header, then the blob, which carries token ids (int32, little endian); and the
+translation between the engine's values and JSON. Nothing is evaluated or unpickled.
 
 HTTP to scheduler: add (with the prompt's tokens as blob), cancel, status, restorations (answered like status).
 scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, status, worker.
@@ -8,22 +9,88 @@ scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, st
 
 from __future__ import annotations
 
+import json
+import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore_engine.batching import Event, Finished, Request, RequestSettings, Token, Usage
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
-from kvstore_engine.server.frames import Header, Int32Array
-from kvstore_engine.server.one_call import OneCall
-from kvstore_engine.server.tools import Turn, next_step
+from kvstore_engine.server.tools import OneCall, Turn, next_step
 from kvstore_engine.tokenizer import Tokenizer
 
+Header = dict[str, Any]
+Int32Array = npt.NDArray[np.int32]
+MAX_FRAME_BYTES = 64 << 20
+LENGTHS = struct.Struct("<II")
+_READ_BYTES = 1 << 18
+_compact = json.JSONEncoder(separators=(",", ":")).encode  # kept: json.dumps makes one a call
 Refusal = Literal["usage", "overloaded", "failed"]
 Failure = Literal["usage", "operation", "changed"]  # of the scheduler; "changed": no other will do better
 _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 MiB that a frame may have
+
+
+class BrokenFrame(RuntimeError):
+    """The other end does not speak this protocol."""
+
+
+def encode(header: Header, blob: bytes = b"") -> bytes:
+    text = _compact(header).encode()
+    return LENGTHS.pack(len(text), len(blob)) + text + blob
+
+
+def pack_tokens(tokens: Int32Array) -> bytes:
+    return tokens.astype("<i4").tobytes()
+
+
+def unpack_tokens(blob: bytes) -> Int32Array:
+    return np.frombuffer(blob, "<i4").astype(np.int32)
+
+
+def lengths(raw: bytes) -> tuple[int, int]:
+    """Header's and blob's; BrokenFrame if they are absurd."""
+    header, blob = LENGTHS.unpack(raw)
+    if header + blob > MAX_FRAME_BYTES:
+        raise BrokenFrame(f"a frame of {header + blob} bytes")
+    return header, blob
+
+
+class FrameReader:
+    """Puts frames together from what a socket has, without waiting for a whole one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+
+    def receive(self) -> list[tuple[Header, bytes]]:
+        """The frames that are complete after one read, which waits if the socket is empty. EOFError at its end."""
+        chunk = self._socket.recv(_READ_BYTES)
+        if not chunk:
+            raise EOFError
+        self._buffer += chunk
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next(self) -> tuple[Header, bytes] | None:
+        if len(self._buffer) < LENGTHS.size:
+            return None
+        header, blob = lengths(bytes(self._buffer[: LENGTHS.size]))
+        end = LENGTHS.size + header + blob
+        if len(self._buffer) < end:
+            return None
+        text, rest = self._buffer[LENGTHS.size : LENGTHS.size + header], self._buffer[LENGTHS.size + header : end]
+        frame = json.loads(text), bytes(rest)
+        del self._buffer[:end]
+        return frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,20 @@
-"""The options of a server, as plain values that travel to the scheduler's process.
+"""The options of a server and its model's open file, as plain values that travel to the scheduler's process.
 
-Owns the defaults. It never checks whether a port is free or a file exists.
+Owns the defaults, and the JSON form of what goes with the file's descriptor. It never checks whether a port is free or
+a file exists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Self
 
 from kvstore_engine.devices import CPU
+from kvstore_engine.gguf import FileDigest, FileIdentity, FileWatch, GGUFError, GGUFFile, OpenFile, changed
 
 DEFAULT_PORT = 8080
 DEFAULT_HOST = "127.0.0.1"
@@ -44,8 +49,8 @@ class EngineOptions:
     device: str = CPU
     store_rate: str = "auto"
 
-    def encode(self) -> dict[str, object]:
-        return asdict(self)
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Self:
@@ -66,3 +71,42 @@ class ServerOptions:
     access_log: bool = True
     max_body_bytes: int = 16 << 20
     max_connections: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HandedFile:
+    """The model's open file on its way to a scheduler; `path` is what messages call the file behind `descriptor`.
+
+    Without a digest the file must be as it was when the HTTP process read its tokenizer and chat template; with the
+    digest of the first scheduler it must hold what it held then.
+    """
+
+    path: str
+    descriptor: int
+    identity: FileIdentity
+    digest: FileDigest | None = None
+
+    @classmethod
+    def of(cls, file: OpenFile, digest: FileDigest | None) -> Self:
+        return cls(str(file.path), file.descriptor, file.identity, digest)
+
+    def encode(self) -> str:
+        return json.dumps([self.path, self.descriptor, self.identity, self.digest])
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        path, descriptor, identity, digest = json.loads(text)
+        return cls(path, descriptor, FileIdentity(*identity), FileDigest(*digest) if digest else None)
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[FileWatch]:
+        """The file, parsed and watched, until the block ends. FileChanged if it does not hold what it held."""
+        with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
+            try:
+                file = GGUFFile.open(source)
+            except GGUFError:  # the HTTP process could parse it
+                raise changed(source.path) from None
+            with file:
+                watch = FileWatch(file, self.digest)
+                watch.check()
+                yield watch

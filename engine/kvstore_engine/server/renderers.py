@@ -1,6 +1,7 @@
 """Writes answers as OpenAI's objects, for completions and for chats, whole and in chunks.
 
-Owns the JSON. A renderer serves one HTTP request: it takes each choice's events and keeps what a whole answer needs.
+Owns the JSON, the spelling of tokens in it, and the places of marks that leave no trace in a text. A renderer serves
+one HTTP request: it takes each choice's events and keeps what a whole answer needs.
 """
 
 from __future__ import annotations
@@ -8,18 +9,47 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_engine.batching import Event, Finished, Token
-from kvstore_engine.server.answers import finish_reason
-from kvstore_engine.server.logprobs import chat_entry, completion_entries
 from kvstore_engine.server.service import ServedModel
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
-from kvstore_engine.server.unseen_marks import UnseenMarks
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer import Tokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 Json = dict[str, Any]
+_FLOOR = -9999.0  # of a log probability: JSON has no infinity
+
+
+class UnseenMarks:
+    """Puts marks of a call that leave no trace in an answer's text where the model wrote them.
+
+    A text may come later than its tokens, since the engine holds back what may become a stop string, while a mark is
+    known by its token at once.
+    """
+
+    def __init__(self, marks: Mapping[int, str], stream: StreamingDetokenizer) -> None:
+        """`marks`: what each such token stands for; `stream` shows the answer's tokens as the engine does."""
+        self._marks, self._stream = marks, stream
+        self._written = self._shown = 0  # characters
+        self._waiting: deque[tuple[int, str]] = deque()
+
+    def put(self, token: int | None, text: str) -> str:
+        """Return `text`, which comes with `token` or with the answer's end, with the marks that stand in it."""
+        if token is not None and self._marks:
+            self._written += len(self._stream.push(token))
+            if token in self._marks:
+                self._waiting.append((self._written, self._marks[token]))
+        pieces = []
+        while self._waiting and self._waiting[0][0] <= self._shown + len(text):
+            place, mark = self._waiting.popleft()
+            pieces += [text[: place - self._shown], mark]
+            text, self._shown = text[place - self._shown :], place
+        self._shown += len(text)
+        return "".join((*pieces, text))
 
 
 class Renderer(ABC):
@@ -88,7 +118,7 @@ class CompletionRenderer(Renderer):
         if event.text:
             choice.pieces.append(event.text)
         if isinstance(event, Finished):
-            choice.reason = finish_reason(event)
+            choice.reason = _finish_reason(event)
             return [self._piece(index, event.text, None, choice.reason)]
         logprobs = None
         if self.with_logprobs:
@@ -161,7 +191,7 @@ class ChatRenderer(Renderer):
         if entries:
             chunks[0]["logprobs"] = {"content": entries, "refusal": None}
         if isinstance(event, Finished):
-            reason = finish_reason(event)
+            reason = _finish_reason(event)
             message.reason = "tool_calls" if message.calls and reason == "stop" else reason
             chunks.append(self._delta(index, {}, None, message.reason))
         return chunks
@@ -183,3 +213,52 @@ class ChatRenderer(Renderer):
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
+    """One token of a chat's `logprobs.content`."""
+    return {
+        **_entry(tokenizer, event.token, event.logprob),
+        "top_logprobs": [_entry(tokenizer, token, value) for token, value in event.top],
+    }
+
+
+def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offsets: list[int]) -> dict[str, Any]:
+    """A completion's `logprobs`; `offsets`: for each event the place in the text of the character it belongs to."""
+    return {
+        "tokens": [_text(tokenizer, event.token) for event in events],
+        "token_logprobs": [_floored(event.logprob) for event in events],
+        "top_logprobs": [_top(tokenizer, event) for event in events],
+        "text_offset": offsets,
+    }
+
+
+def _top(tokenizer: Tokenizer, event: Token) -> dict[str, float]:
+    """The likeliest tokens first, and the chosen one even if it is not one of them, as in OpenAI's API."""
+    values: dict[str, float] = {}
+    for token, value in (*event.top, (event.token, event.logprob)):
+        values.setdefault(_text(tokenizer, token), _floored(value))  # two tokens may look the same
+    return values
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    piece = tokenizer.piece(token)
+    return {"token": piece.decode(errors="replace"), "logprob": _floored(logprob), "bytes": list(piece)}
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    """A part of a character is written by its bytes, as in OpenAI's API: else parts would look the same."""
+    piece = tokenizer.piece(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _floored(logprob: float | None) -> float:
+    return _FLOOR if logprob is None else max(_FLOOR, logprob)
+
+
+def _finish_reason(event: Finished) -> str:
+    """Return OpenAI's name for it: "length" also for a full context, "stop" for the model's own end."""
+    return "length" if event.reason in ("length", "context") else "stop"

@@ -57,8 +57,8 @@ async def _serve(
     options: ServerOptions, keys: KeyRing, model: ServedModel, file: OpenFile, bound: socket.socket
 ) -> int:
     from kvstore_engine.server.app import application
+    from kvstore_engine.server.connection import Listener
     from kvstore_engine.server.engine_client import EngineClient
-    from kvstore_engine.server.listener import Listener
     from kvstore_engine.server.metrics import Metrics
     from kvstore_engine.server.service import Service
 

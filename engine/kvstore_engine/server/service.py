@@ -17,8 +17,8 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.server import tools
 from kvstore_engine.server.api_errors import ApiError, invalid, unknown_model
 from kvstore_engine.server.engine_client import EngineClient
-from kvstore_engine.server.frames import Int32Array
 from kvstore_engine.server.keys import KeyRing
+from kvstore_engine.server.messages import Int32Array
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.template import ChatTemplate, TemplateError
 from kvstore_engine.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ class ServedModel:
     aliases: frozenset[str]
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    vocabulary: int
     calls_tools: bool
     call_marks: tools.CallMarks
     longest: int  # bytes of a token
@@ -45,7 +44,7 @@ class ServedModel:
     def open(cls, path: Path | OpenFile, name: str, aliases: tuple[str, ...]) -> ServedModel:
         """Read the file's metadata. Raises GGUFError, UnsupportedModel and TokenizerError."""
         with GGUFFile.open(path) as file:
-            config = ModelConfig.from_gguf(file)
+            ModelConfig.from_gguf(file)  # raises for a model that cannot be run
             tokenizer = Tokenizer.from_metadata(file.metadata)
             try:
                 template = ChatTemplate.from_metadata(file.metadata, tokenizer.vocabulary)
@@ -57,9 +56,7 @@ class ServedModel:
         calls_tools = template is not None and tools.understands(template.tool_source)
         others = frozenset({name, file.path.stem, *aliases})
         longest = max(len(tokenizer.piece(token)) for token in range(len(tokenizer.vocabulary.tokens)))
-        return cls(
-            name, others, tokenizer, template, config.vocabulary, calls_tools, tools.CallMarks.of(tokenizer), longest
-        )
+        return cls(name, others, tokenizer, template, calls_tools, tools.CallMarks.of(tokenizer), longest)
 
     def check_name(self, asked: str | None) -> None:
         """A request that names no model means this one."""

@@ -1,7 +1,9 @@
-"""Tool calls in an answer's text: what a model writes to call a tool that its prompt offers.
+"""Tool calls: what a model writes to call a tool that its prompt offers, how it is read, and grammars that allow it.
 
 Owns one format, the `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of the Hermes models, which Qwen and
 many others use. A model's chat template shows whether it writes it. Text in any other format stays content.
+The grammars (Lark's syntax, as llguidance reads it) are two: of exactly one call, for requests that force it, and of a
+free answer whose calls follow their schemas, for tools with `strict`.
 Invariants: every character of an answer is content or part of a call that was read, however the text was cut into
 pieces; a call's arguments are the characters that the model wrote.
 """
@@ -11,11 +13,15 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvstore_engine.constrain import special_token
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_engine.batching.constraint import Constraint
+from kvstore_engine.constrain import JSON_OPTIONS, special_token
 from kvstore_engine.restore.session import NextStep
 from kvstore_engine.server.json_text import SPACE, JsonObject, end_of
 from kvstore_engine.tokenizer import Tokenizer
@@ -34,6 +40,8 @@ _MEMBERS: tuple[set[str], ...] = (
     {"name", "arguments"},
     {"name", "parameters"},
 )
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,8}/"
+_ANYTHING = f"(/(.|\\n)*/ & ~/(.|\\n)*{OPENING}(.|\\n)*/)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """How the marks around a call stand in a grammar: as special tokens, where the vocabulary has such, or as text.
+    """The marks around a call in a grammar: special tokens, where the vocabulary has them, or text.
 
     `unseen`: the marks, those of a thought too, that leave no trace in an answer's text, with what they stand for.
     `thoughts`: how those marks of a thought stand in a grammar that are special tokens.
@@ -97,7 +105,7 @@ class ToolCallReader:
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """What has become certain: content (never empty) and calls, in order."""
+        """Return what has become certain: content (never empty) and calls, in order."""
         self._held += text
         while self._advance():
             pass
@@ -222,3 +230,72 @@ def _unwrapped(literal: str) -> str:
 def _overlap(text: str, mark: str) -> int:
     """Return how many of the last characters may be the beginning of `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
+
+
+class OneCall:
+    """Ends an answer with its first tool call: until then every token is allowed, or what another constraint allows.
+
+    Implements `batching.Constraint`, for requests with `parallel_tool_calls` false.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, turn: Turn, make_other: Callable[[], Constraint] | None) -> None:
+        """`turn` says where the answer begins; `make_other` makes a constraint that holds as well."""
+        self._reader = ToolCallReader(in_thought=turn == "tool_after_thought")
+        self._stream = tokenizer.stream(special=True, continues=True)
+        self._other = make_other() if make_other is not None else None
+
+    @property
+    def finished(self) -> bool:
+        return self._reader.calls > 0 or (self._other is not None and self._other.finished)
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        return self._other.mask() if self._other is not None else None
+
+    def accept(self, token: int) -> None:
+        self._reader.push(self._stream.push(token))
+        if self._other is not None:
+            self._other.accept(token)
+
+
+def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
+    """Exactly one call of one of `functions`, without optional white space."""
+    rules = []
+    for number, function in enumerate(functions):
+        name = json.dumps(function["name"], ensure_ascii=False)
+        opening = json.dumps(f'{{"name":{name},"arguments":', ensure_ascii=False)
+        rules += [f'call{number}: {opening} arguments{number} "}}"', _arguments_rule(number, function)]
+    return "\n".join([f'start: {marks.opening} "\\n" ({_calls(functions)}) "\\n" {marks.closing}', *rules, ""])
+
+
+def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
+    """Any text, in which the mark of a call is followed by a call of one of `functions`.
+
+    Arguments of `strict` functions follow their schemas; the space within a call is the model's, up to 8
+    characters at a place.
+    """
+    rules = [f"TEXT: {_ANYTHING}", _SPACE]
+    before = f"TEXT? {marks.opening}"
+    if marks.opening.startswith('"'):
+        rules.append(f"BEFORE: {_ANYTHING} {marks.opening}")
+        before = "BEFORE"
+    part = f"{before} SPACE ({_calls(functions)}) SPACE {marks.closing}"
+    for mark in marks.thoughts:
+        part += f" | TEXT? {mark}"
+    for number, function in enumerate(functions):
+        name = json.dumps(json.dumps(function["name"], ensure_ascii=False), ensure_ascii=False)
+        spelt = f'"\\"name\\"" SPACE ":" SPACE {name} SPACE "," SPACE "\\"arguments\\"" SPACE ":"'
+        followed = function if function.get("strict") else {}
+        rules.append(f'call{number}: "{{" SPACE {spelt} SPACE arguments{number} SPACE "}}"')
+        rules.append(_arguments_rule(number, followed, is_spaced=True))
+    return "\n".join(["start: part* TEXT?", f"part: {part}", *rules, ""])
+
+
+def _calls(functions: Sequence[dict[str, Any]]) -> str:
+    return " | ".join(f"call{number}" for number in range(len(functions)))
+
+
+def _arguments_rule(number: int, function: dict[str, Any], *, is_spaced: bool = False) -> str:
+    # Each schema stands by itself: what it refers to by "#/$defs/..." is in it.
+    options = {"whitespace_flexible": True} if is_spaced else JSON_OPTIONS
+    schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": options}
+    return f"arguments{number}: %json {json.dumps(schema)}"

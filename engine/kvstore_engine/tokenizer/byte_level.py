@@ -1,17 +1,99 @@
-"""Byte-level BPE ("gpt2" vocabularies): the encoder, and the bytes each token stands for.
+"""Byte-level BPE ("gpt2" vocabularies): the cutting into words, the encoder, and the bytes each token stands for.
 
-Owns GPT-2's alphabet, in which every byte has a printable character. It never sees special tokens. Algorithm:
-Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; the merging is done
-by Hugging Face `tokenizers` (Rust).
+Owns the table of cutting rules, one for each `tokenizer.ggml.pre`, and GPT-2's alphabet, in which every byte has a
+printable character. It never sees special tokens. Algorithm: Radford et al., "Language Models are Unsupervised
+Multitask Learners" (2019), section 2.2; the merging is done by Hugging Face `tokenizers` (Rust). A rule's name that is
+not here is refused, because a near miss gives plausible, wrong token ids that nothing downstream can notice.
+
+The expressions are those the models' own `tokenizer.json` files hold, in the form llama.cpp runs them; each
+name in the table is compared with llama.cpp's tokenizer in tests/e2e/test_tokenizer_against_llama.py. They
+are applied one after the other: what an expression matches becomes a word of its own, and so does each gap
+between matches.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
-from kvstore_engine.tokenizer.pretokenize import pre_tokenizer
-from kvstore_engine.tokenizer.vocabulary import Vocabulary
+from kvstore_engine.tokenizer.vocabulary import TokenizerError, Vocabulary
 
 _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+0100
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """A cutting rule. `ignore_merges`: a word that is a token is taken whole. `add_bos`: if the file is
+    silent.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGITS = r"\p{N}"
+
+
+def _llama3_like(digits: str) -> str:
+    """The GPT-4 family's expression, which differs between models in how many digits make a word."""
+    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+
+
+_GPT2_RULE = PreTokenizer((_GPT2,))
+_DIGITS_THEN_GPT2 = PreTokenizer((_DIGITS, _GPT2))
+_LLAMA3_RULE = PreTokenizer((_llama3_like(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_QWEN2_RULE = PreTokenizer((_llama3_like(_DIGITS),))
+_DEFAULT_RULE = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_DEEPSEEK_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+
+# "A letter that is not a-z" stands for upper case here: llama.cpp's rendering of \\p{Lu}, kept so that ids
+# agree.
+_UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+
+
+def _cased(contraction: str, digits: str) -> str:
+    """The o200k family's expression, which also cuts where the case changes."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{start}{_UPPER}*{_LOWER}+{contraction}|{start}{_UPPER}+{_LOWER}*{contraction}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "": _DEFAULT_RULE,
+    "default": _DEFAULT_RULE,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _GPT2_RULE),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_THEN_GPT2
+    ),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3_RULE),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(_LLAMA3_RULE.patterns)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2_RULE),
+    "tekken": PreTokenizer((_cased("", _DIGITS),), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"),))),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer((r"\p{N}{1,3}", _DEEPSEEK_CJK, _DEEPSEEK_WORDS))),
+}
+
+
+def pre_tokenizer(name: str) -> PreTokenizer:
+    """The rule for `tokenizer.ggml.pre == name`; TokenizerError names the unknown one and lists the known."""
+    rule = PRE_TOKENIZERS.get(name)
+    if rule is None:
+        known = ", ".join(sorted(filter(None, PRE_TOKENIZERS)))
+        raise TokenizerError(
+            f"tokenizer.ggml.pre is {name!r}, a cutting rule that this engine does not know "
+            f"and will not guess; known: {known}"
+        )
+    return rule
 
 
 def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:

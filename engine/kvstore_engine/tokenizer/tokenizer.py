@@ -4,18 +4,109 @@ Owns the order of steps: special tokens first, then plain stretches, then BOS an
 becomes is decided in `byte_level` or `sentencepiece`. Correctness is equality with llama.cpp, id by id.
 """
 
+import codecs
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.tokenizer import byte_level, sentencepiece
-from kvstore_engine.tokenizer.pretokenize import pre_tokenizer
-from kvstore_engine.tokenizer.special import SpecialTokens
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
+
+_WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
+
+
+class StreamingDetokenizer:
+    """Feeds tokens' bytes through an incremental UTF-8 decoder; bytes that can be no character become
+    U+FFFD.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], strip_first_space: bool = False) -> None:
+        """`piece(token_id)` gives a token's bytes; `strip_first_space` undoes SentencePiece's leading
+        space.
+        """
+        self._piece = piece
+        self._strip = strip_first_space
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character is still incomplete."""
+        return self._decoded(self._next(token_id))
+
+    def place(self, token_id: int) -> int:
+        """Push `token_id`, and return the index in the whole text of the character that its first byte belongs to."""
+        piece = self._next(token_id)
+        if not piece:
+            return self._characters
+        self._decoded(piece[:1])
+        is_complete = not self._decoder.getstate()[0]
+        place = self._characters - is_complete
+        self._decoded(piece[1:])
+        return place
+
+    def _next(self, token_id: int) -> bytes:
+        piece = self._piece(token_id)
+        if self._strip:
+            piece = piece.removeprefix(b" ")
+            self._strip = False
+        return piece
+
+    def _decoded(self, piece: bytes) -> str:
+        text = self._decoder.decode(piece)
+        self._characters += len(text)
+        return text
+
+    def finish(self) -> str:
+        """Return what is left when no more tokens come: U+FFFD for an incomplete character, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class SpecialTokens:
+    """Finds special tokens in text before anything else is tokenised.
+
+    The order is llama.cpp's (`tokenizer_st_partition`): longest special first, over all the text that is still plain.
+    That is not leftmost-longest: where two specials overlap, the longer wins wherever it stands.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = [
+            (vocabulary.tokens[i], i)
+            for i, kind in enumerate(vocabulary.kinds.tolist())
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+        special.sort(key=lambda entry: len(entry[0].encode()), reverse=True)
+        self._all = tuple(special)
+        self._strip_after = vocabulary.strip_after
+        # A prompt that merely quotes "<|im_end|>" must not end the turn: without parse_special only the
+        # tokens a model's author declared to be part of the text are recognised.
+        self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
+
+    def split(self, text: str, parse_special: bool) -> Sequence[str | int]:
+        """`text` as stretches: str for plain text (never empty), int for a special token's id."""
+        stretches: list[str | int] = [text] if text else []
+        for special, token_id in self._all if parse_special else self._user_defined:
+            if special in text:
+                stretches = _split_by(stretches, special, token_id, strip=token_id in self._strip_after)
+        return stretches
+
+
+def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, strip: bool) -> list[str | int]:
+    """`stretches` with each `special` in them replaced; `strip`: the white space behind it belongs to it."""
+    result: list[str | int] = []
+    for stretch in stretches:
+        if isinstance(stretch, int):
+            result.append(stretch)
+            continue
+        for position, plain in enumerate(stretch.split(special)):
+            if position:
+                result.append(token_id)
+                plain = plain.lstrip(_WHITE_SPACE) if strip else plain
+            if plain:
+                result.append(plain)
+    return result
 
 
 class Tokenizer:
@@ -32,7 +123,7 @@ class Tokenizer:
         self._special = SpecialTokens(vocabulary)
         self._pieces: dict[int, bytes] = {}
         self._sentence_piece = sentence_piece
-        silent = sentence_piece or pre_tokenizer(vocabulary.pre).add_bos
+        silent = sentence_piece or byte_level.pre_tokenizer(vocabulary.pre).add_bos
         self.add_bos = silent if vocabulary.add_bos is None else vocabulary.add_bos
         self.add_eos = bool(vocabulary.add_eos)
         prefix = vocabulary.add_space_prefix

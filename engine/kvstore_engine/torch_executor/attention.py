@@ -1,4 +1,4 @@
-"""The contract of attention over the paged cache, and what a step's rows are to it.
+"""Attention over the paged cache: its contract, our CUDA kernels, and plain torch on the processor.
 
 The caller guarantees that positions are below the longest context, and that slots and block ids are inside the pool.
 The implementation MUST NOT let keys or values past a row's own position change that row, and MUST NOT store rows whose
@@ -8,12 +8,32 @@ slot is negative. Work is queued on torch's current stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore_engine.kernels.cuda import (
+    CacheShape,
+    Crossover,
+    Device,
+    KernelRows,
+    Launcher,
+    NewTokens,
+    PagedAttention,
+    RopeCache,
+)
+from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
+from kvstore_engine.kernels.cuda.program import address_of
+from kvstore_engine.kernels.layout import LayerAttention
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.metadata import UnsupportedModel
+from kvstore_engine.torch_executor.cache import Cache
+from kvstore_engine.torch_executor.library import torch_library
+from kvstore_engine.torch_executor.prefix_window import PrefixWindow
+from kvstore_engine.torch_executor.recordings import BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +58,11 @@ class StepRows:
 
 
 class AttentionBackend(ABC):
-    """Of one model and pool. `layer` is a layer's number."""
+    """Attention of one model over one pool. `layer` is a layer's number."""
 
     def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
-        """Before the work of a step is queued. `tables`: of each sequence the whole blocks before the step's tokens,
-        once.
+        """Prepare a step whose work is not queued yet. `tables`: of each sequence the whole blocks before the step's
+        tokens, once.
 
         Returns what a recording of the step depends on beside its rows and its longest context: a recorded step may
         stand for this one where that was equal.
@@ -60,3 +80,139 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
         """Attention of rotated queries, bf16 [rows, heads, head_dim]; the same shape."""
+
+
+class KernelAttention(AttentionBackend):
+    """`stream()`: the address of the stream that the step's other work is queued on. `window`: of its L2 cache."""
+
+    def __init__(
+        self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None,
+        crossover: Crossover | None = None,
+    ) -> None:  # fmt: skip
+        """UnsupportedModel for heads that the kernels were not made for."""
+        self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
+        shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
+        self.attention = PagedAttention(launcher, shape, crossover=crossover)
+        self._ropes = {
+            rope: RopeCache(launcher, shape, rotary=rope.dimensions, interleaved=not rope.neox)
+            for rope in set(cache.ropes)
+        }
+
+    def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
+        return self._window.choose(tables) if self._window else None
+
+    def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
+        rotated = self._torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        strides = {"query_stride": queries.stride(0), "key_stride": keys.stride(0), "value_stride": values.stride(0)}
+        tokens = NewTokens(rows.count, queries, keys, values, rows.positions, rows.slots, **strides)
+        rope = self._ropes[self._cache.ropes[layer]]
+        rope.write(tokens, rotated, self._planes(layer), self._cache.turns(layer), stream=self._stream())
+        return rotated
+
+    def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
+        torch, kind = self._torch, self._cache.kinds[layer]
+        output = torch.empty_like(queries)
+        version = self.attention.version(rows.count, rows.longest_context, kind)
+        scratch = None
+        if version == 2:
+            needed = self.attention.scratch_bytes(rows.count, rows.longest_context, kind)
+            scratch = torch.empty(needed, dtype=torch.uint8, device=queries.device)
+        self._cache.arrivals.wait(layer)
+        described = KernelRows(
+            rows.count, rows.sequences, rows.contexts, rows.tables, rows.tables.stride(0), rows.longest_context
+        )
+        if self._window:
+            self._window.place(address_of(self._planes(layer)[0]), self._stream())
+        self.attention.attend(
+            queries, output, self._planes(layer), described,
+            kind=kind, scratch=scratch, version=version, stream=self._stream(),
+        )  # fmt: skip
+        return output
+
+    def _planes(self, layer: int) -> tuple[Any, Any]:
+        return self._cache.planes[2 * layer], self._cache.planes[2 * layer + 1]
+
+
+def crossover_on(device: Device, cache: Cache) -> Crossover:
+    """Return where attention over `cache`, which is on `device`, becomes one pass: by `crossover.settled`, measured on
+    the first layer's planes with the rows that decode steps have. Before they are in use. Raises as `kernel_shape`."""
+    attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
+    planes = cache.planes
+
+    def place(array: npt.NDArray[np.generic]) -> Any:
+        return torch_library().from_numpy(array).to(planes.device)
+
+    def measure() -> Crossover:
+        ratios = pass_ratios(
+            attention, (planes[0], planes[1]), place, device.seconds, blocks=planes.shape[1], rows=BUCKETS
+        )
+        return measured(attention, ratios)
+
+    return settled(attention, device.architecture, f"{device.name}, {device.multiprocessors}", measure)
+
+
+def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:
+    """The kernels' shape of a model's cache. UnsupportedModel for heads that they were not made for."""
+    try:
+        return CacheShape(config.heads, config.kv_heads, config.head_dim, block_tokens, cache=kv_dtype)
+    except ValueError as error:
+        raise UnsupportedModel(f"the CUDA kernels cannot run this model: {error}") from None
+
+
+class ReferenceAttention(AttentionBackend):
+    """Attention in plain torch over `cache`, whose `turns` are on the processor: slow, the CUDA kernels must agree with
+    it.
+
+    It computes in float32 what `kernels.reference.paged_attention` defines. Padding rows give zeros.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._torch = cache, torch_library()
+
+    def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
+        cache = self._cache
+        turned = cache.turns(layer)[rows.positions.long()].unsqueeze(1)
+        kept = (rows.slots >= 0).nonzero().flatten()
+        slots = rows.slots[kept].long()
+        for plane, new in zip(cache.rows(layer), (self._rotated(layer, keys, turned), values), strict=True):
+            plane.store(slots, new[kept])
+        return self._rotated(layer, queries, turned).to(queries.dtype)
+
+    def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
+        self._cache.arrivals.wait(layer)
+        output = self._torch.zeros_like(queries)
+        sequences, contexts = rows.sequences.tolist(), rows.contexts.tolist()
+        for sequence in sorted(set(sequences)):
+            own = [row for row, each in enumerate(sequences) if each == sequence and contexts[row]]
+            if own:
+                seen = rows.contexts[own].long()
+                output[own] = self._sequence(layer, queries[own], rows.tables[sequence], seen).to(output.dtype)
+        return output
+
+    def _sequence(self, layer: int, queries: Any, table: Any, contexts: Any) -> Any:
+        """float32 [rows, heads, head_dim] of one sequence's rows."""
+        torch, cache = self._torch, self._cache
+        kind: LayerAttention = cache.kinds[layer]
+        positions = torch.arange(int(contexts.max()))
+        slots = table.long()[positions // cache.block_tokens] * cache.block_tokens + positions % cache.block_tokens
+        group = cache.config.heads // cache.config.kv_heads
+        keys, values = (plane.load(slots).repeat_interleave(group, 1) for plane in cache.rows(layer))
+        scores = torch.einsum("rhd,thd->rht", queries.float(), keys) * (kind.scale or queries.shape[2] ** -0.5)
+        if kind.softcap:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
+        last = contexts[:, None]
+        visible = (positions >= last - kind.window) | (positions < kind.sink_tokens) if kind.window else True
+        hidden = ~((positions < last) & visible)
+        weights = torch.softmax(scores.masked_fill(hidden[:, None], float("-inf")), -1)
+        return torch.einsum("rht,thd->rhd", weights, values)
+
+    def _rotated(self, layer: int, heads: Any, turned: Any) -> Any:
+        """float32; `turned`: [rows, 1, pairs, 2] of cosines and sines."""
+        torch, result = self._torch, heads.float().clone()
+        rope = self._cache.ropes[layer]
+        half = rope.dimensions // 2
+        pairs = (slice(0, half), slice(half, 2 * half)) if rope.neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        x, y = heads[..., pairs[0]].float(), heads[..., pairs[1]].float()
+        cosine, sine = torch.unbind(turned, -1)
+        result[..., pairs[0]], result[..., pairs[1]] = x * cosine - y * sine, y * cosine + x * sine
+        return result

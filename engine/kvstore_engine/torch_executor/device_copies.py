@@ -29,7 +29,7 @@ from kvstore_engine.pool import BlockPool
 from kvstore_engine.restore.copies import BlockLoad
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.restore.session import KvLease, Payload
-from kvstore_engine.torch_executor.arrivals import Arrivals
+from kvstore_engine.torch_executor.cache import Arrivals
 
 Stream = Callable[[], int]
 """The address of the CUstream that the calling thread computes on."""
@@ -61,7 +61,7 @@ class DeviceCopies:
         load = _Load(
             self._transfers.loads.load_all(sources, after=after.event, keep=after), lease, self._arrivals, self._stream
         )
-        self._arrivals.add(load)
+        self._arrivals.add(load.wait)
         return load
 
     def payload(self, table: list[int]) -> Payload:
@@ -95,7 +95,7 @@ class _Load:
 
     def finish(self) -> bool:
         if self._is_whole is None:
-            self._arrivals.remove(self)
+            self._arrivals.remove(self.wait)
             try:
                 self._is_whole = self._load.finish() and self._lease.valid
             except Exception as error:  # the blocks are computed

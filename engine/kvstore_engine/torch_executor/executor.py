@@ -1,8 +1,8 @@
 """Computes steps with torch: on a GPU with our kernels, or on the processor. torch's `StepExecutor`.
 
 Owns the step's memory and the recorded decode steps. It never samples or schedules. Decode steps are padded to a bucket
-(`buckets`), prompts are computed as they come. The last action of a step is to wait for it, so an error of the device
-is raised by the step that met it.
+(`recordings`), prompts are computed as they come. The last action of a step is to wait for it, so an error of the
+device is raised by the step that met it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from kvstore_engine.graph import SequenceSlice, StepInputs, plan_step
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.cuda.attention import PARTITION_KEYS
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.torch_executor.arrivals import Arrivals
 from kvstore_engine.torch_executor.attention import AttentionBackend
-from kvstore_engine.torch_executor.buckets import BUCKETS, bucket_of, context_bound
-from kvstore_engine.torch_executor.decoder import Decoder
-from kvstore_engine.torch_executor.inputs import InputMemory
+from kvstore_engine.torch_executor.cache import Arrivals
 from kvstore_engine.torch_executor.library import check_answers, torch_library
-from kvstore_engine.torch_executor.logits import Computed, DeviceLogits, LogitsMemory
-from kvstore_engine.torch_executor.recordings import DecodeSteps, Recorder
-from kvstore_engine.torch_executor.weights import TorchModel
+from kvstore_engine.torch_executor.model import Decoder, TorchModel
+from kvstore_engine.torch_executor.recordings import BUCKETS, DecodeSteps, Record, bucket_of, context_bound
+from kvstore_engine.torch_executor.step_memory import Computed, DeviceLogits, InputMemory, LogitsMemory
 
 
 class TorchExecutor(StepExecutor):
@@ -38,7 +35,7 @@ class TorchExecutor(StepExecutor):
         pool: BlockPool,
         attention: AttentionBackend,
         sizes: StepSizes,
-        recorder: Recorder | None = None,
+        record: Record | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
         """`arrivals`: into the pool, which `attention` waits for.
@@ -58,7 +55,7 @@ class TorchExecutor(StepExecutor):
         self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
         self.arrivals = arrivals or Arrivals(config.layers)
         self._logits = LogitsMemory(model.device)
-        self._decodes = DecodeSteps(self._decode, recorder)
+        self._decodes = DecodeSteps(self._decode, record)
         self._is_closed = False
         self.threads = sizes.threads
 

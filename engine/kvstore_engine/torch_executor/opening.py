@@ -19,24 +19,28 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
-from kvstore_engine.torch_executor.attention import AttentionBackend
+from kvstore_engine.torch_executor.attention import (
+    AttentionBackend,
+    KernelAttention,
+    ReferenceAttention,
+    crossover_on,
+    kernel_shape,
+)
 from kvstore_engine.torch_executor.cache import Cache
 from kvstore_engine.torch_executor.device_copies import open_device_copies
 from kvstore_engine.torch_executor.executor import TorchExecutor
-from kvstore_engine.torch_executor.kernel_attention import KernelAttention, crossover_on, kernel_shape
 from kvstore_engine.torch_executor.library import check_device, current_stream, free_bytes, torch_library
+from kvstore_engine.torch_executor.model import TorchModel, weight_bytes
 from kvstore_engine.torch_executor.planes import Memory, TorchPlanes
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
-from kvstore_engine.torch_executor.recordings import CudaRecorder
-from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
-from kvstore_engine.torch_executor.weights import TorchModel, weight_bytes
+from kvstore_engine.torch_executor.recordings import cuda_recorder
 
 
 @contextlib.contextmanager
 def open_torch_executor(
     file: GGUFFile, device: DeviceName, setup: PoolSetup, sizes: StepSizes
 ) -> Iterator[TorchExecutor]:
-    """As `opening.open_executor`."""
+    """Open as `opening.open_executor` does."""
     check_device(device)
     with contextlib.ExitStack() as stack:
         if device.is_cuda:
@@ -47,7 +51,7 @@ def open_torch_executor(
         if device.is_cuda:
             launcher = _launcher(device, stack)
             pool, cache = new_pool(model, setup, sizes, launcher)
-            attention, recorder = _on_gpu(cache, launcher, device, stack), CudaRecorder()
+            attention, recorder = _on_gpu(cache, launcher, device, stack), cuda_recorder()
             if pool.blocks > 1:
                 pool.copy_blocks([0], [1])  # what moves blocks is compiled, and fails, before anything is served
         else:
@@ -58,7 +62,7 @@ def open_torch_executor(
 
 @contextlib.contextmanager
 def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[BlockCopies]:
-    """As `opening.open_copies`."""
+    """Open as `opening.open_copies` does."""
     device, host = executor.model.device, HostCopies(executor.pool)
     if not device.is_cuda:
         yield host
@@ -69,7 +73,7 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Why the model of `file` cannot run on `device`, beside what ggml's checks find."""
+    """Return why the model of `file` cannot run on `device`, beside what ggml's checks find."""
     found = []
     try:
         check_device(device)

@@ -10,15 +10,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Protocol
+
+import numpy as np
 
 from kvstore_console.units import parse_size
 from kvstore_engine.errors import UsageError
+from kvstore_engine.kernels.base import Int32Array
 from kvstore_engine.kernels.cuda.device import CacheWindow
-from kvstore_engine.torch_executor.shared_prefix import Int32Array, most_shared
 
 VARIABLE = "KVENGINE_L2_PREFIX"
 _log = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.int32)
 
 
 class KeepsInCache(Protocol):
@@ -42,7 +46,8 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """By the setting; None without it, and where the device has no windows. UsageError for a wrong size."""
+        """Return a window by the setting; None without it, and where the device has no windows. UsageError for a wrong
+        size."""
         text = os.environ.get(VARIABLE, "")
         try:
             nbytes = parse_size(text or "0")
@@ -57,8 +62,8 @@ class PrefixWindow:
         return cls(device, block_bytes)
 
     def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
-        """Before a step whose sequences only read the blocks of `tables`. Steps with equal results have equal windows,
-        in planes that begin at address 0."""
+        """Choose for a step whose sequences only read the blocks of `tables`. Steps with equal results have equal
+        windows, in planes that begin at address 0."""
         shared = most_shared(tables)
         self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
         return self._chosen
@@ -72,3 +77,29 @@ class PrefixWindow:
         elif stream in self._streams:
             self._device.keep_in_cache(None, stream=stream)
             self._streams.discard(stream)
+
+
+def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
+    """The leading blocks of some of `tables`, each sequence's block ids, of which most reads are repetitions: of n
+    sequences that share m blocks, (n - 1) * m. Empty where nothing is shared.
+    """
+    order = sorted(tables, key=lambda table: table.tobytes())  # those with a common beginning are neighbours
+    common = [_common(one, other) for one, other in pairwise(order)]
+    # The greatest rectangle under `common`: neighbours i..j share min(common[i..j-1]) blocks.
+    most, found = 0, _NONE
+    rising: list[tuple[int, int]] = []  # where a height begins, and the height
+    for at, height in enumerate([*common, 0]):
+        begin = at
+        while rising and rising[-1][1] >= height:
+            begin, shared = rising.pop()
+            if shared * (at - begin) > most:
+                most, found = shared * (at - begin), order[begin][:shared]
+        rising.append((begin, height))
+    return found
+
+
+def _common(one: Int32Array, other: Int32Array) -> int:
+    """Leading blocks that both have."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -1,54 +1,66 @@
 """Decode steps that are recorded once for each bucket and then replayed: one launch instead of a thousand.
 
-Owns the recordings and when one is made. `CudaRecorder` makes them as CUDA graphs, which has not yet run on hardware.
+Owns the recordings, when one is made, and which steps share one: rows and contexts are rounded up to a bucket's. Rows
+of padding are computed and thrown away; a context that is rounded up costs thread blocks that end at once. CUDA graphs
+have not yet run on hardware.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.torch_executor.library import torch_library
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 Compute = Callable[[int, int], Any]  # rows, longest context: its results
 Replay = Callable[[], None]
+Record = Callable[[Callable[[], Any]], tuple[Replay, Any]]
+"""Makes of a step, computed once before, what computes it again from the memory of its inputs, and its result.
+
+Each replay overwrites the result."""
 
 _MOST_KEPT = 128  # buckets times lengths of a context are about half as many
 
 
-class Recorder(ABC):
-    """Makes a recording. The caller has computed the step once, so that everything is loaded."""
+def bucket_of(slices: Sequence[SequenceSlice]) -> int:
+    """The rows of the bucket for a step in which every sequence decodes one token; 0: it is no such step."""
+    if any(len(piece.tokens) != 1 or piece.outputs == "none" for piece in slices):
+        return 0
+    return next((bucket for bucket in BUCKETS if bucket >= len(slices)), 0)
 
-    @abstractmethod
-    def record(self, compute: Callable[[], Any]) -> tuple[Replay, Any]:
-        """What computes the same again from the memory of its inputs, and its result, overwritten by each replay."""
+
+def context_bound(longest: int, partition_keys: int) -> int:
+    """`longest` rounded up to a power of two of partitions."""
+    partitions = max(1, -(-longest // partition_keys))
+    return partition_keys << (partitions - 1).bit_length()
 
 
-class CudaRecorder(Recorder):
-    """CUDA graphs that share one pool of memory: they never run at the same time."""
+def cuda_recorder() -> Record:
+    """Return what records as CUDA graphs, which share one pool of memory: they never run at the same time."""
+    torch = torch_library()
+    pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self) -> None:
-        self._torch = torch_library()
-        self._pool = self._torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Replay, Any]:
-        graph = self._torch.cuda.CUDAGraph()
+    def record(compute: Callable[[], Any]) -> tuple[Replay, Any]:
+        graph = torch.cuda.CUDAGraph()
         # The storing thread copies meanwhile, on its own stream: only this thread's calls belong to the graph.
-        with self._torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = compute()
         return graph.replay, result
 
+    return record
+
 
 class DecodeSteps:
-    """Computes decode steps; with a recorder, the second of a kind is recorded, and later ones are replayed.
+    """Computes decode steps; with `record`, the second of a kind is recorded, and later ones are replayed.
 
     At most `_MOST_KEPT` kinds are known; the one that was not seen for longest is forgotten first.
     """
 
-    def __init__(self, compute: Compute, recorder: Recorder | None) -> None:
-        self._compute, self._recorder = compute, recorder
+    def __init__(self, compute: Compute, record: Record | None) -> None:
+        self._compute, self._record = compute, record
         self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
     def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
@@ -56,7 +68,7 @@ class DecodeSteps:
         else steps of one kind have in common.
         """
         key = rows, longest_context, variant
-        if self._recorder is None:
+        if self._record is None:
             return self._compute(rows, longest_context)
         if key not in self._known:
             logits = self._compute(rows, longest_context)
@@ -67,7 +79,7 @@ class DecodeSteps:
         self._known.move_to_end(key)
         recorded = self._known[key]
         if recorded is None:
-            recorded = self._known[key] = self._recorder.record(lambda: self._compute(rows, longest_context))
+            recorded = self._known[key] = self._record(lambda: self._compute(rows, longest_context))
         replay, logits = recorded
         replay()  # recording computes nothing by itself
         return logits

@@ -5,9 +5,6 @@ caught. So the steps run in a child. The pool's K/V are in memory that both proc
 child finds all of them, and the step that killed the old one is computed again.
 """
 
-from kvstore_engine.executors.sizes import PoolSetup, StepSizes
-from kvstore_engine.worker.failure import StepFailed, WorkerNotice
-from kvstore_engine.worker.remote import RemoteExecutor
-from kvstore_engine.worker.setup import WorkerSetup
+from kvstore_engine.worker.remote import RemoteExecutor, StepFailed, WorkerNotice
 
-__all__ = ["PoolSetup", "RemoteExecutor", "StepFailed", "StepSizes", "WorkerNotice", "WorkerSetup"]
+__all__ = ["RemoteExecutor", "StepFailed", "WorkerNotice"]

@@ -8,17 +8,38 @@ child to parent: `Reply` for the setup and for each order.
 
 from __future__ import annotations
 
+import json
 import struct
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 
 _ORDER = struct.Struct("<QII")
 _REPLY = struct.Struct("<QIIQ")
 MAX_PACKET_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """`model`: what messages call the file, whose descriptor the worker inherits. `pool`: whose memory it maps."""
+
+    model: str
+    pool: PoolSetup
+    sizes: StepSizes
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, packet: bytes) -> Self:
+        fields = json.loads(packet)
+        return cls(fields["model"], PoolSetup(**fields["pool"]), StepSizes(**fields["sizes"]))
+
+
 class Status(IntEnum):
-    """How an order ended. All but DONE come with a message."""
+    """The end of an order. All but DONE come with a message."""
 
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit

@@ -1,7 +1,7 @@
 """An executor whose ggml runs in another process, and which outlives it.
 
-Owns the worker, its restarts, and the mailbox. It never samples or schedules, and never loses K/V: the pool's memory
-belongs to the caller.
+Owns the worker, its socket and restarts, and the mailbox. It never samples or schedules, and never loses K/V: the
+pool's memory belongs to the caller.
 
 When a worker dies the same step is computed again by a new one: computing writes K and V of the step's own positions
 and nothing else, so doing it twice is doing it once. A step that has killed `_ATTEMPTS` workers is taken apart:
@@ -11,11 +11,14 @@ each slice runs alone, and those that kill a worker again are named in `StepFail
 from __future__ import annotations
 
 import logging
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Literal
 
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
@@ -24,14 +27,16 @@ from kvstore_engine.gguf import FileWatch
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker.failure import StepFailed, WorkerNotice
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory
-from kvstore_engine.worker.packets import Order, Reply, Status
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
 from kvstore_engine.worker.patience import StepPatience
-from kvstore_engine.worker.process import WorkerDied, WorkerProcess
-from kvstore_engine.worker.setup import WorkerSetup
 
+_HINTS = {
+    "SIGABRT": ", ggml's assertion is above",
+    "SIGBUS": ", the model file was cut short or cannot be read",
+    "SIGKILL": ", perhaps for lack of memory",
+}
 _START_TIMEOUT_S = 600.0  # a large model is read and repacked in this time
 _ATTEMPTS = 3
 _START_ATTEMPTS = 5
@@ -39,11 +44,101 @@ _FIRST_PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """What callers of an executor ask of its model."""
+class StepFailed(RuntimeError):
+    """A step cannot be computed: `slices` are the indices at fault; the others can be tried again.
 
-    config: ModelConfig
+    K and V of the positions of this step are undefined; the rest of the pool is untouched.
+    """
+
+    def __init__(self, message: str, slices: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.slices = slices
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNotice:
+    """The worker's state changed. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
+
+    state: Literal["starting", "ready", "dead"]
+    pid: int
+    deaths: int
+    reason: str = ""
+
+
+class WorkerDied(Exception):
+    """The process is gone, or was ended because it did not answer; the message says how."""
+
+
+class WorkerProcess:
+    """A child that is starting; `receive` gives its first reply, the one to the setup."""
+
+    def __init__(
+        self, setup: WorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
+    ) -> None:
+        # Datagrams with a connection: a packet is whole, and the end of a process is the end of its socket.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            passed = (theirs.fileno(), model_descriptor, pool_descriptor, mailbox_descriptor)
+            # Never a fork of this process: its threads' locks would come along without the threads.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvstore_engine.worker", *map(str, passed)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+            )
+        self._send(setup.encode())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable while no order is out: the process has ended."""
+        return self._socket.fileno()
+
+    def order(self, order: Order, timeout_s: float) -> Reply:
+        """Have one step computed. WorkerDied if that is the end of the process, or takes longer."""
+        self._send(order.encode())
+        return self.receive(timeout_s)
+
+    def receive(self, timeout_s: float) -> Reply:
+        self._socket.settimeout(timeout_s)
+        try:
+            packet = self._socket.recv(MAX_PACKET_BYTES)
+        except TimeoutError:
+            self.end()
+            raise WorkerDied(f"it did not answer within {timeout_s:g} s and was killed") from None
+        except OSError:
+            packet = b""
+        if not packet:
+            raise WorkerDied(self._ending())
+        return Reply.decode(packet)
+
+    def end(self) -> None:
+        """Kill it; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _send(self, packet: bytes) -> None:
+        try:
+            self._socket.send(packet)
+        except OSError:
+            raise WorkerDied(self._ending()) from None
+
+    def _ending(self) -> str:
+        """Return how it ended. Its socket is closed, so it is dead or about to be."""
+        try:
+            status = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it closed its socket and still runs: it cannot be used
+            status = None
+        self.end()
+        if status is None:
+            return "it closed its connection and was killed"
+        if status >= 0:
+            return f"it exited with status {status}"
+        name = signal.Signals(-status).name
+        hint = _HINTS.get(name, "")
+        return f"it was ended by {name}{hint}"
 
 
 class RemoteExecutor:
@@ -68,7 +163,7 @@ class RemoteExecutor:
         OperationError as loading a model raises them; FileChanged, here and later, instead of a worker that would have
         other weights.
         """
-        self.model, self.pool, self.threads = RemoteModel(config), pool, sizes.threads
+        self.pool, self.threads = pool, sizes.threads
         self.limits = limits = StepLimits(
             config.vocabulary,
             pool.blocks,
@@ -78,8 +173,6 @@ class RemoteExecutor:
             sizes.max_context,
         )
         self.deaths = 0
-        # Of the last step, as the worker measured it: the rest of `forward` is what the distance costs.
-        self.compute_s = 0.0
         self._watch = watch
         self._setup = WorkerSetup(str(watch.file.path), PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
         self._patience = patience or StepPatience()
@@ -122,7 +215,7 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `StepExecutor.step`; raises as `forward`."""
+        """Compute as `StepExecutor.step` does; raises as `forward`."""
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
@@ -142,14 +235,6 @@ class RemoteExecutor:
             self._worker = None
         self._mail_memory.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _living(self) -> WorkerProcess:
         if self._worker is None:
             raise RuntimeError("the executor is closed")
@@ -166,8 +251,7 @@ class RemoteExecutor:
             raise ValueError(reply.message)
         if reply.status is not Status.DONE:
             raise StepFailed(reply.message, tuple(range(count)))
-        self.compute_s = reply.compute_ns / 1e9
-        self._patience.took(slices, self.compute_s)
+        self._patience.took(slices, reply.compute_ns / 1e9)
         return self._mailbox.logits(self._step, reply.rows)
 
     def _take_apart(self, slices: Sequence[SequenceSlice]) -> None:
@@ -227,7 +311,7 @@ class RemoteExecutor:
         raise OperationError(f"no ggml worker can be started ({attempts} attempts): {last}")
 
     def _descriptors(self) -> tuple[int, int, int]:
-        """Of the model, the pool and the mailbox, for a worker to inherit."""
+        """Return the descriptors of the model, the pool and the mailbox, for a worker to inherit."""
         return self._watch.file.source.descriptor, self._pool_memory.descriptor, self._mail_memory.descriptor
 
 

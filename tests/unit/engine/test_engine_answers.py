@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
 from kvstore_engine.batching.answer import Answer, StopStrings, log_probabilities
 from kvstore_engine.errors import UsageError
-from kvstore_engine.tokenizer.stream import StreamingDetokenizer
+from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine
 from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import answer_alone, text_of

@@ -22,19 +22,23 @@ import pytest
 from kvstore_engine.batching import BatchEngine, EngineSettings
 from kvstore_engine.bench import against, study
 from kvstore_engine.bench.against import Comparison, context_for, turn_loads
-from kvstore_engine.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
-from kvstore_engine.bench.files import COLUMNS, as_csv, as_json, write_files
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build
-from kvstore_engine.bench.in_process import run_in_process
-from kvstore_engine.bench.loads import LOADS, LoadSettings, make_load
-from kvstore_engine.bench.opened_engine import BenchEngine
-from kvstore_engine.bench.outcome import Run
+from kvstore_engine.bench.in_process import BenchEngine, run_in_process
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
-from kvstore_engine.bench.report import report_page
+from kvstore_engine.bench.report import COLUMNS, as_csv, as_json, report_page, write_files
 from kvstore_engine.bench.servers import LlamaServerSettings, best_on_cpus
 from kvstore_engine.bench.study import Case, StudySettings, case_of, study_engine, study_server
-from kvstore_engine.bench.summary import summarise
-from kvstore_engine.bench.workload import Workload, ideal_tokens
+from kvstore_engine.bench.summary import Run, summarise
+from kvstore_engine.bench.workload import (
+    LOADS,
+    Arrivals,
+    ClosedLoop,
+    LoadSettings,
+    OpenLoop,
+    Workload,
+    ideal_tokens,
+    make_load,
+)
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.profiler import Profiler
 from tests.reference.batch_runs import twin_engine
@@ -359,10 +363,12 @@ class TestComparable:
     def test_barriers_spin_alike_on_both_sides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         spin_counts: list[str] = []
 
-        class Child(contextlib.nullcontext[None]):
+        class Child:
             def __init__(self, module: str, arguments: list[str], environment: dict[str, str] | None = None) -> None:
-                super().__init__()
                 spin_counts.append({**os.environ, **(environment or {})}["GOMP_SPINCOUNT"])
+
+            def close(self) -> None:
+                pass
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as a ggml that was loaded in this process leaves it
         monkeypatch.setattr(against, "Child", Child)

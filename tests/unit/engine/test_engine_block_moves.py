@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="needs the extra torch")
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.restore.copies import HostCopies
 from kvstore_engine.torch_executor import open_torch_copies
-from kvstore_engine.torch_executor.arrivals import Arrivals
+from kvstore_engine.torch_executor.cache import Arrivals
 from kvstore_engine.torch_executor.planes import TorchPlanes
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.twin_compute import twin_pool
@@ -96,14 +96,14 @@ def test_a_recorded_step_waits_for_all_layers_before_it_and_never_again() -> Non
             self.waited.append(layer)
 
     arrivals, first, second = Arrivals(3), Load(), Load()
-    arrivals.add(first)
+    arrivals.add(first.wait)
     arrivals.wait(0)
     arrivals.wait_all()
     arrivals.wait(0)
     assert first.waited == [0, 0, 1, 2]
-    arrivals.add(second)
+    arrivals.add(second.wait)
     arrivals.wait(1)
-    arrivals.remove(second)
-    arrivals.remove(first)
+    arrivals.remove(second.wait)
+    arrivals.remove(first.wait)
     arrivals.wait(2)
     assert (first.waited, second.waited) == ([0, 0, 1, 2], [1])

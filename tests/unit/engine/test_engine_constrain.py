@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.constrain import Constrainer, ConstraintFailed, Grammar, GrammarError, check_grammar
-from kvstore_engine.server.call_grammars import call_grammar, strict_grammar
-from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, next_step
+from kvstore_engine.server.tools import CallMarks, ToolCall, ToolCallReader, call_grammar, next_step, strict_grammar
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, USER_DEFINED
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary

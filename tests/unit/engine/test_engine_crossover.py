@@ -136,9 +136,9 @@ def test_what_was_measured_is_remembered_for_the_kind_of_device_and_the_program(
 
 def test_the_executor_measures_on_its_own_planes_before_they_are_used(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the extra torch")
-    from kvstore_engine.torch_executor.kernel_attention import crossover_on
+    from kvstore_engine.torch_executor.attention import crossover_on
+    from kvstore_engine.torch_executor.model import TorchModel
     from kvstore_engine.torch_executor.opening import new_pool
-    from kvstore_engine.torch_executor.weights import TorchModel
 
     skip_without_ggml()
     path = write_model(tmp_path / "m.gguf", TinyModel(heads=8, kv_heads=8))

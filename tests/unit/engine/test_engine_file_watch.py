@@ -17,7 +17,7 @@ import pytest
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileDigest, FileWatch, GGUFFile, OpenFile
 from kvstore_engine.models.convert import convert
-from kvstore_engine.server.handed_file import HandedFile
+from kvstore_engine.server.options import HandedFile
 from tests.reference.make_gguf import TinyModel, write_model
 
 _TINY = TinyModel(layers=1, width=64, heads=2, kv_heads=1, head_dim=32, feed_forward=64)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore_engine.errors import UsageError
 from kvstore_engine.kernels.cuda import CacheWindow
-from kvstore_engine.torch_executor.prefix_window import VARIABLE, PrefixWindow
-from kvstore_engine.torch_executor.shared_prefix import most_shared
+from kvstore_engine.torch_executor.prefix_window import VARIABLE, PrefixWindow, most_shared
 from tests.reference.cache_windows import BLOCK, AskedDevice
 
 

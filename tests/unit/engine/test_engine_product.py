@@ -12,7 +12,7 @@ from kvstore_engine.kernels import Kernels
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
-from kvstore_engine.kernels.native import NativeKernels
+from kvstore_engine.kernels.selection import NativeKernels
 from kvstore_engine.model import Linear
 from kvstore_engine.model.interleaved_layout import (
     ROWS_TOGETHER,

@@ -14,7 +14,7 @@ import pytest
 from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.errors import OperationError
-from kvstore_engine.profiler import FanOut, Profiler, TraceFile, TracingObserver
+from kvstore_engine.profiler import FanOut, Profiler, TracingObserver
 from kvstore_engine.restore.record import RestorationRecord, Work
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, twin_pool
@@ -207,7 +207,7 @@ class TestTrace:
 
     def test_a_path_that_cannot_be_written_is_reported_in_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(OperationError, match="cannot write the trace"):
-            TraceFile(tmp_path / "nowhere" / "trace.json")
+            TracingObserver(tmp_path / "nowhere" / "trace.json")
 
 
 def test_each_of_several_observers_is_notified_of_everything() -> None:

@@ -31,7 +31,7 @@ _LOGITS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
 @given(_LOGITS, st.data())
 def test_a_device_chooses_as_the_host_does(logits: FloatArray, data: st.DataObject) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra torch")
-    from kvstore_engine.torch_executor.logits import Computed, LogitsMemory
+    from kvstore_engine.torch_executor.step_memory import Computed, LogitsMemory
 
     rows = data.draw(st.lists(st.integers(0, len(logits) - 1), unique=True))
     whole = data.draw(st.sampled_from([None, rows, [*reversed(rows)], [*range(len(logits))]]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore_engine.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError
-from kvstore_engine.tokenizer.special import SpecialTokens
+from kvstore_engine.tokenizer.tokenizer import SpecialTokens
 from kvstore_engine.tokenizer.vocabulary import Vocabulary
 from tests.reference.tiny_llama import byte_level_vocabulary, sentencepiece_vocabulary
 

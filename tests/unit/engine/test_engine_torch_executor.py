@@ -32,16 +32,14 @@ pytest.importorskip("torch", reason="needs the extra torch")
 
 from kvstore_engine.loaded_model import fingerprint_of
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.torch_executor.buckets import bucket_of, context_bound
+from kvstore_engine.torch_executor.attention import KernelAttention, ReferenceAttention
+from kvstore_engine.torch_executor.cache import ScaledRows
 from kvstore_engine.torch_executor.executor import TorchExecutor
-from kvstore_engine.torch_executor.kernel_attention import KernelAttention
+from kvstore_engine.torch_executor.model import TorchModel
 from kvstore_engine.torch_executor.opening import new_pool
 from kvstore_engine.torch_executor.planes import pieces
 from kvstore_engine.torch_executor.prefix_window import PrefixWindow
-from kvstore_engine.torch_executor.recordings import Recorder, Replay
-from kvstore_engine.torch_executor.reference_attention import ReferenceAttention
-from kvstore_engine.torch_executor.stored_rows import ScaledRows
-from kvstore_engine.torch_executor.weights import TorchModel
+from kvstore_engine.torch_executor.recordings import Replay, bucket_of, context_bound
 
 _BLOCKS, _SIZES = 24, StepSizes(threads=1, max_context=160)
 _SETUP = PoolSetup(_BLOCKS, 16, "f16")
@@ -161,13 +159,13 @@ _HEADS = (TinyModel().kv_heads, TinyModel().head_dim)
 _PROMPTS = [(0, 5), (1, 44), (2, 17)]
 
 
-class _Tape(Recorder):
+class _Tape:
     """Records by keeping the call, which a replay makes again into the same memory."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def record(self, compute: Callable[[], Any]) -> tuple[Replay, Any]:
+    def __call__(self, compute: Callable[[], Any]) -> tuple[Replay, Any]:
         self.recorded += 1
         result = compute()
 

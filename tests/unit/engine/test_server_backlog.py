@@ -11,12 +11,11 @@ from starlette.types import Message
 
 from kvstore_engine.batching import Token
 from kvstore_engine.sampler import SamplingSettings
-from kvstore_engine.server import frames
-from kvstore_engine.server.answers import Step
+from kvstore_engine.server import messages
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.server.responses import EventStream
+from kvstore_engine.server.responses import EventStream, Step
 
 
 def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() -> None:
@@ -40,8 +39,8 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() ->
         assert client.requests == 1
         assert await stuck.next() is None
         for name in ("a", "b"):
-            assert frames.encode({"op": "cancel", "id": name}) in writer.written
-        assert frames.encode({"op": "cancel", "id": "c"}) not in writer.written
+            assert messages.encode({"op": "cancel", "id": name}) in writer.written
+        assert messages.encode({"op": "cancel", "id": "c"}) not in writer.written
 
     asyncio.run(run())
 

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("httptools", reason="the extra server is not installed")
 
 from kvstore_engine.server import connection
-from kvstore_engine.server.listener import Listener
+from kvstore_engine.server.connection import Listener
 
 _PATIENCE_S = 30.0
 Application = Callable[[Any, Any, Any], Awaitable[None]]

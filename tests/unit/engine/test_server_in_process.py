@@ -15,15 +15,14 @@ import pytest
 from kvstore_engine.batching import BatchEngine
 from kvstore_engine.errors import OperationError
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.server.hang_watch import HangWatch
-from kvstore_engine.server.in_process import InProcess
+from kvstore_engine.server.computing import HangWatch, InProcess
 from kvstore_engine.worker.patience import StepPatience
 from tests.reference.batch_runs import Outcome, check, request, run
 from tests.reference.twin_compute import TwinCompute, TwinTokenizer, answer_alone, twin_pool
 
 _HANGS = """
 import threading
-from kvstore_engine.server.hang_watch import HangWatch
+from kvstore_engine.server.computing import HangWatch
 
 class Impatient:
     def limit_s(self, slices):

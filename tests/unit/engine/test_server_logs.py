@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore_engine.server.assembly import TenantSessions
 from kvstore_engine.server.middleware import log_access
-from kvstore_engine.server.store_watch import StoreWatch
+from kvstore_proto.fingerprint import Fingerprint
 
 
 class Pinged:
@@ -18,11 +21,19 @@ class Pinged:
     def ping(self) -> float | None:
         return 0.001 if self.answers else None
 
+    def close(self) -> None:
+        pass
+
+
+def _sessions(session: Any) -> TenantSessions:
+    return TenantSessions(Path("/nowhere"), Fingerprint("m", "digest"), lambda folder, **options: session)
+
 
 def test_the_store_goes_and_returns_with_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     session = Pinged()
-    watch = StoreWatch(lambda: [session])
-    with caplog.at_level(logging.INFO, "kvstore_engine.server.store_watch"):
+    watch = _sessions(session)
+    watch("")
+    with caplog.at_level(logging.INFO, "kvstore_engine.server.assembly"):
         for answers in (True, True, False, True, False, False, False, False, True, True):
             session.answers = answers
             watch.look()
@@ -33,7 +44,7 @@ def test_the_store_goes_and_returns_with_one_line_each(caplog: pytest.LogCapture
 
 
 def test_without_a_session_nothing_is_known() -> None:
-    watch = StoreWatch(list)
+    watch = _sessions(None)
     watch.look()
     assert watch.answers is None
     watch.close()

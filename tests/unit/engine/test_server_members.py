@@ -19,10 +19,9 @@ from kvstore_engine.server.engine_client import EventQueue
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.metrics import Metrics
-from kvstore_engine.server.one_call import OneCall
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import ServedModel, Service
-from kvstore_engine.server.tools import next_step
+from kvstore_engine.server.tools import OneCall, next_step
 from kvstore_engine.tokenizer.vocabulary import CONTROL
 from tests.reference.asgi_client import Response, call
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama

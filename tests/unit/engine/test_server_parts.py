@@ -22,17 +22,16 @@ from kvstore_engine.cli.main import main
 from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import FileChanged
 from kvstore_engine.sampler import SamplingSettings
-from kvstore_engine.server import engine_client, frames
+from kvstore_engine.server import engine_client, messages
 from kvstore_engine.server.api_errors import ApiError
-from kvstore_engine.server.assembly import Serving
+from kvstore_engine.server.assembly import MAX_SESSIONS, Serving, TenantSessions, fingerprint_for
 from kvstore_engine.server.engine_client import EngineClient, EventQueue
-from kvstore_engine.server.engine_loop import EngineLoop
+from kvstore_engine.server.engine_process import EngineLoop
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_headers, unpack_events
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import EngineOptions
 from kvstore_engine.server.run import _bound, _on_signals
-from kvstore_engine.server.sessions import MAX_SESSIONS, TenantSessions, fingerprint_for
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -83,23 +82,23 @@ def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.text(max_size=5), st.integers()), st.binary(max_size=50)), max_size=5))
-def test_frames_survive_a_socket_in_any_pieces(messages: list[tuple[dict[str, int], bytes]]) -> None:
+def test_frames_survive_a_socket_in_any_pieces(sent: list[tuple[dict[str, int], bytes]]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        raw = b"".join(frames.encode(header, blob) for header, blob in messages)
-        reader, received = frames.FrameReader(theirs), []
+        raw = b"".join(messages.encode(header, blob) for header, blob in sent)
+        reader, received = messages.FrameReader(theirs), []
         for first in range(0, len(raw), 7):
             ours.sendall(raw[first : first + 7])
             received += reader.receive()
-        assert received == messages
+        assert received == sent
         ours.close()
         with pytest.raises(EOFError):
             reader.receive()
 
 
 def test_a_frame_that_is_absurd_is_refused() -> None:
-    with pytest.raises(frames.BrokenFrame):
-        frames.lengths(frames.LENGTHS.pack(1 << 31, 0))
+    with pytest.raises(messages.BrokenFrame):
+        messages.lengths(messages.LENGTHS.pack(1 << 31, 0))
 
 
 def test_events_and_requests_survive_the_way() -> None:
@@ -121,7 +120,7 @@ def test_answers_that_come_all_at_once_travel_in_several_frames() -> None:
     assert events_headers([]) == []
     ask = Ask("a", np.array([1, 2, 70000], np.int32), 5, SamplingSettings(0.5, 3, 0.9, 7), stop=("x",), tenant="t")
     assert json.loads(json.dumps(ask.header()))["sampling"]["seed"] == 7
-    assert frames.unpack_tokens(frames.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
+    assert messages.unpack_tokens(messages.pack_tokens(ask.tokens)).tolist() == [1, 2, 70000]
 
 
 _STATUS = {
@@ -267,7 +266,7 @@ def test_an_engine_that_cannot_be_started_again_is_tried_again_for_any_reason(
     client = EngineClient(EngineOptions("m.gguf"))
 
     async def nonsense() -> None:
-        raise frames.BrokenFrame("a frame of 4 GiB")
+        raise messages.BrokenFrame("a frame of 4 GiB")
 
     monkeypatch.setattr(client, "_spawn", nonsense)
     assert asyncio.run(client._restarted(0.0)) is False
@@ -316,10 +315,10 @@ class _Broken:
 def test_a_request_that_cannot_be_taken_in_leaves_the_others_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        serving = Serving(_Broken(), None, None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
+        serving = Serving(_Broken(), None, None, None, None, None, None)  # type: ignore[arg-type]  # nothing else is asked
         ask = Ask("a", np.array([1], np.int32), 5, SamplingSettings())
-        EngineLoop(ours)._add(serving, ask.header(), frames.pack_tokens(ask.tokens))
-        ((header, _),) = frames.FrameReader(theirs).receive()
+        EngineLoop(ours)._add(serving, ask.header(), messages.pack_tokens(ask.tokens))
+        ((header, _),) = messages.FrameReader(theirs).receive()
     assert (header["refused"], header["kind"]) == ("a", "failed")
     assert "own" not in header["message"]  # it might quote a prompt
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.server import texts
+from kvstore_engine.server import inquiries
 from kvstore_engine.server.app import application
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.keys import KeyRing
@@ -35,11 +35,11 @@ def _post(service: Service, path: str, body: Any) -> Response:
 def test_more_text_than_is_tokenised_at_once_is_refused(model: ServedModel) -> None:
     service = _service(model)
     for name in ("content", "prompt"):
-        refused = _post(service, "/tokenize", {name: "a" * (texts.MAX_CHARACTERS + 1)})
+        refused = _post(service, "/tokenize", {name: "a" * (inquiries.MAX_CHARACTERS + 1)})
         assert refused.status == 400
         assert refused.json()["error"]["param"] == name
-        assert str(texts.MAX_CHARACTERS) in refused.json()["error"]["message"]
-    refused = _post(service, "/detokenize", {"tokens": [1] * (texts.MAX_TOKENS + 1)})
+        assert str(inquiries.MAX_CHARACTERS) in refused.json()["error"]["message"]
+    refused = _post(service, "/detokenize", {"tokens": [1] * (inquiries.MAX_TOKENS + 1)})
     assert (refused.status, refused.json()["error"]["param"]) == (400, "tokens")
 
 

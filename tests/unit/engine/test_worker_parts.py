@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_engine.executors import PoolSetup, StepSizes
 from kvstore_engine.gguf import FileChanged
 from kvstore_engine.graph.step import SequenceSlice
-from kvstore_engine.worker import PoolSetup, RemoteExecutor, StepFailed, StepSizes, WorkerSetup, remote
+from kvstore_engine.worker import RemoteExecutor, StepFailed, remote
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
-from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
 from kvstore_engine.worker.patience import StepPatience
 
 _SIZES = {"max_tokens": 32, "max_sequences": 4, "max_blocks": 6, "vocabulary": 10}

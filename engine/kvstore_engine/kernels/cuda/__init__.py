@@ -1,7 +1,7 @@
 """The engine's CUDA kernels: paged attention, rotation with the write into the cache, and moves of blocks.
 
 `Device` compiles and launches them. A step calls `PagedAttention` and `RopeCache`; `BlockMover` copies, gathers and
-scatters blocks of the pool between steps and beside them (`torch_executor/block_moves.py`). They have not yet run on
+scatters blocks of the pool between steps and beside them (`torch_executor/planes.py`). They have not yet run on
 hardware: docs/engine.md says what has been done.
 """
 
