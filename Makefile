@@ -4,14 +4,14 @@
 # KVSTORED_PYTHON   the Python that .venv is made with (default: python3)
 # VLLM_WHEEL        the version of vLLM whose wheel check-wheels reads (default: 0.33.0)
 # ARGS              passed on to demo, bench and test, for instance: make demo ARGS=--json
-# JOBS              processes that the tests run in (default: one more than processors, as tests wait for daemons; at most 8)
+# JOBS              processes that the tests run in (default: two more than processors, as tests wait for daemons; at most 8)
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
 KVSTORED_PYTHON ?= python3
 ARGS ?=
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 2 : 8)))
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 INSTALLED := .venv/.installed

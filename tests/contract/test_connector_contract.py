@@ -17,6 +17,10 @@ FLAWED = "tests.reference.flawed_engines"
 class TestMockEngine(ConnectorContract):
     engine = "kvstore_client.testing.mock_engine:open_mock_engine"
 
+    @pytest.mark.slow
+    def test_a_stopped_daemon_never_makes_an_engine_hang(self) -> None:
+        super().test_a_stopped_daemon_never_makes_an_engine_hang()
+
 
 @pytest.mark.slow
 class TestOwnEngine(ConnectorContract):

@@ -46,6 +46,7 @@ def container(daemon: RunningDaemon, identifier: str) -> Iterator[None]:
         folder.rmdir()
 
 
+@pytest.mark.slow
 def test_two_containers_of_one_user_are_named() -> None:
     with running_daemon() as daemon, ExitStack() as clients:
         clients.enter_context(container(daemon, "a"))

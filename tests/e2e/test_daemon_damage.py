@@ -119,6 +119,7 @@ def test_orphans_are_the_first_to_leave() -> None:
         assert [fetch(daemon, other, 4)[0] for other in range(2, 2 + others)] == [4] * others
 
 
+@pytest.mark.slow
 def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     spoil(daemon, 1, 4, depth=2)
     (slot,) = quarantined(daemon)

@@ -211,6 +211,7 @@ def test_kvctl_says_where_events_are_or_that_they_are_off(tmp_path: Path, capfd:
         assert "KV events are off; set events.listen" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_start_with_the_clock_behind_is_noticed_by_who_stayed(tmp_path: Path) -> None:
     """A subscriber takes gaps for what they are, older numbers for nothing, and nobody stores anything any more."""
     with publishing(tmp_path, "nvme.enabled=false", "host.warm_restart=off") as daemon, Watcher(tmp_path) as watcher:

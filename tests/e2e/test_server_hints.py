@@ -35,6 +35,7 @@ _CASES: list[tuple[str, dict[str, Any], str, int]] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_follows_an_answer_is_hinted_where_it_is_known(tmp_path: Path) -> None:
     skip_without_ggml()
     model = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary() | {"tokenizer.chat_template": _TEMPLATE})

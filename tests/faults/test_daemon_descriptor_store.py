@@ -100,6 +100,7 @@ def test_turned_off_it_empties_the_store(daemon: RunningDaemon, manager: Service
     assert eventually(lambda: manager.names() == [])
 
 
+@pytest.mark.slow
 def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
     daemon: RunningDaemon, manager: ServiceManager
 ) -> None:
@@ -134,6 +135,7 @@ def test_an_upgrade_with_another_format_ends_warm_restart_once_only(
     assert found(daemon, 2) == BLOCKS and daemon.status().counters["warm_blocks"] == BLOCKS
 
 
+@pytest.mark.slow
 def test_of_two_under_one_name_the_newest_is_taken(daemon: RunningDaemon, manager: ServiceManager) -> None:
     """As a daemon before may have left them, which stored a new ledger beside one that it could not use."""
     start(daemon, manager)

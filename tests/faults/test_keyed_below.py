@@ -70,6 +70,7 @@ def only_remote(driven: DrivenStore) -> list[int]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_leaves_nvme_comes_back_from_below(tmp_path: Path) -> None:
     async def scenario(driven: DrivenStore) -> None:
         await store_chains(driven, range(CHAINS))
@@ -86,6 +87,7 @@ def test_what_leaves_nvme_comes_back_from_below(tmp_path: Path) -> None:
     run(tmp_path, scenario, LossyStore(latency_s=0.001))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", each_nth(range(4), 4))
 def test_a_get_is_whole_or_shorter_when_the_store_loses_or_damages_objects(tmp_path: Path, seed: int) -> None:
     async def scenario(driven: DrivenStore) -> None:
@@ -140,6 +142,7 @@ def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path)
     run(tmp_path / "second", second, store)
 
 
+@pytest.mark.slow
 def test_a_deleted_block_is_found_by_no_lookup(tmp_path: Path) -> None:
     store = LossyStore(latency_s=0.002)
 
@@ -155,6 +158,7 @@ def test_a_deleted_block_is_found_by_no_lookup(tmp_path: Path) -> None:
     run(tmp_path, scenario, store)
 
 
+@pytest.mark.slow
 def test_a_deletion_that_the_store_refuses_is_not_answered_as_done(tmp_path: Path) -> None:
     store = LossyStore()
 
@@ -171,6 +175,7 @@ def test_a_deletion_that_the_store_refuses_is_not_answered_as_done(tmp_path: Pat
     run(tmp_path, scenario, store)
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_holds_up_no_put_and_is_shed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstored.store.movement.KEYED_WAIT_S", 0.02)
     store = LossyStore()

@@ -141,6 +141,7 @@ def test_a_daemon_killed_in_the_middle_of_an_answer(shared: RunningServer, daemo
     assert _whole(shared, prompt) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_scheduler_killed_in_the_middle_of_an_answer(shared: RunningServer) -> None:
     undisturbed = _whole(shared, "the mat")
     scheduler, worker = shared.health()["engine"]["pid"], shared.health()["worker"]["pid"]

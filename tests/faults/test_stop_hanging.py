@@ -23,6 +23,7 @@ from tests.reference.running_daemon import ended_with
 FAR_S = 60.0
 
 
+@pytest.mark.slow
 def test_a_daemon_on_a_disk_that_hangs_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, "1.0")
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:

@@ -299,6 +299,7 @@ def test_every_call_may_fail(tmp_path: Path, path: Path, monkeypatch: pytest.Mon
                 must_survive(made, SITUATIONS[name], cell)
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_once_needs_no_other_worker(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

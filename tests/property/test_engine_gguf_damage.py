@@ -21,6 +21,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes().rstrip(b"\0")
 
 
+@pytest.mark.slow
 def test_truncation_at_any_byte_is_a_gguf_error(sound: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(sound)

@@ -46,6 +46,7 @@ def test_a_family_and_a_seed_give_one_trace() -> None:
     assert int(found.stdout) >= 20
 
 
+@pytest.mark.slow
 def test_regret_is_what_the_best_classical_policy_has_more(tmp_path: Path) -> None:
     path = tmp_path / "popular.jsonl"
     write_popular(path)

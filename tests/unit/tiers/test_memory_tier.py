@@ -122,6 +122,7 @@ def test_damage_in_slower_memory_is_found_on_the_way_up(tmp_path: Path, durable:
     run(tmp_path, drive)
 
 
+@pytest.mark.slow
 def test_without_room_in_slower_memory_blocks_go_on_to_nvme(tmp_path: Path) -> None:
     async def drive(small: SmallStore) -> None:
         await fill_host(small, 1, IN_HOST + 40)

@@ -42,6 +42,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_reads")
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(st.integers(SUPERBLOCK_BYTES, 40_000), st.integers(SUPERBLOCK_BYTES, 1_400_000)))
