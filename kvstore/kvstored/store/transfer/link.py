@@ -221,6 +221,11 @@ class BlockMove:
     outcome: asyncio.Future[Outcome | Unmoved] | None = None  # once it has a slot
 
     @property
+    def has_ended(self) -> bool:
+        """Say whether the transfer has ended, or was refused, and the coroutine that follows it has not run since."""
+        return self.outcome is not None and self.outcome.done()
+
+    @property
     def is_refused(self) -> bool:
         """Say whether the move came to nothing as soon as it had a slot."""
         return self.outcome is not None and self.outcome.done() and isinstance(self.outcome.result(), Unmoved)
