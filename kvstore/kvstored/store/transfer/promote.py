@@ -38,11 +38,9 @@ MAX_SUSPECTS = 4096
 @dataclass(slots=True, eq=False)
 class _Promotion(BlockMove):
     """A move to the mapped tier. A hint is one waiter, and never gives up. `answer` resolves to whether the block has a
-    mapped copy; `on_end(is_mapped, is_late)` is called at the end. `is_asked_again`: by a caller who came when the read
-    had just ended."""
+    mapped copy; `on_end(is_mapped, is_late)` is called at the end."""
 
     answer: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_asked_again: bool = False
     on_end: Callable[[bool, bool], None] | None = None
 
 
