@@ -167,15 +167,13 @@ class Daemon:
 
     async def _leave(self) -> None:
         """Take no new clients, and write what those that wait for it are connected for."""
-        store, former = self.store, self._storage.former
+        store = self.store
         audit_log.info(
             "stopping, as %s asked, with %d blocks: %s",
             self.asked_by, len(store.residency), self.memory.after_stop(),
         )  # fmt: skip
         self._phase.state = State.STOPPING
         self._handshake.accepting = False
-        if former is not None:
-            former.keeps_leases = not self.memory.is_forgotten
         if store.writeback is not None:
             await store.writeback.flush(STOP_GRACE_S)
 
