@@ -175,6 +175,7 @@ class Daemon:
         self._phase.state = State.STOPPING
         self._handshake.accepting = False
         if store.writeback is not None:
+            store.write_again()  # of damage that no tick has seen
             await store.writeback.flush(STOP_GRACE_S)
 
 
@@ -182,6 +183,7 @@ async def settle(store: Store, put: Put) -> None:
     """No client is connected any more: end pending puts, write what waits, leave no transfer in flight."""
     await put.finish()
     if store.writeback is not None:
+        store.write_again()
         left = await store.writeback.flush(STOP_GRACE_S)
         if left:
             log.warning("%d blocks could not be written in time; they were never called durable", left)
