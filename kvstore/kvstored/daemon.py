@@ -167,16 +167,15 @@ class Daemon:
 
     async def _leave(self) -> None:
         """Take no new clients, and write what those that wait for it are connected for."""
-        store, former = self.store, self._storage.former
+        store = self.store
         audit_log.info(
             "stopping, as %s asked, with %d blocks: %s",
             self.asked_by, len(store.residency), self.memory.after_stop(),
         )  # fmt: skip
         self._phase.state = State.STOPPING
         self._handshake.accepting = False
-        if former is not None:
-            former.keeps_leases = not self.memory.is_forgotten
         if store.writeback is not None:
+            store.write_again()  # of damage that no tick has seen
             await store.writeback.flush(STOP_GRACE_S)
 
 
@@ -184,6 +183,7 @@ async def settle(store: Store, put: Put) -> None:
     """No client is connected any more: end pending puts, write what waits, leave no transfer in flight."""
     await put.finish()
     if store.writeback is not None:
+        store.write_again()
         left = await store.writeback.flush(STOP_GRACE_S)
         if left:
             log.warning("%d blocks could not be written in time; they were never called durable", left)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
@@ -17,7 +18,7 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstored.admin.lifetime import Phase
+from kvstored.admin.lifetime import Phase, State
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.reach import follow_users
@@ -83,6 +84,7 @@ def open_storage(
     former = memory.restore_clients(store, clock)
     if former is not None:
         stack.callback(former.close)
+        phase.on_change.append(partial(_keep_leases, former, memory))
     usage.follow(store.policies, store.counters, store.prefetch_state)
     stack.push_async_callback(usage.save)
     stack.push_async_callback(store.endurance.close)
@@ -92,6 +94,11 @@ def open_storage(
         cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
         unsaved.failed(keyring.path, error, cost)
     return NodeStorage(tenants, store, former, usage, unsaved)
+
+
+def _keep_leases(former: FormerClients, memory: NodeMemory, state: State) -> None:
+    """Let a client that leaves while the daemon stops find its leases at the next process, if that has the memory."""
+    former.keeps_leases = state is State.STOPPING and not memory.is_forgotten
 
 
 def open_tiers(config: Config, memory: NodeMemory, mapped: Tier, start: Start, stack: AsyncExitStack) -> list[Tier]:

@@ -18,6 +18,8 @@ from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
 from kvstored.store.remote import RemoteValue
+from kvstored.store.transfer.demotion import Demotion
+from kvstored.store.transfer.rates import TokenBucket
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.examples import each_nth
 from tests.reference.small_store import FAR_S, small_store
@@ -60,6 +62,28 @@ async def store_chains(driven: DrivenStore, chains: Sequence[int]) -> None:
         await driven.put(keys_of(chain, BLOCKS), DurabilityMode.ALWAYS)
         driven.small.clock.advance(s=1)
         driven.small.store.tick()
+
+
+def test_a_block_that_finds_no_room_below_takes_nothing_of_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(driven: DrivenStore) -> None:
+        small = driven.small
+        await driven.put_on_nvme_alone(keys_of(1, 1))
+        row = small.residency.find(driven.client.tenant_id, keys_of(1, 1)[0])
+        (demotion,) = (each for each in small.store.copiers if isinstance(each, Demotion))
+        gate = demotion._bounds.gate
+        assert gate is not None
+        gate._bucket = TokenBucket(1.0, 1)
+        with monkeypatch.context() as full:
+            full.setattr(small.store.rooms[REMOTE], "allocate_now", lambda *_, **__: None)
+            full.setattr(small.store.tiers[REMOTE], "allocate", lambda *_: None)
+            assert not await demotion.write_back(row)
+        assert gate.has_budget(), "nothing was written"
+        assert await demotion.write_back(row)
+        assert not gate.has_budget()
+
+    run(tmp_path, scenario, LossyStore())
 
 
 def only_remote(driven: DrivenStore) -> list[int]:

@@ -195,14 +195,18 @@ class Store:
         asked = [self.completions.outcome_of(tier.sync) for tier in self.keyed.values()]
         return all([(await outcome).ok for outcome in asked])
 
+    def write_again(self) -> None:
+        """Begin to write blocks whose durable copy was found damaged, and which are still there."""
+        if self.writeback is not None:
+            damaged, self.damage.to_write_again = self.damage.to_write_again, []
+            self.writeback.write_again(damaged)
+
     def tick(self) -> None:
         """Do what waits for time alone; a few times a second is enough."""
         self.endurance.tick()
         for breaker in self._breakers.values():
             breaker.tick()
-        if self.writeback is not None:
-            damaged, self.damage.to_write_again = self.damage.to_write_again, []
-            self.writeback.write_again(damaged)
+        self.write_again()
         self.prefetcher.tick()
         for sharing in self.sharing:
             sharing.tick()

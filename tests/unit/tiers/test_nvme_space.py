@@ -43,6 +43,16 @@ def test_a_smaller_capacity_costs_slabs(tmp_path: Path) -> None:
     assert check_directory(tmp_path, capacity_bytes=smaller) == []
 
 
+def test_a_slab_has_room_for_every_owner(tmp_path: Path) -> None:
+    with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+        slot = fill(tier, 1, LARGE_BYTES)[0]
+        for owner in ("", "a", "b"):
+            assert tier.makes_room(slot.container, slot.nbytes, owner)
+            assert not tier.convertible(slot.nbytes, owner), "one slot is enough"
+            assert not tier.makes_room(slot.container, 8192, owner)
+            assert tier.convertible(8192, owner)
+
+
 sizes = st.sampled_from([8192, 12_288, 65_536, 1 << 20])
 
 

@@ -100,8 +100,11 @@ class SlabSpace(Containers[Slab]):
         self.remove(slab)
         self.aside.discard(slab.number)
 
+    def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
+        return super().makes_room(number, nbytes, "")  # slots of a slab are any owner's
+
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        found = super().convertible(nbytes, owner)
+        found = super().convertible(nbytes, "")
         return [report for report in found if slots_that_fit(report.nbytes, nbytes)]
 
     def put_back(self, number: int) -> bool:

@@ -91,8 +91,9 @@ class Discovery:
 
     async def wait(self, question: Question, limit_ms: int) -> None:
         """Wait for the answer, until the deadline; what was found in time is in the index then."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(question.entered.wait(), min(limit_ms, DEADLINE_MS) / 1000)
+        with suppress(TimeoutError):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
+            async with asyncio.timeout(min(limit_ms, DEADLINE_MS) / 1000):
+                await question.entered.wait()
         if question.is_late or not question.entered.is_set():
             self._counters.add("discovery_timeouts")
 

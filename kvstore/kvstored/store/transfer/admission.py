@@ -83,10 +83,10 @@ class TierGate:
         now_ns = self._clock.monotonic_ns()
         return (self._bucket.ready_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    def spend(self, row: int) -> None:
-        """Take the bytes of a block that is being written from the budget."""
+    def spend(self, nbytes: int) -> None:
+        """Take the slot of a block that is being written from the budget."""
         self._bucket.ready(self._clock.monotonic_ns())
-        self._bucket.spend(self._residency.slot_bytes(row))
+        self._bucket.spend(nbytes)
 
 
 class Contest:

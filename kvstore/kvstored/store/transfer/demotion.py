@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 
+from kvstore_tiers.base import Slot
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.admission import TierGate
 from kvstored.store.transfer.damage import Damage
@@ -49,8 +49,7 @@ class Demotion:
         self._damage = damage
         self._flow = flows.tiers[link.source]
         self._bounds = bounds or Bounds()
-        # A put waits for it, and there is a way beyond: nothing here waits for copies in flight.
-        self._moves: Moves[BlockMove] = Moves(residency, partial(room.allocate, is_patient=False))
+        self._moves: Moves[BlockMove] = Moves(residency, self._make_room)
 
     def wants(self, row: int) -> bool:
         """Say whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the
@@ -71,13 +70,21 @@ class Demotion:
             direct = bounds.direct
             link = direct if direct is not None and residency.has(row, direct.source) else self._link
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
-            if bounds.gate is not None:
-                bounds.gate.spend(row)
             move = BlockMove(residency.token(row), nbytes, tenant, link, bounds.priority)
-            self._moves.begin(move, self._demote, self._room.allocate_now(nbytes, tenant))
+            self._moves.begin(move, self._demote, self._charged(self._room.allocate_now(nbytes, tenant)))
         assert move.task is not None
         ended, _ = await asyncio.wait([move.task], timeout=self._patience_s())
         return bool(ended) and move.task.result()
+
+    async def _make_room(self, nbytes: int, tenant: int) -> Slot | None:
+        # A put waits for it, and there is a way beyond: nothing here waits for copies in flight.
+        return self._charged(await self._room.allocate(nbytes, tenant, is_patient=False))
+
+    def _charged(self, slot: Slot | None) -> Slot | None:
+        """Take a slot, which will be written, from the rate of the tier below."""
+        if slot is not None and self._bounds.gate is not None:
+            self._bounds.gate.spend(slot.nbytes)
+        return slot
 
     async def _demote(self, move: BlockMove) -> bool:
         outcome = await self._moves.copied(move)

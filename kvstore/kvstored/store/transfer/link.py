@@ -206,7 +206,8 @@ class Unmoved(Enum):
 @dataclass(slots=True, eq=False)
 class BlockMove:
     """One block on its way along `link`. `waiters` are the callers who still want it; the last to wait
-    stops waiting at `due_ns`. `ticket` is its place in the lane, 0 while it has none."""
+    stops waiting at `due_ns`. `ticket` is its place in the lane, 0 while it has none. `is_asked_again`: by a caller who
+    came when its transfer had just ended."""
 
     token: int
     nbytes: int  # of its slot
@@ -216,9 +217,15 @@ class BlockMove:
     due_ns: int | None = None
     waiters: int = 1
     ticket: int = 0
+    is_asked_again: bool = False
     began_s: float = 0.0  # by the loop's clock
     task: asyncio.Task[bool] | None = None
     outcome: asyncio.Future[Outcome | Unmoved] | None = None  # once it has a slot
+
+    @property
+    def has_ended(self) -> bool:
+        """Say whether the transfer has ended, or was refused, and the coroutine that follows it has not run since."""
+        return self.outcome is not None and self.outcome.done()
 
     @property
     def is_refused(self) -> bool:
@@ -297,7 +304,7 @@ class Moves(Generic[Kind]):
         if move.outcome is None:
             if not self._is_wanted(move, self._residency.current(move.token)):
                 return Unmoved.IN_VAIN
-            slot = await self._allocate(move.nbytes, move.tenant)
+            slot = await self._find_room(move)
             if slot is None:
                 return Unmoved.NO_ROOM
             self.queue(move, slot)
@@ -305,6 +312,13 @@ class Moves(Generic[Kind]):
         outcome = await move.outcome
         move.ticket, move.outcome = 0, None
         return outcome
+
+    async def _find_room(self, move: Kind) -> Slot | None:
+        try:
+            return await self._allocate(move.nbytes, move.tenant)
+        except Exception:  # a mistake of ours: the move ends as any other that finds no room
+            log.exception("making room in tier %s failed", move.link.destination_tier.info.name)
+            return None
 
     def queue(self, move: Kind, slot: Slot) -> None:
         """Queue the transfer of `move` into `slot`, unless it is in vain by now."""

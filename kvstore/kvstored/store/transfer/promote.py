@@ -117,6 +117,7 @@ class Promoter:
         known = self._moves.find(residency.token(row))
         if known is not None:
             known.waiters += 1
+            known.is_asked_again |= known.has_ended
             if priority < known.priority:
                 self._hold_room(known, -1)
                 known.raise_priority(priority, due_ns)
@@ -166,7 +167,9 @@ class Promoter:
         policy's next victim leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a
         request has come for it meanwhile. Return False, and never call `ended`, where it did not begin."""
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
-        if link is None or self.is_coming(row) or self._prefetch_room_bytes < nbytes:
+        if link is None or self._prefetch_room_bytes < nbytes:
+            return False
+        if residency.token(row) in self._moves or self.is_coming(row):
             return False
         slot = self._room.allocate_now(nbytes, residency.tenant_of(row))
         if slot is None:
@@ -187,7 +190,7 @@ class Promoter:
     def is_coming(self, row: int) -> bool:
         """Say whether the block is mapped, or is being promoted or put."""
         known = self._moves.find(self._residency.token(row))
-        is_promoted = known is not None and not known.is_refused
+        is_promoted = known is not None and (not known.is_refused or known.is_asked_again)
         return is_promoted or bool(self._residency.state(row, self._residency.mapped))
 
     def seconds_of(self, row: int) -> tuple[int, float]:
@@ -260,12 +263,13 @@ class Promoter:
                 row = self._residency.current(promotion.token)
                 if isinstance(outcome, Unmoved):  # its tier was shed, perhaps, and a put brought the block again
                     is_mapped = row >= 0 and self._residency.has(row, self._residency.mapped)
-                    break
-                self._judge(promotion, row, outcome)
-                is_mapped = outcome.ok
-                if is_mapped or outcome.kind is OutcomeKind.CANCELLED or not self._reads_elsewhere(promotion):
+                else:
+                    self._judge(promotion, row, outcome)
+                    is_mapped = outcome.ok
+                if is_mapped or not self._begins_again(promotion, outcome):
                     break
         finally:
+            self._seeking.discard(promotion.token)
             self._hold_room(promotion, -1)
             self._moves.end(promotion)
             if not promotion.answer.done():
@@ -295,11 +299,15 @@ class Promoter:
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
 
-    def _reads_elsewhere(self, promotion: _Promotion) -> bool:
-        """Say whether to begin again with the copy of another tier, where one in memory was of no use."""
+    def _begins_again(self, promotion: _Promotion, outcome: Outcome | Unmoved) -> bool:
+        """Say whether to begin again after a read that came to nothing: for a caller who asked when it had just ended,
+        or with the copy of another tier, where one in memory was of no use."""
+        is_asked, promotion.is_asked_again = promotion.is_asked_again and not promotion.answer.done(), False
         row = self._residency.current(promotion.token)
         link = self._link_of(row) if row >= 0 else None
-        if promotion.link.breaker is not None or link is None or link is promotion.link:
+        was_read = isinstance(outcome, Outcome) and outcome.kind is not OutcomeKind.CANCELLED
+        is_elsewhere = was_read and promotion.link.breaker is None and link is not promotion.link
+        if link is None or not (is_asked or is_elsewhere):
             return False
         promotion.link = link
         return True

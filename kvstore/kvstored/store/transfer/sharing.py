@@ -140,7 +140,7 @@ class Sharing:
                 self._counters.add("device_declined_blocks", blocks)
                 self._path.clear()
                 return
-        self._gate.spend(row)
+        self._gate.spend(nbytes)
         self._moves.begin(BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
 
     async def _share(self, move: BlockMove) -> bool:

@@ -274,7 +274,9 @@ class WriteBack:
             self._backlog.gathering.append(write)
             self._backlog.nbytes += write.nbytes
             self.gate.begins(token)
-        elif priority < write.priority:
+            return write
+        write.is_asked_again |= write.has_ended
+        if priority < write.priority:
             write.raise_priority(priority)
         return write
 
@@ -292,6 +294,8 @@ class WriteBack:
         is_written = False
         try:
             outcome = await self._writes.copied(write)
+            if write.is_asked_again and write.state is WriteState.QUEUED:  # with more urgency, perhaps
+                outcome = await self._writes.copied(write)
             is_written = isinstance(outcome, Outcome) and outcome.ok
             if is_written:
                 self._counters.add("written_back_blocks")

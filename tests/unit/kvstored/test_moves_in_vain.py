@@ -1,0 +1,119 @@
+"""Promotions and writes that come to nothing, and callers who ask before that has been dealt with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore_tiers.base import Slot
+from kvstored.store.endurance.budget import COMMIT_BYTES
+from kvstored.store.transfer.gate import Refusal
+from kvstored.store.transfer.lane import Priority
+from tests.reference.small_store import FAR_S, SmallStore, small_store
+
+
+def over_nvme(directory: Path, scenario: Callable[[SmallStore], Coroutine[None, None, None]]) -> None:
+    """Run `scenario` over a store with two blocks that NVMe alone has."""
+
+    async def main() -> None:
+        async with small_store(directory) as small:
+            for number in (1, 2):
+                assert await small.is_durable(number)
+            small.drop_from_dram(1, 2)
+            await scenario(small)
+            await small.settle()
+            assert not small.residency.pins
+
+    asyncio.run(main())
+
+
+def limit(small: SmallStore, lane_name: str, priority: Priority, items: int) -> None:
+    """Let so many items of a priority wait in a lane."""
+    lane = small.store.mover.lanes[lane_name]
+    limits = lane.settings.limits
+    few = replace(limits[priority], queued_items=items)
+    lane.settings = replace(lane.settings, limits=limits | {priority: few})
+
+
+def test_a_caller_who_comes_right_after_the_last_one_has_left_gets_the_block(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        promoter, row = small.store.promoter, small.find(1)
+        left = promoter.promote(row, Priority.DEMAND)
+        promoter.give_up(small.residency.token(row))
+        came = promoter.promote(row, Priority.DEMAND)
+        async with asyncio.timeout(FAR_S):
+            assert await came
+            await left
+        assert small.residency.has(row, small.mapped)
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_a_request_for_a_block_whose_prefetch_was_refused_just_now_gets_it(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        promoter = small.store.promoter
+        limit(small, "nvme→host", Priority.PREFETCH, 1)
+        assert promoter.prefetch(small.find(1)) and not promoter.prefetch(small.find(2))
+        async with asyncio.timeout(FAR_S):
+            assert await promoter.promote(small.find(2), Priority.DEMAND)
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_a_prefetch_that_fails_to_make_room_does_not_hold_up_the_ones_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(small: SmallStore) -> None:
+        def refuse(*_: object) -> Slot | None:
+            raise ZeroDivisionError("a mistake")
+
+        promoter = small.store.promoter
+        with monkeypatch.context() as patched:
+            patched.setattr(small.store.room, "allocate_now", lambda *_: None)
+            promotion = promoter.promote(small.find(1), Priority.PREFETCH)
+            assert promoter.prefetch_seeks_room
+            patched.setattr(small.store.room, "allocate_now", refuse)
+            async with asyncio.timeout(FAR_S):
+                assert not await promotion
+        assert not promoter.prefetch_seeks_room
+        assert promoter.prefetch(small.find(1))
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_a_write_that_a_client_insists_on_is_made_though_a_lesser_one_was_refused_just_now(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        row = await small.store_in(small.mapped, 3)
+        limit(small, "host→nvme", Priority.DEMOTION, 0)
+        small.writeback.write_through(row)
+        small.writeback.write_through(await small.store_in(small.mapped, 4), at_once=True)  # starts both
+        async with asyncio.timeout(FAR_S):
+            assert await small.writeback.write_through(row, at_once=True)
+        assert small.writeback.is_durable(row)
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_nothing_is_charged_for_a_write_that_fails_to_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(small: SmallStore) -> None:
+        def refuse(*_: object) -> Slot | None:
+            raise ZeroDivisionError("a mistake")
+
+        row, room = await small.store_in(small.mapped, 3), small.store.rooms[small.residency.durable]
+        before_bytes = small.store.endurance.report().spent_bytes
+        with monkeypatch.context() as patched:
+            patched.setattr(room, "allocate_now", lambda *_: None)
+            settled = small.writeback.write_through(row, at_once=True)
+            patched.setattr(room, "allocate_now", refuse)
+            async with asyncio.timeout(FAR_S):
+                assert not await settled
+        assert small.writeback.why_volatile(row) is Refusal.ROOM
+        assert small.store.endurance.report().spent_bytes - before_bytes in (0, COMMIT_BYTES)
+
+    over_nvme(tmp_path, scenario)
