@@ -277,3 +277,5 @@ class InPlacePut:
         self._undecided += undecided
         self._believed.difference_update(undecided)
         self._receipt.record(call, answer, decided)
+        if wire.STORE_STATUS_PRESENT in statuses:
+            self._daemon.index.get(may_wait=False)  # so that the next put knows what is present

@@ -22,7 +22,7 @@ from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
 from kvstore_client.payload import PayloadWriter, write_tokens
-from kvstore_client.receipt import PRESENT, THROTTLED, PutOrder, PutReceipt
+from kvstore_client.receipt import THROTTLED, PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import Extent, Staging, Use
 from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
@@ -70,8 +70,6 @@ def put(
             receipt.reason = reason
         else:
             StagedPut(daemon, staging, order, receipt, blocks, believed, deadline, clock=clock).run()
-    if PRESENT in receipt.statuses:
-        daemon.index.get(may_wait=False)  # so that the next put knows what is present
     return receipt
 
 
@@ -234,6 +232,8 @@ class StagedPut:
             self._receipt.reason = REASON_PENDING
         decided = [NOWHERE if position in again else block for position, block in enumerate(store.blocks)]
         self._receipt.record(call, answer, decided)
+        if wire.STORE_STATUS_PRESENT in statuses:  # asked at the first answer, it is there at the put's end
+            self._daemon.index.get(may_wait=False)
         self._send_again(store, again, MIN_RETRY_S if wire.STORE_STATUS_AGAIN in statuses else 0.0)
 
     def _send_again(self, store: StoreCall, positions: Sequence[int], delay_s: float) -> None:

@@ -45,15 +45,19 @@ class Fit:
         """Predict the seconds for `features`; at least 0."""
         return max(0.0, float(sum(map(mul, self.coefficients, features))))
 
-    def observe(self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False) -> None:
+    def observe(
+        self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False, is_alike: bool = True
+    ) -> None:
         """Learn that `features` took `cost_s` seconds. A sample that is not finite or not positive is ignored.
-        `is_to_scale`: samples before were wrong by one factor, which this one corrects.
+        `is_to_scale`: samples before were wrong by one factor, which this one corrects. Unless `is_alike`, it says
+        nothing of what others took, and moves them only as far as it shares features with them.
         """
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return
         predicted_s = self.predict(features)
-        way = (cost_s > predicted_s * _SURPRISE) - (cost_s < predicted_s / _SURPRISE)
-        self._surprises = way + (self._surprises if way * self._surprises > 0 else 0)
+        if is_alike:
+            way = (cost_s > predicted_s * _SURPRISE) - (cost_s < predicted_s / _SURPRISE)
+            self._surprises = way + (self._surprises if way * self._surprises > 0 else 0)
         if predicted_s > 0 and (is_to_scale or not self.samples or abs(self._surprises) >= self._patience):
             self.rescale(cost_s / predicted_s)
             self._surprises = 0

@@ -29,6 +29,7 @@ _PLAUSIBLE = 0.7, 2.5  # times as long as alone: what the other work may explain
 _EVERY_SHARE = 0.2  # of a new short step in what every step takes
 _MOST_EVERY = 2.0  # a short step counts for so many times what every step took until then: some wait for others
 _LARGEST_PART = 0.5  # of a long step is what every step takes, at most
+_MOST_TOKENS_KEPT = 0.99  # after each step; prompts may become shorter
 _STEPS_PATIENCE = 4  # a step may wait for others
 _MOST_TIERS = 16
 _VERSION = 4
@@ -165,6 +166,7 @@ class StepFit:
         self._fit = Fit(_COMPUTE_PRIOR, patience=_STEPS_PATIENCE)
         self._every_s = 0.0
         self._long = (0.0, 0.0)  # tokens and pairs of the latest long step
+        self._most_tokens = 0.0  # of a step lately
         self._note_cost()
 
     @property
@@ -186,9 +188,11 @@ class StepFit:
         if self.count == 1 and self.is_known:
             return False
         own_s = max(seconds - self._every_s, (1 - _LARGEST_PART) * seconds)
-        is_alike = tokens >= self._long[0] / 2  # a decode says nothing of how much warming up was in a prompt's step
+        is_alike = tokens >= self._most_tokens / 2  # a decode says nothing of the scale of a prompt's step
+        self._most_tokens = max(tokens, _MOST_TOKENS_KEPT * self._most_tokens)
         is_to_scale = self.is_provisional and is_alike
-        self._fit.observe(ComputeCost.features(tokens, attended), own_s, is_to_scale=is_to_scale)
+        features = ComputeCost.features(tokens, attended)
+        self._fit.observe(features, own_s, is_to_scale=is_to_scale, is_alike=is_alike)
         if is_alike or not self.is_provisional:
             self._long = tokens, attended
             self.is_provisional = self.count == 1
@@ -205,7 +209,7 @@ class StepFit:
         if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= attended < 1e18):
             raise ValueError("not the costs of steps")
         self._fit.restore(**fit)
-        self._every_s, self._long = float(every_s), (float(tokens), float(attended))
+        self._every_s, self._long, self._most_tokens = float(every_s), (float(tokens), float(attended)), float(tokens)
         self._note_cost()
 
     def _observe_short(self, every_s: float) -> None:

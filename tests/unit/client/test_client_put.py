@@ -124,6 +124,30 @@ def test_a_duplicate_makes_the_client_ask_for_the_index(
     assert asked == [False]
 
 
+def test_a_long_put_of_duplicates_asks_for_the_index_while_it_writes(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the index is there for the put after it: the first request only begins to bring it."""
+    connection = session._connection.current()
+    assert connection is not None
+    session.put(TOKENS, payloads=PAYLOADS)
+    written, asked = list[int](), list[int]()
+    monkeypatch.setattr("kvstore_client.put.RUN_BYTES", SLOT)
+    monkeypatch.setattr(connection.index, "get", lambda *, may_wait: asked.append(len(written)))
+
+    def payload(block: int) -> FillSlot:
+        def fill(destination: Bytes) -> None:
+            time.sleep(0.01)
+            np.copyto(destination, PAYLOADS[block])
+            written.append(block)
+
+        return fill
+
+    payloads = [payload(block) for block in range(BLOCKS)]
+    assert session.put(TOKENS, payloads=payloads, deadline_s=10).statuses == ["present"] * BLOCKS
+    assert len(asked) > 1 and asked[0] < BLOCKS
+
+
 def test_a_block_that_another_client_is_writing_is_sent_again_unchanged(daemon: FakeDaemon, session: Session) -> None:
     daemon.knobs.present_as_pending = 5
     written: list[int] = []

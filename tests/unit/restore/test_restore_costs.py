@@ -102,6 +102,16 @@ def test_one_descheduled_step_does_not_wreck_the_fit() -> None:
     assert learned.batch_s([(512, 0)]) == pytest.approx(COMPUTE.chunk_s(0, 512), rel=0.6)
 
 
+@pytest.mark.parametrize(("token_s", "step_s"), [(0.01 / 512, 0.01), (0.01 / 2048, 0.006), (1 / 500, 0.1)])
+def test_answers_that_are_decoded_say_nothing_of_the_scale_of_prompts(token_s: float, step_s: float) -> None:
+    learned, device = LearnedCosts(), ComputeCost(step_s, token_s, 0.0)  # a step costs what hundreds of tokens do
+    for _ in range(4):
+        learned.observe_batch([(512, 0)], device.chunk_s(0, 512))
+        for at in range(512, 562):
+            learned.observe_batch([(1, at)], device.chunk_s(at, 1))
+        assert learned.batch_s([(512, 0)]) == pytest.approx(device.chunk_s(0, 512), rel=0.2)
+
+
 @pytest.mark.parametrize("beside_computing", [False, True])
 def test_a_link_that_becomes_another_is_followed_at_once(beside_computing: bool) -> None:
     learned = _trained()
