@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-QUICK_SHARE = 0.25
+QUICK_SHARE = 0.15
 EVERY_CASE = os.environ.get("KVSTORED_TEST_EVERY_CASE", "") == "1"
 is_thorough = True
 Case = TypeVar("Case")
