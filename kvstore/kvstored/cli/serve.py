@@ -70,9 +70,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 0
     set_up_logging(config.daemon.log_level)
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
-
-    if unknown_names():
-        return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
     ahead = EarlyRecordScan.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
@@ -80,6 +77,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         from kvstored.daemon import StartupError
         from kvstored.run import run
 
+        if unknown_names():  # every module has declared its own by now
+            return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
             return run(config, read, ahead, new_secret=arguments.new_secret)

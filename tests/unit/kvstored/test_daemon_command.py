@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kvstore_tiers.failpoints import ENVIRONMENT
 from kvstored.cli import EXIT_USAGE, main
 
 
@@ -25,3 +27,15 @@ def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr == "kvstored: No space left on device\n"
+
+
+def test_a_failpoint_that_no_module_declares_is_refused_by_name(tmp_path: Path) -> None:
+    """Modules declare theirs as they are imported: those of files and of a restart are known like others."""
+    armed = "file.seal=delay:0;warm.arena-taken-over=delay:0;keyring.nvme-marked=delay:0;no.such=kill"
+    command = [sys.executable, "-m", "kvstored", "serve", "--socket-dir", str(tmp_path), "--state-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--set", "nvme.enabled=false"], env={**os.environ, ENVIRONMENT: armed}, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr == f"kvstored: {ENVIRONMENT} arms what does not exist: no.such\n"
