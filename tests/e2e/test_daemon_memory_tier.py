@@ -49,6 +49,7 @@ def test_three_tiers_serve_what_was_put(tmp_path: Path) -> None:
                     assert lease.blocks == BLOCKS and holds(lease, payloads_of(number, BLOCKS, MODEL))
 
 
+@pytest.mark.slow
 def test_memory_of_a_numa_node() -> None:
     if not Path("/sys/devices/system/node/node0").is_dir():
         pytest.skip("this machine lists no NUMA node")

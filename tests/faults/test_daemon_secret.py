@@ -115,6 +115,7 @@ def test_new_secret_drops_nothing_where_the_secret_is_in_order(stopped: RunningD
     assert "nothing is dropped" in stopped.log
 
 
+@pytest.mark.slow
 def test_an_nvme_directory_of_another_daemon_is_refused(stopped: RunningDaemon, tmp_path: Path) -> None:
     with running_daemon(f"nvme.path={tmp_path}/nvme") as other:
         put(other, 2)

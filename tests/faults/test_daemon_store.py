@@ -129,6 +129,7 @@ def test_an_abandoned_put_never_mixes_with_the_next_one() -> None:
                 assert len(lease) == blocks, "what was sent is stored, though no caller waited"
 
 
+@pytest.mark.slow
 def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
     """What a broken stream left under way counts against the client until it has ended."""
     settings = ("nvme.enabled=false", "host.copy_threads=1", "limits.inflight_per_client=3")

@@ -106,6 +106,7 @@ def test_another_tenants_cold_blocks_in_sealed_arenas_do_not_stop_puts(tmp_path:
     asyncio.run(inside())
 
 
+@pytest.mark.slow
 def test_a_hung_copy_on_nvme_does_not_hang_dram_once_the_breaker_is_open(tmp_path: Path) -> None:
     """DRAM is full of blocks of a new size, NVMe of an old one. Their demotion needs an emptied slab; that hangs."""
 

@@ -121,6 +121,7 @@ def test_another_model_renamed_over_the_file_is_not_served_until_the_next_start(
     assert all(tokens)
 
 
+@pytest.mark.slow
 def test_a_worker_started_after_a_rename_has_the_weights_of_the_old_file(
     server: RunningServer, path: Path, original: Path, daemon: RunningDaemon, answers: list[str]
 ) -> None:

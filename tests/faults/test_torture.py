@@ -77,6 +77,7 @@ def test_a_short_run_of_everything(place: Path) -> None:
     assert processes_below(place) == []
 
 
+@pytest.mark.slow
 def test_what_was_not_asked_for_is_null_with_a_reason(place: Path) -> None:
     result = run(place, "--seed", "4", "--seconds", "120", "--only", "corruption", "--stop-at", "corruption=50")
     assert result["corruptions"] > 20 and result["served_wrong"] == 0

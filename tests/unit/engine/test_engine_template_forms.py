@@ -325,6 +325,7 @@ def test_a_refusal_has_one_line() -> None:
         _render("{{ raise_exception('no\n  such\n\nthing') }}", [_said("user", "q")])
 
 
+@pytest.mark.slow
 def test_ranges_within_ranges_have_an_end() -> None:
     with pytest.raises(TemplateError, match="out of bounds"):
         _render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", [_said("user", "q")])

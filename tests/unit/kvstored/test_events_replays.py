@@ -130,6 +130,7 @@ def test_one_that_never_reads_costs_a_window_and_delays_nobody(node: Node, conte
     assert node.turns_until(lambda: not node.replays.held_bytes and not node.replays.are_under_way), "it was cut off"
 
 
+@pytest.mark.slow
 def test_many_that_never_read_are_bounded_together(
     node: Node, context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_it_is_deterministic() -> None:
     assert replayed(trace, 200)[1] == replayed(trace, 200)[1]
 
 
+@pytest.mark.slow
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstored.store.policies.chains.ghost._GHOST_MIN", 100)
     monkeypatch.setattr("kvstored.store.policies.chains.learning._SLACK", 50)

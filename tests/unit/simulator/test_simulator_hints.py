@@ -75,6 +75,7 @@ def test_without_hints_there_are_none() -> None:
     assert not any(made_up(mixed_trace(50), NO_HINTS))
 
 
+@pytest.mark.slow
 def test_a_queue_brings_hits() -> None:
     trace = mixed_trace(1500)
     plain, hinted = (

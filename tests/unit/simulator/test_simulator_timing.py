@@ -298,6 +298,7 @@ def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later(plan: Se
 rates = st.floats(-3.5, 1.0).map(lambda power: 10.0**power)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(block_s=rates, link_s=rates, below_s=rates, seed=st.integers(0, 50))
 def test_bringing_blocks_back_never_takes_longer_than_computing_them(
@@ -343,6 +344,7 @@ def test_samples_say_what_tiers_held_over_time() -> None:
 # A study
 
 
+@pytest.mark.slow
 def test_a_study_compares_with_the_better_baseline() -> None:
     study = TimingStudy(
         TRACE, machine(block_s=0.2), 1, MODEL, (("dram", 40 * SLOT), ("nvme", 120 * SLOT)), 30 * BLOCK_BYTES,

@@ -29,6 +29,7 @@ def fill(tier: NvmeTier, first: int, payload_bytes: int) -> list[Slot]:
     return slots
 
 
+@pytest.mark.slow
 def test_a_smaller_capacity_costs_slabs(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
         fill(tier, 1, SMALL_BYTES)
