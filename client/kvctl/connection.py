@@ -84,12 +84,12 @@ def open_session(
 
 
 def in_words(reason: str) -> str:
-    """Why blocks were not served, for people; a reason without a sentence as it is."""
+    """Return the sentence that tells a user why blocks were not served, or `reason` itself where there is none."""
     return _SENTENCES.get(reason, reason)
 
 
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
-    """The failure of a command whose blocks could not be had, by the client's reason."""
+    """Return the error of a command that could not get the blocks `what`, for the `reason` that the client gave."""
     if reason == REASON_NO_DAEMON:
         return CommandError(UNREACHABLE, f"{what}: the daemon went away")
     if reason == REASON_DEADLINE:

@@ -120,7 +120,7 @@ def _ago(at_s: float) -> str:
 
 
 def _by_class(tier: wire.TierStatus) -> str:
-    """How soon the tier's policy expects to need what it holds."""
+    """Return how many blocks of `tier` its policy expects to need soon, later and hardly ever."""
     parts = [
         f"{name} {human_count(tier.residency[name])} blocks, {human_bytes(tier.residency_bytes[name])}"
         for name in ("hot", "warm", "cold")

@@ -267,7 +267,7 @@ def speed(around: Surroundings, progress: Progress) -> Iterator[Finding]:
 
 
 def judge(measured: Measured) -> Iterator[Finding]:
-    """What the figures mean for a tier below DRAM."""
+    """Say whether a disk with the figures `measured` can serve a tier below DRAM."""
     write = measured.written_bytes / max(measured.write_s, 1e-9)
     read = measured.read_bytes / max(measured.read_s, 1e-9)
     how = "" if measured.is_direct else ", through the page cache"

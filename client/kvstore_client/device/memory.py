@@ -63,7 +63,7 @@ class HostMappings:
                 follower.given_up(memory)
 
     def follow(self, follower: Follower) -> None:
-        """Call `follower` with every mapping: those that are known now, and later ones."""
+        """Call `follower` with every known mapping, and with every later one."""
         with self._lock:
             self._followers.append(follower)
             for memory in list(self._known.values()):

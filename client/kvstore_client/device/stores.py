@@ -143,7 +143,7 @@ class Stores:
             collected.queue(self._stream)
 
     def _room(self, nbytes: int) -> int:
-        """Return where the buffer has room for a payload; waits for those that are there, where it has none."""
+        """Return the place of `nbytes` free bytes in the buffer, after its payloads have been stored if it is full."""
         if self._used + nbytes > self._buffer.nbytes:
             self.settle()
         self._used += nbytes
