@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -199,3 +200,15 @@ def test_makefile_targets_are_described() -> None:
         target for path in documents() for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", path.read_text(), re.M)
     }
     assert mentioned - phony == set()
+
+
+def test_what_the_makefile_and_ci_run_is_there() -> None:
+    """A module that moved is not named by a recipe any more, nor is a test or a script that went."""
+    text = "".join((ROOT / name).read_text() for name in ("Makefile", ".ci/run"))
+    imports = re.findall(r"from ((?:kvstore|kvctl)[\w.]*) import (\w+)", text)
+    assert imports
+    for module, name in imports:
+        assert importlib.util.find_spec(f"{module}.{name}") or hasattr(importlib.import_module(module), name), module
+    assert [
+        path for path in re.findall(r"(?<!\S)(?:tests|benchmarks)/[\w/.*]+", text) if not list(ROOT.glob(path))
+    ] == []
