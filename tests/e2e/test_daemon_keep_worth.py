@@ -82,7 +82,7 @@ def test_by_worth_what_is_not_stays_volatile_and_says_why() -> None:
         assert list(receipt.durability) == ["volatile"] * 2
         why = daemon.ask(
             lambda store: {
-                store.writeback.why_volatile(row)
+                store.writeback.gate.refusal_of(row)
                 for row in range(store.residency.rows.capacity)
                 if store.residency.tier_mask(row)
             }

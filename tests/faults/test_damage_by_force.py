@@ -53,7 +53,7 @@ async def test_a_lease_lapses_though_one_of_its_blocks_was_taken(small: SmallSto
 @over_a_store("durability.batch_ms=60000")
 async def test_a_bad_dram_copy_that_waits_to_be_written_stays_until_it_is_found_again(small: SmallStore) -> None:
     settled = await small.put(1)
-    assert settled is not None and small.writeback.is_coming(small.find(1))
+    assert settled is not None and small.writeback.gate.is_coming(small.find(1))
     small.store.damage.found(HOST, small.find(1), "flipped")
     assert small.residency.has(small.find(1), HOST), "write-back reads it in a moment"
     assert await small.writeback.flush(FAR_S) == 0

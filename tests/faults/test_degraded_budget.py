@@ -31,7 +31,7 @@ def test_a_day_s_budget_and_no_more_is_written(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path, BUDGET) as small:
             assert await spend_all(small) == A_DAY
-            assert small.writeback.why_volatile(small.find(1000 + A_DAY)) is Refusal.BUDGET
+            assert small.writeback.gate.refusal_of(small.find(1000 + A_DAY)) is Refusal.BUDGET
             assert small.store.counters["endurance_bytes"] == A_DAY * COST <= DAY_BYTES
             assert small.store.counters["budget_refused_blocks"] == 1
             small.clock.advance(s=DAY_S / 2)
@@ -53,7 +53,7 @@ def test_while_it_is_scarce_only_blocks_that_were_used_twice_are_written(tmp_pat
             while await small.is_durable(number):
                 number += 1
             assert number - 1 - A_DAY // 2 in (0, 1), "half of it is kept for what has proved itself"
-            assert small.writeback.why_volatile(small.find(number)) is Refusal.SCARCE
+            assert small.writeback.gate.refusal_of(small.find(number)) is Refusal.SCARCE
             assert await small.is_durable(5000, uses=2)
 
     asyncio.run(run())
@@ -91,7 +91,7 @@ def test_always_is_not_refused_in_silence(tmp_path: Path) -> None:
             await spend_all(small)
             assert not await small.is_durable(1, mode="always")
             assert small.store.counters["budget_throttled_blocks"] == 1
-            assert small.writeback.why_volatile(small.find(1)) is Refusal.BUDGET
+            assert small.writeback.gate.refusal_of(small.find(1)) is Refusal.BUDGET
 
     asyncio.run(run())
 
@@ -100,7 +100,7 @@ def test_always_bypasses_admission(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path, "nvme.admission=second-touch") as small:
             assert not await small.is_durable(1)
-            assert small.writeback.why_volatile(small.find(1)) is Refusal.ADMISSION
+            assert small.writeback.gate.refusal_of(small.find(1)) is Refusal.ADMISSION
             assert small.store.counters["admission_refused_blocks"] == 1
             assert await small.is_durable(2, mode="always")
 
@@ -145,7 +145,7 @@ def test_what_finds_no_room_is_not_charged(tmp_path: Path) -> None:
             small.disk.plan()
             small.disk.inner.allocate = lambda nbytes, owner="": None  # type: ignore[method-assign, assignment]
             assert not await small.is_durable(1)
-            assert small.writeback.why_volatile(small.find(1)) is Refusal.ROOM
+            assert small.writeback.gate.refusal_of(small.find(1)) is Refusal.ROOM
             assert small.store.endurance.report().left_bytes == DAY_BYTES - COMMIT_BYTES, "kept for the next commit"
             assert small.store.counters["endurance_bytes"] == COMMIT_BYTES
 
@@ -160,7 +160,7 @@ def test_scarce_budget_is_shared_between_tenants(tmp_path: Path) -> None:
             while await small.is_durable(number, tenant="noisy", uses=2):
                 number += 1
             assert 0.4 * A_DAY <= number - 100 <= 0.6 * A_DAY
-            assert small.writeback.why_volatile(small.find(number, "noisy")) is Refusal.SHARE
+            assert small.writeback.gate.refusal_of(small.find(number, "noisy")) is Refusal.SHARE
             for mine in range(2, A_DAY // 4):
                 assert await small.is_durable(mine, tenant="modest", uses=2)
 

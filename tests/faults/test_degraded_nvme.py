@@ -83,7 +83,7 @@ async def test_write_errors_shed_writes_and_reads_go_on(small: SmallStore) -> No
     assert await small.put(50) is None
     assert small.store.counters["write_failures"] == failures, "the tier is not even asked"
     assert small.store.counters["shed_blocks"] == 1
-    assert small.writeback.why_volatile(small.find(50)) is Refusal.TIER
+    assert small.writeback.gate.refusal_of(small.find(50)) is Refusal.TIER
     assert not await small.is_durable(51, mode="always")
     assert small.find(51) >= 0, "it is served from DRAM all the same"
 
@@ -257,7 +257,7 @@ async def test_a_disk_that_falls_behind_is_given_no_more(small: SmallStore) -> N
     small.writeback.gate.backlog.nbytes = 32 << 20
     small.writeback.gate.backlog._bytes_per_s = lambda: float(1 << 20)
     assert await small.put(1) is None
-    assert small.writeback.why_volatile(small.find(1)) is Refusal.BEHIND
+    assert small.writeback.gate.refusal_of(small.find(1)) is Refusal.BEHIND
     small.writeback.gate.backlog._bytes_per_s = lambda: float(1 << 30)
     assert await small.is_durable(2)
     small.writeback.gate.backlog.nbytes = 0

@@ -107,7 +107,7 @@ class SmallStore:
         """Store a block in DRAM and hand it to write-back; what will say whether it is durable, None: volatile."""
         row = await self.store_in(self.mapped, number, parent, tenant=tenant, uses=uses)
         assert row >= 0, "no room in DRAM"
-        if mode == "always" or self.writeback.admits(row):
+        if mode == "always" or self.writeback.gate.admits(row):
             return self.writeback.write_through(row, at_once=mode == "always")
         return None
 

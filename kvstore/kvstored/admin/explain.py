@@ -112,10 +112,9 @@ class Explain:
         self._views.describe(row, block.block)
         writeback = self._store.writeback
         if writeback is not None and not writeback.is_durable(row):
-            refusal = writeback.why_volatile(row)
-            block.volatile_because = (
-                refusal.value if refusal is not None else "pending" if (writeback.is_on_its_way(row)) else "not-asked"
-            )
+            refusal, is_coming = writeback.gate.refusal_of(row), writeback.settled(row) is not None
+            unrefused = "pending" if is_coming else "not-asked"
+            block.volatile_because = unrefused if refusal is None else refusal.value
         self._describe_copies(row, block)
         if self._store.residency.has(row, self._store.residency.mapped):
             slot = self._store.residency.slot(row, self._store.residency.mapped)

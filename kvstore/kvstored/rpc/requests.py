@@ -59,9 +59,25 @@ class Requests:
 
     def begin(self, request: pb.Request) -> pb.Response | None:
         """The answer of a request that is done at once; None when a task will answer."""
-        reply = self._begin(request)
-        if reply is not None:
-            reply.request_id = request.request_id
+        began_ns, op = self._now_ns(), request.WhichOneof("op")
+        try:
+            if not request.request_id:
+                raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
+            if op is None:
+                raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
+            if op == "release":
+                self._end_acquires(request.release.request_ids)
+            verb = self._verbs.quick.get(op)
+            reply = verb(self._session, request) if verb is not None else None
+            if reply is None:
+                self._begin_task(request, op, began_ns)
+                return None
+            self._latencies.add(op, self._now_ns() - began_ns)
+        except KVStoreError as error:
+            reply = error_reply(error)
+        except Exception:
+            reply = self._broken(op or "request")
+        reply.request_id = request.request_id
         return reply
 
     async def finish(self) -> None:
@@ -79,36 +95,19 @@ class Requests:
         """A reply could not be sent: take back what it granted."""
         self._verbs.undelivered(self._session, reply)
 
-    def _begin(self, request: pb.Request) -> pb.Response | None:
-        began_ns = self._now_ns()
-        op = request.WhichOneof("op")
-        try:
-            if not request.request_id:
-                raise KVStoreError(ErrorKind.INVALID, "request_id must not be 0")
-            if op is None:
-                raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
-            if op == "release":
-                self._end_acquires(request.release.request_ids)
-            quick = self._verbs.quick(self._session, op, request)
-            if quick is not None:
-                self._latencies.add(op, self._now_ns() - began_ns)
-                return quick
-            if self._session.in_flight >= self._inflight_limit:
-                raise KVStoreError(
-                    ErrorKind.THROTTLED, f"{self._inflight_limit} requests of this client are waiting already", 5
-                )
-            replies = self._verbs.slow(self._session, op, request)
-        except KVStoreError as error:
-            return error_reply(error)
-        except Exception:
-            return self._broken(op or "request")
+    def _begin_task(self, request: pb.Request, op: str, began_ns: int) -> None:
+        """Let a task answer. Raises KVStoreError for a request that is wrong, or one too many."""
+        if self._session.in_flight >= self._inflight_limit:
+            raise KVStoreError(
+                ErrorKind.THROTTLED, f"{self._inflight_limit} requests of this client are waiting already", 5
+            )
+        replies = self._verbs.slow[op](self._session, request)
         task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
         self._session.in_flight += 1
         self._tasks.add(task)
         if op == "acquire":
             self._acquires[request.request_id] = task
         task.add_done_callback(partial(self._done, request.request_id))
-        return None
 
     def _done(self, request_id: int, task: asyncio.Task[None]) -> None:
         self._session.in_flight -= 1

@@ -60,7 +60,7 @@ class Store:
     async def store(self, keys: Sequence[bytes]) -> list[int]:
         """The statuses of a chain of blocks."""
         replies = [reply async for reply in self.begin(keys)]
-        return list(replies[0].statuses)
+        return list(replies[0].store.statuses)
 
     def begin(self, keys: Sequence[bytes], session: Session | None = None) -> Any:
         session = session or self.session
@@ -69,7 +69,7 @@ class Store:
         request = pb.Store(
             loan=session.loan, keys=b"".join(keys), parents=parents, pages=pages, payload_bytes=PAYLOAD_BYTES
         )
-        return self.lending.store(session, request)
+        return self.lending.store(session, pb.Request(store=request))
 
     def assert_nothing_left(self, blocks: int = 0) -> None:
         session, host = self.session, self.small.store.host
@@ -161,7 +161,7 @@ def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(host, "write_many", writing)
         replies = store.begin(KEYS)
         assert started == [2], "before anybody waits for an answer"
-        assert [list(reply.statuses) async for reply in replies] == [[STORED] * BLOCKS]
+        assert [list(reply.store.statuses) async for reply in replies] == [[STORED] * BLOCKS]
         assert started == [2] * (BLOCKS // 2)
 
     run(tmp_path, test)
@@ -192,12 +192,12 @@ def test_a_key_is_written_by_one_client_at_a_time(tmp_path: Path, is_gone: bool)
         if is_gone:
             await first.aclose()
         replies = [reply async for reply in store.begin(KEYS, other)]
-        assert list(replies[0].statuses) == [pb.STORE_STATUS_AGAIN] * BLOCKS
+        assert list(replies[0].store.statuses) == [pb.STORE_STATUS_AGAIN] * BLOCKS
         await store.finish()
         await asyncio.sleep(0)
         store.assert_nothing_left(BLOCKS)
         replies = [reply async for reply in store.begin(KEYS, other)]
-        assert list(replies[0].statuses) == [pb.STORE_STATUS_PRESENT] * BLOCKS
+        assert list(replies[0].store.statuses) == [pb.STORE_STATUS_PRESENT] * BLOCKS
         await first.aclose()
 
     run(tmp_path, test)

@@ -44,12 +44,12 @@ class Client:
             loan=self.store.session.loan, keys=b"".join(KEYS[first:end]), parents=b"".join(parents[first:end]),
             pages=pages, payload_bytes=PAYLOAD_BYTES, durability=mode,  # type: ignore[arg-type]  # a mode's number
         )  # fmt: skip
-        return self.store.lending.store(self.store.session, request)
+        return self.store.lending.store(self.store.session, pb.Request(store=request))
 
     async def said(self, mode: int, first: int = 0, end: int = BLOCKS, *, named: bool = True) -> list[list[int]]:
         """The durability of each block, in each answer; the last one is final."""
         async with asyncio.timeout(FAR_S):
-            answers = [answer async for answer in self.put(mode, first, end, named=named)]
+            answers = [answer.store async for answer in self.put(mode, first, end, named=named)]
         assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
         return [list(answer.durability) for answer in answers]
 
@@ -120,11 +120,11 @@ async def test_a_head_that_is_there_goes_with_the_tail_that_is_new(client: Clien
 async def test_batch_answers_pending_and_then_how_it_ended(client: Client, _: pytest.MonkeyPatch) -> None:
     await client.store_volatile()
     answers = client.put(BATCH)
-    first = await anext(answers)
+    first = (await anext(answers)).store
     assert (list(first.statuses), first.final) == ([pb.STORE_STATUS_PRESENT] * BLOCKS, False)
     assert list(first.durability) == [PENDING] * BLOCKS
     await client.small.writeback.flush(FAR_S)
-    last = await anext(answers)
+    last = (await anext(answers)).store
     assert (list(last.statuses), last.final) == (list(first.statuses), True)
     assert list(last.durability) == [DURABLE] * BLOCKS
 
@@ -137,26 +137,26 @@ async def test_none_writes_nothing_and_says_what_is_on_its_way(client: Client, _
     batch = client.put(BATCH, 0, 2)
     await anext(batch)
     answers = client.put(NONE)
-    assert list((await anext(answers)).durability) == [PENDING] * 2 + [VOLATILE] * (BLOCKS - 2)
+    assert list((await anext(answers)).store.durability) == [PENDING] * 2 + [VOLATILE] * (BLOCKS - 2)
     assert client.small.writeback.pending() == 2, "nothing more, and nothing sooner"
     await client.small.writeback.flush(FAR_S)
-    assert list((await anext(answers)).durability) == [DURABLE] * 2 + [VOLATILE] * (BLOCKS - 2)
+    assert list((await anext(answers)).store.durability) == [DURABLE] * 2 + [VOLATILE] * (BLOCKS - 2)
     assert await client.said(NONE) == [[DURABLE] * 2 + [VOLATILE] * (BLOCKS - 2)]
 
 
 @over_a_client(GATHERS)
 async def test_always_hurries_what_gathers_for_a_batch(client: Client, _: pytest.MonkeyPatch) -> None:
     answers = client.put(BATCH, named=False)
-    assert list((await anext(answers)).durability) == [PENDING] * BLOCKS
+    assert list((await anext(answers)).store.durability) == [PENDING] * BLOCKS
     assert await client.said(ALWAYS) == [[DURABLE] * BLOCKS]
-    assert list((await anext(answers)).durability) == [DURABLE] * BLOCKS
+    assert list((await anext(answers)).store.durability) == [DURABLE] * BLOCKS
 
 
 @over_a_client("nvme.admission=second-touch")
 async def test_batch_leaves_what_is_not_admitted_and_always_insists(client: Client, _: pytest.MonkeyPatch) -> None:
     await client.store_volatile()
     assert await client.said(BATCH) == [[VOLATILE] * BLOCKS]
-    assert client.small.writeback.why_volatile(client.row(0)) is Refusal.ADMISSION
+    assert client.small.writeback.gate.refusal_of(client.row(0)) is Refusal.ADMISSION
     assert await client.said(ALWAYS) == [[DURABLE] * BLOCKS]
 
 
@@ -182,7 +182,7 @@ async def test_written_is_not_durable_before_a_sync_went_well(client: Client, mo
     answers = client.put(BATCH, named=False)
     await anext(answers)
     await small.writeback.flush(FAR_S)
-    assert list((await anext(answers)).durability) == [VOLATILE] * BLOCKS
+    assert list((await anext(answers)).store.durability) == [VOLATILE] * BLOCKS
     await small.settle()  # the sync may fail before the writes that it follows have ended
     assert all(client.on_nvme())
     for mode in (NONE, BATCH):
@@ -226,6 +226,7 @@ class Word:
         self.durable, self.refused = set(durable), set(refused)
         self.coming = {row: asyncio.get_running_loop().create_future() for row in coming}
         self.asked: list[tuple[int, bool]] = []
+        self.gate = self
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
         return [row in self.durable for row in rows]

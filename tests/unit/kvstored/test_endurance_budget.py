@@ -286,7 +286,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
         walked.clear()
         assert await gate.pay_in_time(shelf.residency.token(rows[-1]), insists=True) is None
         assert 0 < len(walked) < 200
-        assert gate.why_not(shelf.residency.token(rows[-1])) is Refusal.BUDGET
+        assert gate.refusal_of(rows[-1]) is Refusal.BUDGET
         shelf.residency.attach(rows[-3], NVME, shelf.slot(), 1)
         paid = await gate.pay_in_time(shelf.residency.token(rows[-2]), insists=False)
         assert paid == rows[-2:-1], "what can be paid for is"

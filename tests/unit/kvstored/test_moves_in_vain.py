@@ -113,7 +113,7 @@ def test_nothing_is_charged_for_a_write_that_fails_to_make_room(
             patched.setattr(room, "allocate_now", refuse)
             async with asyncio.timeout(FAR_S):
                 assert not await settled
-        assert small.writeback.why_volatile(row) is Refusal.ROOM
+        assert small.writeback.gate.refusal_of(row) is Refusal.ROOM
         assert small.store.endurance.report().spent_bytes - before_bytes in (0, COMMIT_BYTES)
 
     over_nvme(tmp_path, scenario)

@@ -75,7 +75,7 @@ def test_a_block_that_another_client_is_writing_is_pending(tmp_path: Path) -> No
         under_way = calls.store.begin([key_of("a")])
         reply = await calls.put(("a", NO_PARENT, 100))
         assert (names(reply.statuses), reply.retry_after_ms > 0) == (["PENDING"], True)
-        assert [list(reply.statuses) async for reply in under_way] == [[STORED]]
+        assert [list(reply.store.statuses) async for reply in under_way] == [[STORED]]
         reply = await calls.put(("a", NO_PARENT, 100))
         assert (names(reply.statuses), reply.retry_after_ms) == (["PRESENT"], 0)
 

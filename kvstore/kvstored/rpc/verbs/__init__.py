@@ -1,9 +1,8 @@
 """A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
 touch, hint), delete and explain.
 
-Each verb checks a request, has the store carry it out, and puts the answer into a message. `quick` answers without
-waiting for bytes to move; None: the request must run as a task, through `slow`. Only a hint that makes no sense is an
-error, none that comes too late.
+Each verb checks a request, has the store carry it out, and puts the answer into a message. Only a hint that makes no
+sense is an error, none that comes too late.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import cache, partial
+from typing import Any
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
@@ -26,15 +26,22 @@ from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.lookup import DUE_MAX_MS
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook, PutAnswer
+from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.telemetry import RecentMisses
 
 log = logging.getLogger(__name__)
 
 
+Quick = Callable[[Session, pb.Request], pb.Response | None]
+Slow = Callable[[Session, pb.Request], AsyncGenerator[pb.Response, None]]
+
+
 class Verbs:
-    """Dispatch by the name of the request's `op` field. `explain` answers an explain of the client's own blocks."""
+    """Two tables by the name of a request's `op` field. A verb of `quick` answers without waiting for bytes to move;
+    where it returns None, or there is none, the verb of `slow` yields the answers, to a task: a store's may be two, and
+    it has begun when its verb returns; an acquire in an order has many. Both raise KVStoreError for a request that is
+    wrong as a whole. `explain` answers an explain of the client's own blocks."""
 
     def __init__(
         self,
@@ -48,32 +55,30 @@ class Verbs:
         self._residency, self._leases, self._counters = store.residency, store.leases, store.counters
         self._get, self._look_up = operations.get, operations.look_up
         self._hints, self._delete = operations.hints, operations.delete
-        self._put, self._puts = operations.put, PutVerb(operations.put, store)
+        self._puts = PutVerb(operations.put, store)
         self._misses = misses
-        self._explain = explain
         self._requests = 0  # gets that said how long their prompt is
         self._code = cache(partial(tier_code, store.residency))
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
-
-    def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
-        """Answer at once, or return None. Raises KVStoreError for a request that is wrong as a whole."""
-        if op == "lookup":
-            return pb.Response(lookup=self._looked_up(session, request.lookup))
-        if op == "acquire" and request.acquire.order == pb.ACQUIRE_ORDER_WHOLE:
-            held = self._acquired_mapped(session, request.acquire)
-            return None if held is None else pb.Response(acquire=held)
-        if op == "release":
-            released = self._get.release(session, request.release.lease_ids)
-            return pb.Response(release=pb.ReleaseReply(released=released))
-        if op == "touch":
-            return pb.Response(touch=self._touched(session, request.touch))
-        if op == "hint":
-            return pb.Response(hint=self._hinted(session, request.hint))
-        if op == "prefetch":
-            return pb.Response(prefetch=self._prefetched(session, request.prefetch))
-        if op == "ping":
-            return pb.Response(ping=pb.PingReply(payload=request.ping.payload))
-        return None
+        quick: dict[str, Callable[[Session, Any], Any]] = {
+            "lookup": self._looked_up,
+            "acquire": self._acquired_mapped,
+            "release": self._released,
+            "touch": self._touched,
+            "hint": self._hinted,
+            "prefetch": self._prefetched,
+            "ping": lambda _, request: pb.PingReply(payload=request.payload),
+        }
+        slow: dict[str, Callable[[Session, Any], Awaitable[Any]]] = {
+            "lend": lambda session, _: self._puts.lend(session),
+            "reserve_slots": self._puts.reserve,
+            "delete": self._deleted,
+            "explain": explain,
+        }
+        self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
+        self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
+        self.slow |= {"store": self._puts.store, "acquire": self._acquired}
+        self.store_inline = self._puts.store_inline
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
         """Take back what a reply granted that could not be sent."""
@@ -81,34 +86,6 @@ class Verbs:
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):
             self._puts.undo(session, reply.reserve_slots)
-
-    def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """Yield the answers of a request that waits for bytes; a store may have two, and has begun when this returns;
-        an acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
-        if op == "store":
-            return _stored(self._puts.store(session, request.store))
-        if op == "acquire":
-            return self._acquired(session, request.acquire, request.deadline_ms)
-        return self._slow(session, op, request)
-
-    def store_inline(
-        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
-    ) -> AsyncGenerator[pb.Response, None]:
-        """Yield the answers to a put whose blocks came in its message."""
-        mode = self._puts.mode_of(session, durability)
-        return _stored(self._put.store(session, offer, mode))
-
-    async def _slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        if op == "lend":
-            yield pb.Response(lend=await self._puts.lend(session))
-        elif op == "reserve_slots":
-            yield pb.Response(reserve_slots=await self._puts.reserve(session, request.reserve_slots))
-        elif op == "delete":
-            yield pb.Response(delete=await self._deleted(session, request.delete))
-        elif op == "explain":
-            yield pb.Response(explain=await self._explain(session, request.explain))
-        else:
-            raise RuntimeError(f"{op} is always answered at once")
 
     def _keys_of(self, session: Session, key_set: pb.KeySet) -> list[bytes]:
         """Return the keys of a set. Raises KVStoreError for a set that is wrong."""
@@ -119,16 +96,17 @@ class Verbs:
     # Get
 
     def _acquired_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
+        if request.order != pb.ACQUIRE_ORDER_WHOLE:
+            return None
         held = self._get.acquire_mapped(session, self._asked(session, request, 0))
         return None if held is None else self._reply(session, request, held)
 
-    async def _acquired(
-        self, session: Session, request: pb.Acquire, deadline_ms: int
-    ) -> AsyncGenerator[pb.Response, None]:
+    async def _acquired(self, session: Session, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """Yield one answer, a lease on all that could be had in time. In an order: answers as blocks become readable,
         each a lease on one run of them, the last one without any, with the reason why the chain ends. The first one
         says what to expect, without a lease if all blocks must be loaded."""
-        asked = self._asked(session, request, deadline_ms)
+        request = whole.acquire
+        asked = self._asked(session, request, whole.deadline_ms)
         if request.order == pb.ACQUIRE_ORDER_WHOLE:
             yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, asked)))
             return
@@ -205,6 +183,9 @@ class Verbs:
         reply.promoted_blocks = run.promoted.total()
         reply.promoted_bytes = run.promoted_bytes
 
+    def _released(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
+        return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
+
     # Lookup, hints, delete
 
     def _looked_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
@@ -276,8 +257,20 @@ class Verbs:
         )
 
 
-async def _stored(answers: AsyncGenerator[PutAnswer, None]) -> AsyncGenerator[pb.Response, None]:
-    async with aclosing(answers):
-        async for each in answers:
-            reply = pb.StoreReply(statuses=each.statuses, durability=each.durability, final=each.final)
-            yield pb.Response(store=reply)
+def _at_once(op: str, verb: Callable[[Session, Any], Any]) -> Quick:
+    """Return what answers a request with the reply of `verb`, which is named as its request is."""
+
+    def answer(session: Session, request: pb.Request) -> pb.Response | None:
+        reply = verb(session, getattr(request, op))
+        return None if reply is None else pb.Response(**{op: reply})
+
+    return answer
+
+
+def _in_a_task(op: str, verb: Callable[[Session, Any], Awaitable[Any]]) -> Slow:
+    """Return what answers a request with the reply of `verb` once that has ended."""
+
+    async def answers(session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        yield pb.Response(**{op: await verb(session, getattr(request, op))})
+
+    return answers

@@ -186,7 +186,7 @@ class InlineCalls:
     def _quick(self, session: Session, **op: object) -> pb.Response:
         """The answer of a verb that does not wait."""
         (name,) = op
-        response = self._verbs.quick(session, name, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
+        response = self._verbs.quick[name](session, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
         assert response is not None, f"{name} must run as a task"
         return response
 
@@ -212,9 +212,9 @@ class InlineCalls:
 
     async def _acquire(self, session: Session, request: pb.Acquire) -> pb.AcquireReply:
         wrapped = pb.Request(acquire=request)
-        held = self._verbs.quick(session, "acquire", wrapped)
+        held = self._verbs.quick["acquire"](session, wrapped)
         if held is None:
-            async with aclosing(self._verbs.slow(session, "acquire", wrapped)) as answers:
+            async with aclosing(self._verbs.slow["acquire"](session, wrapped)) as answers:
                 held = await anext(answers)
         return held.acquire
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from itertools import pairwise
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
@@ -53,10 +54,10 @@ class PutVerb:
             await asyncio.wait(set(session.copying))
         return pb.LendReply(loan=number)
 
-    def store(self, session: Session, request: pb.Store) -> AsyncGenerator[PutAnswer, None]:
+    def store(self, session: Session, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """Store the blocks of a request, as `Put.store`. Raises KVStoreError for an invalid request, and for more puts
         at once than allowed."""
-        limits = self._limits
+        request, limits = whole.store, self._limits
         keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
         extras = keys_of(request.extras, limits.max_keys) if request.extras else [NO_EXTRA_FIELD] * len(keys)
         known_group(session, request.group)
@@ -78,13 +79,19 @@ class PutVerb:
         sizes = [request.payload_bytes] * len(keys)
         offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved)
         try:
-            return self._put.store(session, offer, self.mode_of(session, request.durability))
+            return self.store_inline(session, offer, request.durability)
         except Exception:
             if reserved is not None:
                 reserved.end()
             raise
 
-    def mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
+    def store_inline(
+        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+    ) -> AsyncGenerator[pb.Response, None]:
+        """Store blocks that were checked, as `Put.store`: such as came in their message."""
+        return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
+
+    def _mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
         """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
         try:
             return DurabilityMode(asked)
@@ -197,6 +204,14 @@ class PutVerb:
         return slot if isinstance(slot, Slot) else None
 
 
-async def _sent_again(blocks: int) -> AsyncGenerator[PutAnswer, None]:
+async def _sent_again(blocks: int) -> AsyncGenerator[pb.Response, None]:
     """Answer a put whose loan or reservation has ended: nothing was stored, the client sends it again."""
-    yield PutAnswer(bytes([StoreStatus.AGAIN] * blocks), bytes(blocks), True)
+    statuses, durability = bytes([StoreStatus.AGAIN] * blocks), bytes(blocks)
+    yield pb.Response(store=pb.StoreReply(statuses=statuses, durability=durability, final=True))
+
+
+async def _replies(answers: AsyncGenerator[PutAnswer, None]) -> AsyncGenerator[pb.Response, None]:
+    async with aclosing(answers):
+        async for each in answers:
+            reply = pb.StoreReply(statuses=each.statuses, durability=each.durability, final=each.final)
+            yield pb.Response(store=reply)

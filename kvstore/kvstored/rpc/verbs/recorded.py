@@ -6,7 +6,7 @@ Changes no answer. Composed only where the configuration names a recording, so t
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvstore_tiers.base import CANNOT_WRITE
 from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import Session
 from kvstored.clock import Clock
-from kvstored.rpc.verbs import Verbs
+from kvstored.rpc.verbs import Quick, Verbs
 from kvstored.store.operations.records import Offer
 from kvstored.telemetry.recorder import Event, Hinted, Recorder
 
@@ -50,37 +50,27 @@ class RecordedVerbs(Verbs):
         self._verbs = verbs
         self._recorder = recorder
         self._clock = clock
-
-    def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
-        response = self._verbs.quick(session, op, request)
-        if response is not None and op == "lookup":
-            for asked, presence in zip(request.lookup.sets, response.lookup.sets, strict=True):
-                self._note("lookup", session, asked.keys, NO_PARENT, presence.usable_blocks)
-        elif response is not None and op == "acquire":
-            self._note_acquire(session, request.acquire, response.acquire)
-        elif response is not None and op == "hint":
-            self._note_hint(session, request.hint, response.hint)
-        return response
+        notes = {"lookup": self._note_lookup, "acquire": self._note_acquired, "hint": self._note_hint}
+        self.quick = verbs.quick | {op: _noted(verbs.quick[op], note) for op, note in notes.items()}
+        self.slow = verbs.slow | {"store": self._store, "acquire": self._acquire}
+        self.store_inline = self._store_inline
 
     def undelivered(self, session: Session, reply: pb.Response) -> None:
         self._verbs.undelivered(session, reply)
 
-    def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        answers = self._verbs.slow(session, op, request)
-        if op == "store":
-            keys, parents = split_keys(request.store.keys), split_keys(request.store.parents)
-            return self._store_recorded(session, keys, parents, answers)
-        return self._acquire_recorded(session, request.acquire, answers) if op == "acquire" else answers
+    def _store(self, session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        answers = self._verbs.slow["store"](session, request)
+        keys, parents = split_keys(request.store.keys), split_keys(request.store.parents)
+        return self._store_recorded(session, keys, parents, answers)
 
-    def store_inline(
+    def _store_inline(
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         answers = self._verbs.store_inline(session, offer, durability)
         return self._store_recorded(session, offer.keys, offer.parents, answers)
 
-    async def _acquire_recorded(
-        self, session: Session, asked: pb.Acquire, answers: AsyncGenerator[pb.Response, None]
-    ) -> AsyncGenerator[pb.Response, None]:
+    async def _acquire(self, session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        asked, answers = request.acquire, self._verbs.slow["acquire"](session, request)
         leased: set[int] = set()
         found: int | None = None  # by an acquire in an order
         try:
@@ -114,18 +104,26 @@ class RecordedVerbs(Verbs):
                 is_first = False
                 yield response
 
+    def _note_lookup(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+        for asked, presence in zip(request.lookup.sets, response.lookup.sets, strict=True):
+            self._note("lookup", session, asked.keys, NO_PARENT, presence.usable_blocks)
+
+    def _note_acquired(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+        self._note_acquire(session, request.acquire, response.acquire)
+
     def _note_acquire(self, session: Session, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
         """A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
         op = "peek" if reply.blocks < reply.resident_blocks else "get"
         found = max(reply.blocks, reply.resident_blocks)
         self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
-    def _note_hint(self, session: Session, hint: pb.Hint, reply: pb.HintReply) -> None:
+    def _note_hint(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+        hint = request.hint
         hinted = Hinted(
             hint.will_continue if hint.HasField("will_continue") else None, known_step(hint.next_step),
             hint.answer_tokens, hint.due_in_ms if hint.HasField("due_in_ms") else None,
         )  # fmt: skip
-        self._note("hint", session, hint.set.keys, NO_PARENT, reply.known_blocks, hinted=hinted)
+        self._note("hint", session, hint.set.keys, NO_PARENT, response.hint.known_blocks, hinted=hinted)
 
     def _note_stored(self, session: Session, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
         """One event for each piece of a chain, with the blocks that found no room or were not admitted."""
@@ -163,3 +161,15 @@ class RecordedVerbs(Verbs):
                 session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens, hinted,
             )
         )  # fmt: skip
+
+
+def _noted(verb: Quick, note: Callable[[Session, pb.Request, pb.Response], None]) -> Quick:
+    """Return `verb`, whose answers are noted."""
+
+    def answer(session: Session, request: pb.Request) -> pb.Response | None:
+        response = verb(session, request)
+        if response is not None:
+            note(session, request, response)
+        return response
+
+    return answer

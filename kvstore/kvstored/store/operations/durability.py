@@ -58,6 +58,6 @@ def settle_present(
             settling[position] = writeback.write_through(row, at_once=True)
         elif (settled := writeback.settled(row)) is not None:
             settling[position] = settled
-        elif mode == DurabilityMode.BATCH and not is_written and writeback.admits(row):
+        elif mode == DurabilityMode.BATCH and not is_written and writeback.gate.admits(row):
             settling[position] = writeback.write_through(row)
     return settling

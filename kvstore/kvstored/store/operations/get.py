@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
 
@@ -28,16 +27,6 @@ from kvstored.store.remote import DEADLINE_MS
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.tier_set import MEMBERS, TierSet
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """The part of a loading that has begun, its first `intact` blocks, which are worth waiting for `patience_ms`, and
-    no longer than until `until_ns`."""
-
-    intact: int
-    until_ns: int
-    patience_ms: int
 
 
 class Get:
@@ -73,18 +62,17 @@ class Get:
         loading = Loading(self._store, rows, self._readable(client, asked))
         leased: list[int] = []
         try:
-            begun = await self._begin(client, asked, loading, question)
+            intact, until_ns, patience_ms = await self._begin(client, asked, loading, question)
             if not asked.mapped_only:
-                worth_ns = self._clock.monotonic_ns() + begun.patience_ms * NS_PER_MS
-                await loading.wait(min(begun.until_ns, worth_ns), for_all=True)
+                worth_ns = self._clock.monotonic_ns() + patience_ms * NS_PER_MS
+                await loading.wait(min(until_ns, worth_ns), for_all=True)
                 if not loading.is_over:
                     self._counters.add("acquire_timeouts")
             if not client.closed:
-                intact = range(begun.intact)
-                leased = loading.lease(intact[: next((at for at in intact if not loading.is_mapped(at)), begun.intact)])
+                leased = loading.lease(range(next((at for at in range(intact) if not loading.is_mapped(at)), intact)))
         finally:
             loading.close()
-        return self._end(client, asked, leased, loading.sources, loading.rows[: begun.intact])
+        return self._end(client, asked, leased, loading.sources, loading.rows[:intact])
 
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
@@ -101,14 +89,14 @@ class Get:
         loading, outlook = Loading(self._store, rows, self._readable(client, asked)), Outlook([], [])
         try:
             # However slow: the caller computes meanwhile, and leaves when it is done.
-            begun = await self._begin(client, asked, loading, question, held, outlook)
-            leased, used = set(range(min(held, len(loading.rows)))), loading.tokens[: begun.intact]
+            intact, until_ns, _ = await self._begin(client, asked, loading, question, held, outlook)
+            leased, used = set(range(min(held, len(loading.rows)))), loading.tokens[:intact]
             self._feed.got(
-                client.tenant_id, client.session_id, asked.keys, begun.intact, asked.context, self._clock.monotonic_ns()
+                client.tenant_id, client.session_id, asked.keys, intact, asked.context, self._clock.monotonic_ns()
             )
             yield outlook
             while not loading.is_over and not client.closed:
-                arrived = await loading.wait(begun.until_ns)
+                arrived = await loading.wait(until_ns)
                 for _, places in groupby(enumerate(arrived), lambda each: each[1] - each[0]):
                     run = [position for _, position in places]  # cut where one is left out
                     leased.update(run)
@@ -116,7 +104,7 @@ class Get:
                         client, asked, loading.lease(run), run[0], loading.sources, began_ns, continues=has_leased
                     )
                     has_leased = True
-                if not arrived and self._clock.monotonic_ns() >= begun.until_ns:
+                if not arrived and self._clock.monotonic_ns() >= until_ns:
                     self._counters.add("acquire_timeouts")
                     break
         finally:
@@ -157,9 +145,10 @@ class Get:
         question: Question | None,
         held: int = 0,
         outlook: Outlook | None = None,
-    ) -> _Begun:
+    ) -> tuple[int, int, int]:
         """Verify the blocks of `loading` and begin to promote all but the first `held`; then the blocks that the answer
-        to `question` adds. What is to be expected is added to `outlook`."""
+        to `question` adds. What is to be expected is added to `outlook`. Return how many blocks from the first on can
+        be had, until when to wait for them, and how many milliseconds they are worth waiting for."""
         known = len(loading.rows)
         intact = await loading.verify(range(known))
         until_ns = self._clock.monotonic_ns() + asked.wait_ms(self._wait_ms) * NS_PER_MS
@@ -178,7 +167,7 @@ class Get:
         if question is not None and intact == known:
             intact += await self._add_found(client, asked, loading, question)
             patience_ms += begin(known, intact)
-        return _Begun(intact, until_ns, patience_ms)
+        return intact, until_ns, patience_ms
 
     async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
         """Add the blocks that continue the chain of `loading`, once they are found; how many of them can be had."""

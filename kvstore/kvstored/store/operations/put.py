@@ -343,7 +343,7 @@ class Put:
         return {
             position: writeback.write_through(row, at_once=at_once)
             for position, row in published.items()
-            if at_once or writeback.admits(row)
+            if at_once or writeback.gate.admits(row)
         }
 
     async def _take_back(self, parts: Sequence[_Part]) -> None:

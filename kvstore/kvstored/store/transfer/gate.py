@@ -267,9 +267,9 @@ class WriteGate:
         if len(self._refusals) > REMEMBERED:
             self._refusals.popitem(last=False)
 
-    def why_not(self, token: int) -> Refusal | None:
+    def refusal_of(self, row: int) -> Refusal | None:
         """Return why a block was not written; None when it was not asked for, or is on its way."""
-        return self._refusals.get(token)
+        return self._refusals.get(self._residency.token(row))
 
     def begins(self, token: int) -> None:
         """Forget a refusal of a block that is written after all."""

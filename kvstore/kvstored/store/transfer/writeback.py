@@ -89,20 +89,12 @@ class WriteBack:
 
     # Questions
 
-    def admits(self, row: int) -> bool:
-        """Say whether a block is worth a write that no client insists on."""
-        return self.gate.admits(row)
-
     def wants(self, row: int) -> bool:
         """Say whether a victim should be written: it is the last copy, and worth a write by `gate`, or the chain would
         get a hole without it."""
         if len(TIER_SETS[self._residency.tier_mask(row)]) > 1:
             return False
         return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
-
-    def why_volatile(self, row: int) -> Refusal | None:
-        """Return why a block was not written; None when it was not asked for, or is on its way."""
-        return self.gate.why_not(self._residency.token(row))
 
     def is_durable(self, row: int) -> bool:
         return (
@@ -126,14 +118,6 @@ class WriteBack:
         write = self._backlog.writes.get(token)
         return write.settled if write is not None else self._waiting.get(token) or self._commit.pending.get(token)
 
-    def is_coming(self, row: int) -> bool:
-        """Say whether a write of the block waits or is under way."""
-        return self.gate.is_coming(row)
-
-    def is_on_its_way(self, row: int) -> bool:
-        """Say whether the block will be durable if nothing goes wrong."""
-        return self.settled(row) is not None
-
     def pending(self) -> int:
         """Count the blocks on their way to being durable."""
         return len(self._backlog.writes) + len(self._commit.pending) + len(self._waiting)
@@ -151,7 +135,7 @@ class WriteBack:
         token = self._residency.token(row)
         if token in self._waiting:
             return self._waiting[token]
-        paid = [] if self.is_coming(row) else self.gate.pay(row)
+        paid = [] if self.gate.is_coming(row) else self.gate.pay(row)
         if not isinstance(paid, Verdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
         elif (at_once or paid is Verdict.SAVING) and len(self._waiting) < MAX_THROTTLED:
@@ -171,13 +155,13 @@ class WriteBack:
         if self._residency.has(row, self._position):
             return True
         token = self._residency.token(row)
-        if not self.is_coming(row):
+        if not self.gate.is_coming(row):
             paid = await self.gate.pay_in_time(token, insists=False)
             row = self._residency.current(token)
             if paid is None or row < 0:
                 return False
             self._enqueue_paid(paid, row, Priority.DEMAND)
-            if not self.is_coming(row):
+            if not self.gate.is_coming(row):
                 return self._residency.has(row, self._position)
         write = self._enqueue(row, Priority.DEMAND)
         self._start_batch()
@@ -239,19 +223,16 @@ class WriteBack:
             paid = await self.gate.pay_in_time(token, insists=insists)
             row = self._residency.current(token)
             if paid is not None and row >= 0:
-                settled = self._write_paid(paid, row, insists)
+                if self._residency.has(row, self._position):
+                    settled = self._commit.when_synced()
+                else:
+                    settled = self._enqueue_paid(paid, row, Priority.DEMAND if insists else Priority.DEMOTION)
+                    self._start_batch()
         except Exception:  # a mistake of ours is no client's
             log.exception("waiting for the endurance budget failed")
         finally:
             del self._waiting[token]
         return await asyncio.shield(settled) if settled is not None else False
-
-    def _write_paid(self, path: list[int], row: int, insists: bool) -> asyncio.Future[bool]:
-        if self._residency.has(row, self._position):
-            return self._commit.when_synced()
-        settled = self._enqueue_paid(path, row, Priority.DEMAND if insists else Priority.DEMOTION)
-        self._start_batch()
-        return settled
 
     # Writing
 
@@ -260,7 +241,7 @@ class WriteBack:
         durable."""
         for member in path:
             self._enqueue(member, priority)
-        if self.is_coming(row):
+        if self.gate.is_coming(row):
             return self._enqueue(row, priority).settled
         return _resolved(False)  # its prefix was too long for one write: that was queued first
 
