@@ -175,6 +175,11 @@ class DaemonSession:
         if successor is not None and lease_id in successor._carried:
             successor.release(lease_id)
 
+    def send_releases(self) -> bool:
+        """Send now what was given back or dropped so far. Return whether the daemon has not confirmed all of it yet."""
+        give_back_dropped()
+        return self.stream.send_releases()
+
     def holder(self, lease_id: int) -> DaemonSession | None:
         """The session that a lease belongs to now: this one, or one after it. None when the lease has ended."""
         session = self

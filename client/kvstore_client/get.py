@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.keys import Chain
-from kvstore_client.lease import Anchor, Lease, LeasedBlock, anchored, give_back_dropped, joined, mismatch
+from kvstore_client.lease import Anchor, Lease, LeasedBlock, anchored, joined, mismatch
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
@@ -167,8 +167,7 @@ class Get:
 
     def begin(self) -> Call:
         self._asked_at = self._clock()
-        give_back_dropped()
-        self._prefix.daemon.stream.send_releases()  # or what was just given back counts against this
+        self._prefix.daemon.send_releases()  # or what was just given back counts against this
         wanted = wire.ACQUIRE_ORDER_BACK if self._order == "back" else wire.ACQUIRE_ORDER_FRONT
         return self._prefix.daemon.begin(self._request(order=wanted), self._left_s())
 
@@ -189,9 +188,7 @@ class Get:
         daemon, request = self._prefix.daemon, self._request(**wanted)
         confirmed = daemon.stream.confirmed_releases
         answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
-        if answer == REASON_THROTTLED and (
-            daemon.stream.send_releases() or daemon.stream.confirmed_releases > confirmed
-        ):
+        if answer == REASON_THROTTLED and (daemon.send_releases() or daemon.stream.confirmed_releases > confirmed):
             answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
         return answer if isinstance(answer, str) else answer.acquire
 

@@ -10,25 +10,20 @@ end; slots that were not sent are given back, even when a payload function raise
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import ClassVar
 
 from kvstore_client.call import Call
-from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
-from kvstore_client.payload import PayloadWriter, write_tokens
-from kvstore_client.receipt import PutOrder, PutReceipt
-from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.put_part import Message, PutPart, Run
 from kvstore_client.slot_requests import Granted, SlotSize
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 MIN_BYTES = 1 << 20  # requesting slots costs a round trip, 0.2 ms: the copy of less takes no longer
 FIRST_BYTES, RESERVE_BYTES = 8 << 20, 64 << 20  # of the first reservation; of each one after it
-SEND_EVERY_S = 0.001
-LAST_BYTES = 1 << 20  # of the last message: the daemon checksums so much without a hand-over to a thread
 LEAST_USABLE_S = 1.0  # time that slots held ahead must have left
 _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wire.STORE_STATUS_ORPHANED})
 
@@ -41,6 +36,7 @@ class _Reserved:
     places: Sequence[tuple[Bytes, int]]
     usable_until: float
     left: int
+    used: int = 0  # places that were taken to be written
 
 
 @dataclass(slots=True)
@@ -53,30 +49,24 @@ class _Requested:
     is_ahead: bool
 
 
-class InPlacePut:
-    """One put; use once. `believed`: blocks that are not written, because they seem to be there; one that the daemon
-    wants all the same is taken out."""
+@dataclass(eq=False)
+class InPlacePut(PutPart):
+    """Blocks that are written into slots of the daemon: `run()`. A block that seemed to be there, and that the daemon
+    wants all the same, is taken out of `believed`. Each message is of one reservation, and the page of a block is its
+    place there, from 1."""
 
-    def __init__(
-        self,
-        daemon: DaemonSession,
-        order: PutOrder,
-        receipt: PutReceipt,
-        believed: set[int],
-        deadline: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._daemon, self._order = daemon, order
-        self._receipt, self._believed = receipt, believed
-        self._deadline, self._clock = deadline, clock
-        self._slots, self._size = daemon.slots, SlotSize(order.group_id, order.payload_bytes)
-        self._todo = deque(range(len(order.payloads)))
-        self._undecided: list[int] = []
-        self._sent: deque[tuple[Call, list[int], _Reserved]] = deque()
-        self._requested: _Requested | None = None
-        self._written = 0  # blocks
-        self._reserved: list[_Reserved] = []
+    _undecided: list[int] = field(default_factory=list, init=False)
+    _requested: _Requested | None = field(default=None, init=False)
+    _taken: int = field(default=0, init=False)  # blocks that were written and sent
+    _reserved: dict[int, _Reserved] = field(default_factory=dict, init=False)  # by number
+    _current: _Reserved | None = field(default=None, init=False)
+
+    run_bytes: ClassVar = 1 << 20
+    last_bytes: ClassVar = 1 << 20  # the daemon checksums so much without a hand-over to a thread
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._slots, self._size = self._daemon.slots, SlotSize(self._order.group_id, self._order.payload_bytes)
 
     def run(self) -> list[int]:
         """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
@@ -88,12 +78,12 @@ class InPlacePut:
             else:
                 self._requested = self._request(RESERVE_BYTES, behind=ahead.slots)
                 if (reserved := self._mapped(ahead)) is not None:
-                    self._write(reserved)
+                    self._write_into(reserved)
             while (requested := self._requested) is not None:
                 self._requested = self._request(RESERVE_BYTES, behind=requested.blocks)
                 reserved, left = self._granted(requested), len(self._todo)
                 if reserved is not None:
-                    self._write(reserved)
+                    self._write_into(reserved)
                     if len(self._todo) == left:
                         break
                 elif requested.is_ahead:
@@ -105,8 +95,8 @@ class InPlacePut:
             self._collect_all()
         finally:
             self._leave()
-        if self._is_worth_it(self._written):
-            self._slots.request_ahead(self._size, self._written)
+        if self._is_worth_it(self._taken):
+            self._slots.request_ahead(self._size, self._taken)
         return sorted([*self._undecided, *self._todo])
 
     # Slots
@@ -141,7 +131,7 @@ class InPlacePut:
         reply, slot_bytes = granted.reply, self._size.nbytes
         places: list[tuple[Bytes, int]] = []
         reserved = _Reserved(reply.reservation, places, granted.usable_until, granted.slots)
-        self._reserved.append(reserved)
+        self._reserved[reserved.number] = reserved
         for arena_id, offset in zip(reply.arena_ids, reply.offsets, strict=True):
             arena = self._daemon.writable.arena(arena_id, self._daemon.deadline_s)
             if arena is None or offset + slot_bytes > len(arena):
@@ -170,82 +160,40 @@ class InPlacePut:
         """Give back what is not used."""
         if self._requested is not None:
             self._slots.abandon(self._requested.call)
-        for call, blocks, _ in self._sent:  # a payload function raised: the daemon decides what was sent
-            call.abandon()
-            self._undecided += blocks
+        for message in self._sent:  # a payload function raised: the daemon decides what was sent
+            if message.call is not None:
+                message.call.abandon()
+            self._undecided += message.blocks
         self._sent.clear()
-        for reserved in self._reserved:
+        for reserved in self._reserved.values():
             if reserved.left:
                 self._slots.give_back(reserved.number)
 
     # Writing
 
-    def _write(self, reserved: _Reserved) -> None:
+    def _write_into(self, reserved: _Reserved) -> None:
         """Fill the slots and send them, as many at a time as are written in a millisecond, and few at the end."""
-        with PayloadWriter(self._order.payload_bytes) as writer:
-            self._write_with(writer, reserved)
+        self._current, self._write_until = reserved, min(self._deadline, reserved.usable_until)
+        while self._todo and self._write():
+            message = self._unsent
+            message.reservation = reserved.number
+            written = sum(page > 0 for page in message.pages)
+            reserved.left -= written
+            self._taken += written
+            self._send()
 
-    def _write_with(self, writer: PayloadWriter, reserved: _Reserved) -> None:
-        order, until = self._order, min(self._deadline, reserved.usable_until)
-        blocks: list[int] = []
-        pages: list[int] = []
-        send_at = self._clock() + SEND_EVERY_S
-        self._write_tokens(reserved)
-        place, last_blocks = 0, max(1, LAST_BYTES // order.payload_bytes)
-        while self._todo and len(blocks) < self._daemon.max_keys:
-            block = self._todo[0]
-            if block in self._believed:
-                page = 0
-            elif place == len(reserved.places) or self._clock() >= until:
+    def _take_run(self, most: int) -> Run | None:
+        reserved = self._current
+        if reserved is None or reserved.used == len(reserved.places) or self._clock() >= self._write_until:
+            return None
+        first, size, count = reserved.used, self._slot_bytes, 1
+        memory, offset = reserved.places[first]
+        for arena, next_offset in islice(reserved.places, first + 1, first + most):
+            if arena is not memory or next_offset != offset + count * size:
                 break
-            else:
-                arena, offset = reserved.places[place]
-                writer.write(arena, offset, order.payloads[block])
-                place += 1
-                page = place
-            blocks.append(self._todo.popleft())
-            pages.append(page)
-            is_nearly_done = len(self._todo) == last_blocks and len(blocks) > last_blocks
-            if is_nearly_done or self._clock() >= send_at:
-                writer.settle()
-                self._send(reserved, blocks, pages)
-                blocks, pages = [], []
-                self._collect_answered()
-                send_at = self._clock() + SEND_EVERY_S
-        if blocks:
-            writer.settle()
-            self._send(reserved, blocks, pages)
-
-    def _write_tokens(self, reserved: _Reserved) -> None:
-        """The token ids of all blocks that the slots are for, run by run."""
-        order, size, first = self._order, self._size.nbytes, 0
-        ahead = [block for block in self._todo if block not in self._believed][: len(reserved.places)]
-        for length in self._runs(ahead, reserved.places):
-            arena, offset = reserved.places[first]
-            tokens = order.chain.tokens_of_run(order.first_block + ahead[first], length)
-            write_tokens(arena[offset : offset + length * size], length, tokens)
-            first += length
-
-    def _runs(self, blocks: Sequence[int], places: Sequence[tuple[Bytes, int]]) -> Iterator[int]:
-        """Lengths of the runs of consecutive blocks in consecutive slots."""
-        length = 1
-        for at in range(1, len(blocks)):
-            (before, offset), (arena, next_offset) = places[at - 1], places[at]
-            if blocks[at] == blocks[at - 1] + 1 and arena is before and next_offset == offset + self._size.nbytes:
-                length += 1
-            else:
-                yield length
-                length = 1
-        if blocks:
-            yield length
-
-    def _send(self, reserved: _Reserved, blocks: list[int], pages: list[int]) -> None:
-        body = self._order.store(blocks, pages, reservation=reserved.number)
-        written = sum(page > 0 for page in pages)
-        reserved.left -= written
-        self._written += written
-        call = self._daemon.begin(wire.Request(store=body), self._deadline - self._clock())
-        self._sent.append((call, blocks, reserved))
+            count += 1
+        reserved.used += count
+        return Run(memory, offset, count, first + 1, 1)
 
     # Answers
 
@@ -253,29 +201,16 @@ class InPlacePut:
         while self._sent:
             self._collect()
 
-    def _collect_answered(self) -> None:
-        while self._sent and self._sent[0][0].is_answered():
-            self._collect()
-
-    def _collect(self) -> None:
-        """Wait for the oldest message's answer."""
-        call, blocks, reserved = self._sent.popleft()
-        response = call.wait(self._deadline - self._clock())
-        if response is None:
-            call.expire()
-            self._receipt.reason = REASON_DEADLINE
-            return
+    def _take(self, message: Message, call: Call, response: wire.Response) -> None:
         if response.HasField("error"):
-            reserved.left += 1  # it may have taken nothing
+            self._reserved[message.reservation].left += 1  # it may have taken nothing
         answer = call.judge(response)
         if isinstance(answer, str):
-            self._undecided += blocks
+            self._undecided += message.blocks
             return
         statuses = answer.store.statuses
-        decided = [-1 if status in _NOT_DECIDED else block for block, status in zip(blocks, statuses, strict=False)]
-        undecided = [block for block, kept in zip(blocks, decided, strict=False) if kept < 0]
+        again = [position for position, status in enumerate(statuses) if status in _NOT_DECIDED]
+        undecided = [message.blocks[position] for position in again]
         self._undecided += undecided
         self._believed.difference_update(undecided)
-        self._receipt.record(call, answer, decided)
-        if wire.STORE_STATUS_PRESENT in statuses:
-            self._daemon.index.get(may_wait=False)  # so that the next put knows what is present
+        self._enter(message, call, answer, again)

@@ -132,7 +132,7 @@ def test_a_long_put_of_duplicates_asks_for_the_index_while_it_writes(
     assert connection is not None
     session.put(TOKENS, payloads=PAYLOADS)
     written, asked = list[int](), list[int]()
-    monkeypatch.setattr("kvstore_client.put.RUN_BYTES", SLOT)
+    monkeypatch.setattr("kvstore_client.put_part.PutPart.run_bytes", SLOT)
     monkeypatch.setattr(connection.index, "get", lambda *, may_wait: asked.append(len(written)))
 
     def payload(block: int) -> FillSlot:

@@ -1,0 +1,192 @@
+"""Some blocks of one put: written where the daemon finds them, named in Store messages, and entered into the receipt.
+
+Owns the pipeline: what is to be written, what was sent and is not answered, oldest first. Where there is room for the
+bytes belongs to those that continue this: staging memory (`put`), or slots of the daemon (`in_place`). What is written
+within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is sent in parts,
+so that the daemon copies while the client writes. Blocks that the lookup index shows are not written: only their keys
+are sent, and the daemon says whether it wants them after all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from kvstore_client.call import Call, Late
+from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.memory import Bytes
+from kvstore_client.payload import PayloadWriter, write_tokens
+from kvstore_client.receipt import PutOrder, PutReceipt
+from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.staging import Extent, Use
+from kvstore_proto.arena import slot_bytes
+from kvstore_proto.v1 import kvstore_pb2 as wire
+
+SEND_EVERY_S = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A Store: blocks (indices into the receipt), the page of each in the staging memory of `loan` or among the slots
+    of `reservation` (0: not written), and its extent of staging. `call` once it is sent."""
+
+    loan: int = 0
+    reservation: int = 0
+    blocks: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    extents: list[Extent | None] = field(default_factory=list)
+    use: Use = field(default_factory=Use)
+    call: Call | None = None
+
+    def add(self, blocks: Sequence[int], pages: Iterable[int], extent: Extent | None = None) -> None:
+        self.blocks += blocks
+        self.pages += pages
+        self.extents += [extent] * len(blocks)
+        if extent is not None:
+            self.use.extents += [extent] * len(blocks)
+
+
+class Run(NamedTuple):
+    """Consecutive slots in `memory` from `offset` on; `page` is the first one's, `page_step` leads to the next."""
+
+    memory: Bytes
+    offset: int
+    slots: int
+    page: int
+    page_step: int
+    extent: Extent | None = None
+
+
+@dataclass(eq=False)
+class PutPart:
+    """Use once, in the caller's thread. `believed`: blocks that seem to be there, and are named without being written
+    until the daemon wants them. A run has at most `run_bytes`, and the last message `last_bytes`, if that is not 0."""
+
+    _daemon: DaemonSession
+    _order: PutOrder
+    _receipt: PutReceipt
+    _todo: deque[int]
+    _believed: set[int]
+    _deadline: float
+    _clock: Callable[[], float]
+    _written: dict[int, tuple[int, Extent]] = field(default_factory=dict, init=False)  # to be sent again, and its page
+    _unsent: Message = field(default_factory=Message, init=False)
+    _sent: deque[Message] = field(default_factory=deque, init=False)
+
+    run_bytes: ClassVar = 8 * 2**20
+    last_bytes: ClassVar = 0
+
+    def __post_init__(self) -> None:
+        self._slot_bytes = slot_bytes(self._order.payload_bytes)
+        self._write_until = self._deadline
+
+    # Writing
+
+    def _write(self, send_every_s: float = SEND_EVERY_S) -> bool:
+        """Fill the next message, as far as there is room and time; False when it has no block."""
+        self._collect_answered()
+        message, sent_at = self._unsent, self._clock() + send_every_s
+        last = max(1, self.last_bytes // self._slot_bytes) if self.last_bytes else 0
+        with PayloadWriter(self._order.payload_bytes) as writer:
+            while self._todo and len(message.blocks) < self._daemon.max_keys:
+                block = self._todo[0]
+                if self._clock() >= self._deadline:
+                    self._late()
+                    break
+                if block in self._believed:
+                    message.add([self._todo.popleft()], [0])
+                elif block in self._written:
+                    page, extent = self._written.pop(block)
+                    message.add([self._todo.popleft()], [page], extent)
+                elif (
+                    not self._write_run(writer, message, last)
+                    or self._clock() >= sent_at
+                    or len(self._todo) == last < len(message.blocks)
+                ):
+                    break
+        return bool(message.blocks)
+
+    def _write_run(self, writer: PayloadWriter, message: Message, last: int) -> bool:
+        """Write the next blocks into consecutive slots; False without room for one, or time for all."""
+        run = self._take_run(self._run_length(message, last))
+        if run is None:
+            return False
+        order, size, first, written = self._order, self._slot_bytes, self._todo[0], 0
+        end = run.offset + run.slots * size
+        try:
+            tokens = order.chain.tokens_of_run(order.first_block + first, run.slots)
+            write_tokens(run.memory[run.offset : end], run.slots, tokens)
+            for offset in range(run.offset, end, size):
+                if self._clock() >= self._write_until:
+                    return False
+                writer.write(run.memory, offset, order.payloads[first + written])
+                written += 1
+        finally:
+            blocks = [self._todo.popleft() for _ in range(written)]
+            message.add(blocks, range(run.page, run.page + written * run.page_step, run.page_step), run.extent)
+            self._leave_unwritten(run, run.slots - written)
+        return True
+
+    def _run_length(self, message: Message, last: int) -> int:
+        """How many of the next blocks are consecutive and to be written."""
+        most = min(max(self.run_bytes // self._slot_bytes, 1), self._daemon.max_keys - len(message.blocks))
+        if last < len(self._todo):
+            most = min(most, len(self._todo) - last)
+        first, length = self._todo[0], 0
+        for block in self._todo:
+            if length == most or block != first + length or block in self._believed or block in self._written:
+                break
+            length += 1
+        return length
+
+    def _take_run(self, most: int) -> Run | None:
+        """Take at most `most` consecutive slots; None without one."""
+        raise NotImplementedError
+
+    def _leave_unwritten(self, run: Run, slots: int) -> None:
+        """Take back so many slots at the end of `run`."""
+
+    def _late(self) -> None:
+        """The time is up, and some blocks are not written."""
+
+    def _send(self) -> None:
+        message, self._unsent = self._unsent, Message()
+        body = self._order.store(message.blocks, message.pages, loan=message.loan, reservation=message.reservation)
+        self._sent.append(message)  # first: from here on its bytes are the daemon's until it answers
+        message.call = self._daemon.begin(wire.Request(store=body), self._deadline - self._clock())
+
+    # Answers
+
+    def _collect_answered(self) -> None:
+        """Process the answers that have arrived, without waiting: their bytes can be used again."""
+        while self._sent and (call := self._sent[0].call) is not None and (response := call.wait(0.0)) is not None:
+            self._take(self._sent.popleft(), call, response)
+
+    def _collect(self) -> None:
+        """Wait for the oldest message's answer."""
+        message = self._sent[0]
+        assert message.call is not None
+        response = message.call.wait(self._deadline - self._clock())
+        self._sent.popleft()
+        if response is None:
+            message.call.expire(self._unanswered(message))
+            self._receipt.reason = REASON_DEADLINE
+        else:
+            self._take(message, message.call, response)
+
+    def _take(self, message: Message, call: Call, response: wire.Response) -> None:
+        """Process the answer to `message`. Raises KVStoreError when the daemon finds it wrong."""
+        raise NotImplementedError
+
+    def _unanswered(self, message: Message) -> Late | None:
+        """Return what an answer is to be given that comes when no thread waits for it any more."""
+        return None
+
+    def _enter(self, message: Message, call: Call, answer: wire.Response, again: Collection[int]) -> None:
+        """Enter an answer into the receipt, but for the positions `again`, which another request decides."""
+        decided = [-1 if position in again else block for position, block in enumerate(message.blocks)]
+        self._receipt.record(call, answer, decided)
+        if wire.STORE_STATUS_PRESENT in answer.store.statuses:  # asked at the first answer, it is there at the end
+            self._daemon.index.get(may_wait=False)
